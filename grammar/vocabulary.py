@@ -149,17 +149,6 @@ class Vocabulary:
         return 256 + len(self.marks)
 
     @cached_property
-    def byte_tokenizer(self) -> Any:
-        """llguidance's view of a vocabulary of single bytes: symbol 0-255, then `marks`, then one end of sequence.
-
-        Walking a grammar byte by byte over it costs a microsecond a step, whatever the size of the real vocabulary.
-        """
-        tokens = [bytes([i]) for i in range(256)] + [self.token_bytes[i] for i in self.marks] + [b"<|end|>"]
-        special = range(256, len(tokens))
-        wrapper = llguidance.TokenizerWrapper(_Source(tokens, (len(tokens) - 1,), special, None))
-        return llguidance.LLTokenizer(wrapper, eos_token=len(tokens) - 1, slices=[])
-
-    @cached_property
     def _mark_symbols(self) -> dict[int, tuple[int]]:
         return {token: (256 + index,) for index, token in enumerate(self.marks)}
 
@@ -187,7 +176,7 @@ class _Source:
         tokens: Sequence[bytes],
         eos_ids: Sequence[int],
         special_ids: Collection[int],
-        tokenize: WeakMethod[Callable[[str], list[int]]] | None,
+        tokenize: WeakMethod[Callable[[str], list[int]]],
     ) -> None:
         """`tokenize`: weak, for the library's objects are none that the garbage collector looks into: a vocabulary that
         they referred to would stay for ever, with its tokenizer and chat template, as it refers to them."""
@@ -198,8 +187,6 @@ class _Source:
         self._tokenize = tokenize
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if self._tokenize is None:
-            return list(text.encode() if isinstance(text, str) else text)
         if isinstance(text, bytes):
             raise TypeError("this tokenizer encodes text")  # makes the wrapper hand over str
         tokenize = self._tokenize()

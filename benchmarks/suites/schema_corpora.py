@@ -37,6 +37,7 @@ PASSED, NOT_TAKEN, TOO_MUCH = "passed", "a valid instance is not taken", "an inv
 
 
 _LIBRARY = Grammar.json_object()
+_BYTES = llguidance.LLTokenizer("byte")
 
 
 class Case(NamedTuple):
@@ -123,11 +124,11 @@ class Runner:
                 json.dumps(schema), overrides={"whitespace_pattern": FLEXIBLE}
             )
             made = self.backend.matcher(_LIBRARY, text, self.backend.vocabulary.ll_tokenizer)
-            return made, self.backend.matcher(_LIBRARY, text, self.backend.vocabulary.byte_tokenizer)
+            return made, self.backend.matcher(_LIBRARY, text, _BYTES)
         grammar = Grammar.json_schema(schema, key_order=self._key_order)  # type: ignore[arg-type]
         check_limits(grammar)
         template = self.backend.compile(grammar)
-        return template, self.backend.matcher(grammar, template.text, self.backend.vocabulary.byte_tokenizer)
+        return template, self.backend.matcher(grammar, template.text, _BYTES)
 
     def _walk(self, made: Any, text: str) -> None:
         """Measure masks and steps along a text; a step of ours includes the way to the end."""

@@ -15,11 +15,10 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.closing.continuations import Continuations, FramePath
 from asyncengine.grammar.closing.prices import BLANK, Piece, Prices, Segment
 from asyncengine.grammar.closing.spelling import UNREACHABLE
+from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import Chain, Letters, Lexeme, Literal, Mark, Shape, Times, Unmodelled, Unordered
 
 MAX_STEPS = 20_000
 """Steps from frame to frame that one byte may take, some twenty milliseconds of them."""
@@ -65,13 +64,13 @@ class Frame:
 
     __slots__ = ("_prices", "_rest", "index", "inside", "next", "number", "outer", "shape", "spelled")
 
-    def __init__(self, shape: Shape, index: Any, outer: Frame | None, prices: Prices) -> None:
+    def __init__(self, shape: nodes.Shape, index: Any, outer: Frame | None, prices: Prices) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
         self.number = next(_numbers)
         """The frame's number, which no other frame ever has."""
-        self.inside: bool = outer is not None and (outer.inside or isinstance(outer.shape, Lexeme))
+        self.inside: bool = outer is not None and (outer.inside or isinstance(outer.shape, nodes.Lexeme))
         """In the midst of a lexeme."""
         self._prices = prices
         self._rest: int | None = None if outer else 0
@@ -101,20 +100,84 @@ Position = tuple[int, ...]
 """The numbers of all readings: they keep nothing of a grammar in memory."""
 
 
+FramePath = tuple[nodes.Shape, Any, "FramePath"] | None
+"""A frame (`Frame`): its shape, its index, the path of the frame around it. None: around the first shape."""
+
+
+class Continuations:
+    """The shapes that may come next at an index of a shape, each with the path of the frame behind it."""
+
+    __slots__ = ("ends", "others", "steps", "texts")
+
+    def __init__(self, shape: nodes.Shape, index: Any, most: int) -> None:
+        """Raises `Unmodelled` for more than `most` steps from shape to shape: some rule begins with itself."""
+        self.texts: dict[int, list[tuple[nodes.Literal, FramePath]]] = {}
+        """Texts by their first byte."""
+        self.others: list[tuple[nodes.Shape, FramePath]] = []
+        self.ends = False
+        """The shape may end here."""
+        todo = following(shape, index, None)
+        seen = dict.fromkeys(todo)
+        for item, path in todo:  # grows while it is walked
+            steps: list[tuple[nodes.Shape | None, FramePath]] = []
+            if isinstance(item, nodes.Literal):
+                self.texts.setdefault(item.data[0], []).append((item, path))
+            elif isinstance(item, (nodes.Letters, nodes.Mark, Words)):
+                self.others.append((item, path))
+                if isinstance(item, Words) and b"" in item.words[:1]:
+                    steps = [(None, path)]
+            elif item is not None:
+                steps = following(item, -1 if isinstance(item, (nodes.Chain, nodes.Lexeme)) else 0, path)
+            elif path is not None:
+                steps = following(*path)
+            else:
+                self.ends = True
+            for step in steps:
+                if step not in seen:
+                    seen[step] = None
+                    todo.append(step)
+            if len(todo) > most:
+                raise nodes.Unmodelled
+        self.steps = len(todo)
+
+
+def following(shape: nodes.Shape, index: int, outer: FramePath) -> list[tuple[nodes.Shape | None, FramePath]]:
+    """Shapes that follow an index of a shape, each with the path behind it; those that a shape begins with follow its
+    first index. None: what is around it goes on."""
+    if isinstance(shape, nodes.Chain):
+        at, size = index + 1, len(shape.items)
+        if at >= size:
+            return [(None, outer)]
+        return [(shape.items[at], outer if at + 1 == size else (shape, at, outer))]
+    if isinstance(shape, nodes.Lexeme):
+        return [(None, outer) if index == 0 else (shape.body, (shape, 0, outer))]
+    if isinstance(shape, nodes.Either):
+        return [(item, outer) for item in shape.items]
+    if isinstance(shape, nodes.Unordered):
+        members = [(item, (shape, said, outer)) for item, said in shape.following(index)]
+        return [*members, (None, outer)] if index and not shape.left(index) else [*members]
+    assert isinstance(shape, nodes.Times)
+    found: list[tuple[nodes.Shape | None, FramePath]] = [(None, outer)] if index >= shape.least else []
+    if shape.most is None or index < shape.most:
+        counted = index + 1 if shape.most is not None else min(index + 1, shape.least)
+        found.append((shape.body, (shape, counted, outer)))
+    return found
+
+
 class Tracker:
     """Follows outputs through one shape. Any number of threads may share it."""
 
-    def __init__(self, root: Shape, prices: Prices, lexed: bool = False) -> None:
+    def __init__(self, root: nodes.Shape, prices: Prices, lexed: bool = False) -> None:
         """`lexed`: there are lexemes."""
         self._prices = prices
         self._known: dict[tuple[int, Any, int], Frame] = {}
-        self._continuations_of: dict[tuple[Shape, Any], Continuations] = {}
+        self._continuations_of: dict[tuple[nodes.Shape, Any], Continuations] = {}
         self._steps: dict[tuple[Frames, Sequence[int]], Frames] = {}
         self._lexed = lexed
         self._agreeing: dict[Frames, Frames] = {}
-        self._lazy = lexed and any(isinstance(shape, Lexeme) and shape.lazy for shape in prices.shapes())
-        self._end = Frame(Chain(()), 0, None, prices)
-        self.begin: Frames = (self._frame(Chain([root]), -1, self._end),)
+        self._lazy = lexed and any(isinstance(shape, nodes.Lexeme) and shape.lazy for shape in prices.shapes())
+        self._end = Frame(nodes.Chain(()), 0, None, prices)
+        self.begin: Frames = (self._frame(nodes.Chain([root]), -1, self._end),)
 
     def cost(self, frames: Frames) -> int:
         """Tokens of the nearest complete output, at most: the sum of its parts."""
@@ -171,7 +234,7 @@ class Tracker:
         """The rest of a frame's own shape, or of all of them."""
         here: Frame | None = frame
         while here is not None and here.outer is not None:
-            own = isinstance(here.shape, (Times, Unordered, Words))
+            own = isinstance(here.shape, (nodes.Times, nodes.Unordered, Words))
             yield from self._prices.pieces(here.shape, here.index if own else here.index + 1)
             here = here.outer if to_the_end else None
 
@@ -215,7 +278,7 @@ class Tracker:
                 found = [self._on(frame, symbols[at], effort) for frame in frames]
                 on = dict.fromkeys(itertools.chain.from_iterable(on for on, _ in found))
                 frames = tuple(on or dict.fromkeys(itertools.chain.from_iterable(left for _, left in found)))
-            elif isinstance(first, Frame) and isinstance(first.shape, Literal):
+            elif isinstance(first, Frame) and isinstance(first.shape, nodes.Literal):
                 taken, frames = self._along(first, symbols[at:])
             else:
                 going_on, leaving = self._on(first, symbols[at], effort)
@@ -230,7 +293,7 @@ class Tracker:
 
     def _along(self, frame: Frame, symbols: Sequence[int]) -> tuple[int, Frames]:
         """The number of symbols that a text goes on with, and the frame behind them."""
-        assert isinstance(frame.shape, Literal)
+        assert isinstance(frame.shape, nodes.Literal)
         assert frame.outer is not None
         rest = frame.shape.data[frame.index + 1 :]
         taken = min(len(rest), len(symbols))
@@ -241,7 +304,7 @@ class Tracker:
 
     def _on(self, frame: Frame, symbol: int, effort: Effort) -> tuple[Frames, Frames]:
         """Frames behind `symbol`: those within the lexeme, and those behind its end."""
-        if frame.outer is not None and isinstance(frame.shape, (Literal, Words)):
+        if frame.outer is not None and isinstance(frame.shape, (nodes.Literal, Words)):
             found = tuple(self._within(frame.shape, frame.index, frame.outer, symbol))
             return (found, ()) if frame.inside else ((), found)
         behind = frame.next
@@ -262,30 +325,30 @@ class Tracker:
             for text, path in continuations.texts.get(symbol, ()):
                 behind += self._within(text, -1, self._at(path, here.outer), symbol)
             for shape, path in continuations.others:
-                if not isinstance(shape, Letters) or symbol >= 0x80:
+                if not isinstance(shape, nodes.Letters) or symbol >= 0x80:
                     behind += self._into(shape, self._at(path, here.outer), symbol)
                 elif shape.mask >> symbol & 1:
                     behind.append(self._at(path, here.outer))
             if not continuations.ends:
                 break
-            if isinstance(here.shape, Lexeme):
+            if isinstance(here.shape, nodes.Lexeme):
                 behind = leaving
             here = here.outer
         return _once(going_on), _once(leaving)
 
-    def _into(self, shape: Shape, outer: Frame, symbol: int) -> Iterable[Frame]:
+    def _into(self, shape: nodes.Shape, outer: Frame, symbol: int) -> Iterable[Frame]:
         """Frames behind the first symbol of a shape."""
-        if isinstance(shape, Letters):
+        if isinstance(shape, nodes.Letters):
             tails = shape.tails if symbol >= 0x80 else ()
             found = [self._frame(tail, -1, outer) for low, high, tail in tails if low <= symbol <= high]
             return [outer, *found] if shape.mask >> symbol & 1 else found
-        if isinstance(shape, Mark):
+        if isinstance(shape, nodes.Mark):
             return [outer] if shape.symbol == symbol else []
         return self._within(shape, b"", outer, symbol)
 
-    def _within(self, shape: Shape, index: Any, outer: Frame, byte: int) -> list[Frame]:
+    def _within(self, shape: nodes.Shape, index: Any, outer: Frame, byte: int) -> list[Frame]:
         """Frames behind `byte` in a text or in words."""
-        if isinstance(shape, Literal):
+        if isinstance(shape, nodes.Literal):
             if shape.data[index + 1] != byte:
                 return []
             return [outer if index + 2 == len(shape.data) else self._frame(shape, index + 1, outer)]
@@ -301,20 +364,20 @@ class Tracker:
         for frame in frames:
             here: Frame | None = frame
             while here is not None and here.inside:
-                text = isinstance(here.shape, (Literal, Words))
+                text = isinstance(here.shape, (nodes.Literal, Words))
                 ends = not text and self._continue(here.shape, here.index, effort).ends
                 here = here.outer if ends else None
-            if here is not None and isinstance(here.shape, Lexeme) and here.shape.lazy:
+            if here is not None and isinstance(here.shape, nodes.Lexeme) and here.shape.lazy:
                 yield here
 
-    def _continue(self, shape: Shape, index: Any, effort: Effort) -> Continuations:
+    def _continue(self, shape: nodes.Shape, index: Any, effort: Effort) -> Continuations:
         continuations = self._continuations_of.get((shape, index))
         if continuations is None:
             if len(self._continuations_of) >= MAX_FRAMES:
                 self._continuations_of.clear()
             try:
                 continuations = self._continuations_of[shape, index] = Continuations(shape, index, MAX_STEPS)
-            except Unmodelled as error:
+            except nodes.Unmodelled as error:
                 raise Lost from error
             effort.left -= continuations.steps
         return continuations
@@ -329,7 +392,7 @@ class Tracker:
             outer = self._frame(shape, index, outer)
         return outer
 
-    def _frame(self, shape: Shape, index: Any, outer: Frame) -> Frame:
+    def _frame(self, shape: nodes.Shape, index: Any, outer: Frame) -> Frame:
         key = id(shape), index, id(outer)
         frame = self._known.get(key)
         if frame is None:

@@ -14,7 +14,6 @@ import llguidance
 
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.vocabulary import Vocabulary
 
 
 @functools.cache
@@ -23,7 +22,7 @@ def characters(name: str, in_json: bool) -> nodes.Ranges:
     are ASCII, as ECMAScript has them. 60 ms for the first `\w`. Not to be changed."""
     text = f'%json {{"type":"string","pattern":"^\\{name}$"}}' if in_json else f"/{name}/"
     matcher = llguidance.LLMatcher(
-        Vocabulary([], [], [], 0).byte_tokenizer, llguidance.LLMatcher.grammar_from_lark(f"start: {text}"), log_level=0
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(f"start: {text}"), log_level=0
     )
     found: nodes.Ranges = []
     if in_json:  # an escape of a control character begins with a backslash: these are the same in both

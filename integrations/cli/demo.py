@@ -27,14 +27,7 @@ from rich.text import Text
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer
 from asyncengine.config import EngineConfig
-from asyncengine.integrations.cli.documents import (
-    ABOUT_ARCHIVE,
-    ARCHIVE,
-    DOCUMENTS,
-    FOR_RETRIEVAL,
-    SMALL_JOBS,
-    counting,
-)
+from asyncengine.integrations.cli import documents
 from asyncengine.integrations.cli.errors import FAILED, CliError
 from asyncengine.integrations.cli.loading import on_thread, open_async_engine
 from asyncengine.integrations.cli.options import engine_config
@@ -248,7 +241,10 @@ class Scenes:
                 async for piece in model.astream(line.question):
                     line.answer += piece.text
 
-        questions = [*SMALL_JOBS, *map(counting, range(max(0, streams - len(SMALL_JOBS))))][:streams]
+        questions = [
+            *documents.SMALL_JOBS,
+            *map(documents.counting, range(max(0, streams - len(documents.SMALL_JOBS)))),
+        ][:streams]
         through = "the plain API" if model is None else "LangChain"
         story = f"Each line is a request of its own through {through}. They share every forward pass."
         outcome = "{output_tokens} tokens in {seconds:.1f} s: [bold]{rate:.0f} tokens/s[/bold]."
@@ -257,23 +253,25 @@ class Scenes:
 
     async def shared_prefix(self) -> None:
         async def ask(line: Line) -> None:
-            usage = await answer(self.engine, line, ARCHIVE)
+            usage = await answer(self.engine, line, documents.ARCHIVE)
             line.note = f"{usage.cached_tokens} of {usage.prompt_tokens} cached"
 
         story = "The same text stands before every question. The engine computes it once and keeps its pages."
         outcome = "{prompt_tokens} prompt tokens, [bold]{cached_tokens} from the prefix cache[/bold]."
-        await self._play("One text, many questions", story, [Line(*each) for each in ABOUT_ARCHIVE], ask, outcome)
+        await self._play(
+            "One text, many questions", story, [Line(*each) for each in documents.ABOUT_ARCHIVE], ask, outcome
+        )
 
     async def retrieval(self, embedder: AsyncEngine) -> None:
-        vectors = (await embedder.embed(list(DOCUMENTS.values()), prompt_name="document")).vectors
+        vectors = (await embedder.embed(list(documents.DOCUMENTS.values()), prompt_name="document")).vectors
 
         async def ask(line: Line) -> None:
             found = await embedder.embed(line.question, prompt_name="query")
-            line.note = list(DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
-            await answer(self.engine, line, DOCUMENTS[line.note])
+            line.note = list(documents.DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
+            await answer(self.engine, line, documents.DOCUMENTS[line.note])
 
         story = "A second engine finds the document nearest to each question; the first one answers from it."
-        lines = [Line(*question) for question in FOR_RETRIEVAL]
+        lines = [Line(*question) for question in documents.FOR_RETRIEVAL]
         await self._play("Answers from documents", story, lines, ask, "Two models in one process.")
 
     async def forms(self) -> None:
@@ -294,10 +292,10 @@ class Scenes:
         await self._play("Tool calls, and JSON that always ends", story, lines, ask, outcome)
 
     async def three_voices(self) -> None:
-        asked = ABOUT_ARCHIVE[1], ABOUT_ARCHIVE[8], SMALL_JOBS[1], SMALL_JOBS[2]
+        asked = documents.ABOUT_ARCHIVE[1], documents.ABOUT_ARCHIVE[8], documents.SMALL_JOBS[1], documents.SMALL_JOBS[2]
 
         async def ask(line: Line) -> None:
-            text = ARCHIVE if line.question in dict(ABOUT_ARCHIVE) else ""
+            text = documents.ARCHIVE if line.question in dict(documents.ABOUT_ARCHIVE) else ""
             await answer(self.engine, line, text, line.note if line.note in ADAPTERS else None)
 
         story = f"The base model and its LoRA adapters {' and '.join(ADAPTERS)} answer the same questions."
@@ -325,7 +323,7 @@ class Scenes:
             pages["after"] = self._pages_in_use()
 
         readers = [asyncio.create_task(read(index)) for index in range(LEAVERS)]
-        lines = [Line(*SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
+        lines = [Line(*documents.SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
         story = f"{LEAVERS} readers ask for long stories and are cancelled in the middle; others read to the end."
         outcome = "{pages[reading]} pages in use while all read, then {pages[after]}."
         await self._play("Leaving costs nothing", story, lines, ask, outcome, pages=pages, cancelled=LEAVERS)
@@ -374,7 +372,7 @@ async def fleet_story(show: Show, config: EngineConfig, replicas: int, streams: 
         fleet = await Fleet.from_pretrained("demo", config=config, replicas=replicas, address="local", on_loss="resume")
     async with fleet:
         show.print(f"[bold]asyncengine[/bold] has loaded its bundled model into {replicas} processes of this machine.")
-        lines = [Line(*SMALL_JOBS[index % len(SMALL_JOBS)]) for index in range(streams)]
+        lines = [Line(*documents.SMALL_JOBS[index % len(documents.SMALL_JOBS)]) for index in range(streams)]
         title = f"1  {streams} streams over {replicas} replicas"
         caption = "Each goes where there is least to do."
         many = await show.scene(title, caption, lines, lambda line: answer(fleet, line))
@@ -382,8 +380,8 @@ async def fleet_story(show: Show, config: EngineConfig, replicas: int, streams: 
         show.outcome(f"The replicas answered {', '.join(map(str, shares))} of them.", lines)
 
         show.title("2  A prefix is computed once", "Questions about one text go where its keys and values are.")
-        about = [Line(*question) for question in ABOUT_ARCHIVE[:6]]
-        cached = [(await answer(fleet, line, ARCHIVE)).cached_tokens for line in about]
+        about = [Line(*question) for question in documents.ABOUT_ARCHIVE[:6]]
+        cached = [(await answer(fleet, line, documents.ARCHIVE)).cached_tokens for line in about]
         show.print(f"[green]→[/green] Prompt tokens found in a cache: {', '.join(map(str, cached))}.")
 
         show.title("3  A replica is killed", f"{STORIES} long answers are under way. Those of the lost one go on.")

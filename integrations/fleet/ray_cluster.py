@@ -15,15 +15,8 @@ from typing import Any
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_model
 from asyncengine.errors import FleetError, InvalidParameter
+from asyncengine.integrations.fleet import placing
 from asyncengine.integrations.fleet.connection import UNSENT, Connection, new_context
-from asyncengine.integrations.fleet.placing import (
-    RayNode,
-    place_replica,
-    read_claim,
-    read_devices,
-    removal_scores,
-    try_read_claim,
-)  # fmt: skip
 from asyncengine.integrations.fleet.processes import Cluster, Process, unpack
 from asyncengine.integrations.fleet.replica import Replica
 from asyncengine.integrations.fleet.settings import FleetConfig
@@ -119,9 +112,11 @@ class RayCluster(Cluster["ReplicaProcess"]):
         Raises `FleetError`, and what loading raises of the model's files.
         """
         if self.config.replica_memory is not None or os.path.exists(resolve_model(model)):
-            self._claim = read_claim(model, config, self.config)
+            self._claim = placing.read_claim(model, config, self.config)
             return
-        ask = self._ray.remote(try_read_claim).options(num_cpus=0, label_selector=dict(self.config.labels) or None)
+        ask = self._ray.remote(placing.try_read_claim).options(
+            num_cpus=0, label_selector=dict(self.config.labels) or None
+        )
         try:
             answer = self._ray.get(ask.remote(model, config, self.config), timeout=self.config.start_timeout)
         except self._ray.exceptions.RayError as error:
@@ -141,7 +136,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
             known = {node.id: node for node in self.nodes() if node.id not in full}
             with self._lock:
                 ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
-            found = place_replica(claim, list(known.values()), ours, lost, self.config)
+            found = placing.place_replica(claim, list(known.values()), ours, lost, self.config)
             if isinstance(found, Refusal):
                 others = f"; {len(full)} were taken by others meanwhile" if full else ""
                 raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
@@ -160,9 +155,9 @@ class RayCluster(Cluster["ReplicaProcess"]):
         known = self.nodes()
         with self._lock:
             ours = [process.placed for process in self._processes.values()]
-        return removal_scores(known, ours, self.config)
+        return placing.removal_scores(known, ours, self.config)
 
-    def nodes(self) -> list[RayNode]:
+    def nodes(self) -> list[placing.RayNode]:
         """Nodes that are alive, as Ray describes them now. Raises `FleetError` where its head does not answer."""
         from ray._private import state  # what is free of each node Ray tells nowhere else
 
@@ -171,7 +166,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
         except Exception as error:
             raise FleetError(f"the Ray head does not answer: {error}") from error
         return self.with_devices([
-            RayNode(
+            placing.RayNode(
                 node["NodeID"], node["NodeManagerAddress"], node.get("Labels") or {}, node["Resources"],
                 free.get(node["NodeID"], {}),
             )
@@ -179,12 +174,12 @@ class RayCluster(Cluster["ReplicaProcess"]):
             if node["Alive"]
         ])  # fmt: skip
 
-    def with_devices(self, known: list[RayNode]) -> list[RayNode]:
+    def with_devices(self, known: list[placing.RayNode]) -> list[placing.RayNode]:
         """The nodes with the memory of their GPUs: from the node's label, else from the node, which is asked once."""
         if not self.config.num_gpus:
             return known
         labelled = {node.id: node.device_memory() for node in known}
-        ask = self._ray.remote(read_devices)
+        ask = self._ray.remote(placing.read_devices)
         asked = {
             node_id: ask.options(num_cpus=0, label_selector={"ray.io/node-id": node_id}).remote()
             for node_id, memory in labelled.items()
@@ -238,7 +233,7 @@ class ReplicaProcess(Process):
     """A Ray actor that hosts a `Replica`. Ray says by the environment how many threads it has."""
 
     def __init__(
-        self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance, context: Any
+        self, ray: Any, config: FleetConfig, node: placing.RayNode, group: Any, placed: Instance, context: Any
     ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

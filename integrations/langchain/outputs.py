@@ -11,17 +11,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from langchain_core import outputs
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
-from langchain_core.outputs import (
-    ChatGeneration,
-    ChatGenerationChunk,
-    ChatResult,
-    Generation,
-    GenerationChunk,
-    LLMResult,
-)
 from langchain_core.utils.json import parse_partial_json
 
 from asyncengine import Chunk, Completion, Sample, ToolCallDelta, Usage
@@ -76,7 +69,7 @@ def _calls(sample: Sample) -> tuple[list[ToolCall], list[InvalidToolCall]]:
     ]
 
 
-def chat_result(completion: Completion, model_name: str) -> ChatResult:
+def chat_result(completion: Completion, model_name: str) -> outputs.ChatResult:
     """One generation per sample. The request's usage is on the first one, where LangChain's counters look, and on
     no other, so that adding up over all generations counts each token once."""
     generations = []
@@ -91,9 +84,9 @@ def chat_result(completion: Completion, model_name: str) -> ChatResult:
             response_metadata={**_answer(model_name), **info},
             usage_metadata=None if index else usage_metadata(completion.usage),
         )
-        generations.append(ChatGeneration(message=answer, generation_info=info))
+        generations.append(outputs.ChatGeneration(message=answer, generation_info=info))
     output = {"token_usage": openai_usage(completion.usage), "model_name": model_name}
-    return ChatResult(generations=generations, llm_output=output)
+    return outputs.ChatResult(generations=generations, llm_output=output)
 
 
 def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
@@ -107,7 +100,7 @@ def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
     return list(joined.values())
 
 
-def chat_chunks(chunk: Chunk, model_name: str, arguments: dict[int, str]) -> Iterator[ChatGenerationChunk]:
+def chat_chunks(chunk: Chunk, model_name: str, arguments: dict[int, str]) -> Iterator[outputs.ChatGenerationChunk]:
     """LangChain's chunks for one of ours. `arguments`: those of the stream's calls so far, kept here.
 
     Pieces of a call never travel on the last one: LangChain reads a last message as complete, and the end of a call's
@@ -142,7 +135,7 @@ def _spoilt_end(arguments: str) -> str:
     return ""
 
 
-def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:
+def chat_chunk(chunk: Chunk, model_name: str) -> outputs.ChatGenerationChunk:
     last = chunk.finish_reason is not None
     info = _info(chunk)
     part = AIMessageChunk(
@@ -153,21 +146,21 @@ def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:
         usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None,
         chunk_position="last" if last else None,
     )
-    return ChatGenerationChunk(message=part)
+    return outputs.ChatGenerationChunk(message=part)
 
 
-def text_result(completions: Sequence[Completion], model_name: str) -> LLMResult:
+def text_result(completions: Sequence[Completion], model_name: str) -> outputs.LLMResult:
     """One list of generations, one per sample, for each prompt."""
-    generations: list[list[Generation]] = [
-        [Generation(text=sample.text, generation_info=_info(sample)) for sample in completion.samples]
+    generations: list[list[outputs.Generation]] = [
+        [outputs.Generation(text=sample.text, generation_info=_info(sample)) for sample in completion.samples]
         for completion in completions
     ]
     output = {"token_usage": total_usage([openai_usage(c.usage) for c in completions]), "model_name": model_name}
-    return LLMResult(generations=list(generations), llm_output=output)
+    return outputs.LLMResult(generations=list(generations), llm_output=output)
 
 
-def text_chunk(chunk: Chunk) -> GenerationChunk:
-    return GenerationChunk(text=chunk.text, generation_info=_info(chunk) or None)
+def text_chunk(chunk: Chunk) -> outputs.GenerationChunk:
+    return outputs.GenerationChunk(text=chunk.text, generation_info=_info(chunk) or None)
 
 
 def total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:

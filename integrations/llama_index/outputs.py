@@ -12,17 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_index.core.base.llms.types import (
-    ChatMessage,
-    ChatResponse,
-    CompletionResponse,
-    ContentBlock,
-    LogProb,
-    MessageRole,
-    TextBlock,
-    ThinkingBlock,
-    ToolCallBlock,
-)
+from llama_index.core.base.llms import types
 from pydantic_core import from_json
 
 from asyncengine import Chunk, Completion, LogprobEntry
@@ -51,7 +41,7 @@ class Answer:
         self.reasoning = ""
         self.calls: list[GrowingCall] = []
         self.raw: dict[str, Any] = {"model": model_name}
-        self.logprobs: list[list[LogProb]] | None = None
+        self.logprobs: list[list[types.LogProb]] | None = None
         self.delta: str | None = None
         self.thinking_delta = ""
         self._reasoning_tokens: int | None = None
@@ -100,10 +90,10 @@ class Answer:
         raise_if_timed_out(self.raw.get("finish_reason"), self.text)
         return self
 
-    def chat(self) -> ChatResponse:
-        return ChatResponse(
-            message=ChatMessage(
-                role=MessageRole.ASSISTANT, blocks=self._blocks(), additional_kwargs=self._additional_kwargs()
+    def chat(self) -> types.ChatResponse:
+        return types.ChatResponse(
+            message=types.ChatMessage(
+                role=types.MessageRole.ASSISTANT, blocks=self._blocks(), additional_kwargs=self._additional_kwargs()
             ),
             delta=self.delta,
             raw=dict(self.raw),
@@ -111,8 +101,8 @@ class Answer:
             additional_kwargs={"thinking_delta": self.thinking_delta} if self.thinking_delta else {},
         )
 
-    def complete(self) -> CompletionResponse:
-        return CompletionResponse(
+    def complete(self) -> types.CompletionResponse:
+        return types.CompletionResponse(
             text=self.text,
             delta=self.delta,
             raw=dict(self.raw),
@@ -120,16 +110,16 @@ class Answer:
             additional_kwargs=self._additional_kwargs(),
         )
 
-    def _blocks(self) -> list[ContentBlock]:
+    def _blocks(self) -> list[types.ContentBlock]:
         """The thoughts, the text, the calls: in the order in which models write them."""
-        blocks: list[ContentBlock] = []
+        blocks: list[types.ContentBlock] = []
         if self.reasoning:
-            blocks.append(ThinkingBlock(content=self.reasoning, num_tokens=self._reasoning_tokens))
+            blocks.append(types.ThinkingBlock(content=self.reasoning, num_tokens=self._reasoning_tokens))
         if self.text or not self.calls:
-            blocks.append(TextBlock(text=self.text))
+            blocks.append(types.TextBlock(text=self.text))
         for call in self.calls:
             kwargs = call.arguments if call.kwargs is None else call.kwargs
-            blocks.append(ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=kwargs))
+            blocks.append(types.ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=kwargs))
         return blocks
 
     def _additional_kwargs(self) -> dict[str, list[Message]]:
@@ -157,6 +147,6 @@ def partial_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _position(entry: LogprobEntry) -> list[LogProb]:
+def _position(entry: LogprobEntry) -> list[types.LogProb]:
     """The chosen token first, then the likeliest alternatives."""
-    return [LogProb(token=e.token, logprob=e.logprob, bytes=list(e.bytes)) for e in (entry, *entry.top)]
+    return [types.LogProb(token=e.token, logprob=e.logprob, bytes=list(e.bytes)) for e in (entry, *entry.top)]

@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import StoredMatrix
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
-from asyncengine.execution.models.formats.gguf.architectures import (
-    ARCHITECTURES,
-    LLAMA_ROW,
-    MIXTRAL_ROW,
-    OTHER_KINDS,
-    Architecture,
-    Rope,
-)
+from asyncengine.execution.models.formats.gguf import architectures
 from asyncengine.execution.models.formats.gguf.container import GgufFile, Metadata, TensorPlace, broken, open_files
 from asyncengine.execution.models.formats.gguf.header import Header, shortest
 from asyncengine.execution.models.formats.gguf.tensors import Held, model_tensors
@@ -105,36 +98,38 @@ WORKED_OUT: Mapping[str, Callable[[Header], Any]] = {
 """Other keys of config.json that rows name."""
 
 
-def header_of(path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]) -> tuple[Header, Architecture]:
+def header_of(
+    path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]
+) -> tuple[Header, architectures.Architecture]:
     """The header of a text generator and its row. Raises `UnsupportedModel` for files of other kinds and unknown
     architectures, `ModelNotFound` for what is no model."""
     name = metadata.get("general.architecture")
     for found in (metadata.short.get("general.type"), name):
-        if isinstance(found, str) and found in OTHER_KINDS:
-            raise UnsupportedModel(f"{path} {OTHER_KINDS[found]}")
+        if isinstance(found, str) and found in architectures.OTHER_KINDS:
+            raise UnsupportedModel(f"{path} {architectures.OTHER_KINDS[found]}")
     if any(key.startswith("imatrix.") for key in metadata.short):
-        raise UnsupportedModel(f"{path} {OTHER_KINDS['imatrix']}")
+        raise UnsupportedModel(f"{path} {architectures.OTHER_KINDS['imatrix']}")
     if not isinstance(name, str) or not name:
         raise ModelNotFound(f"{path} names no general.architecture: it is no model")
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if name not in architectures.ARCHITECTURES:
+        known = ", ".join(architectures.ARCHITECTURES)
         raise UnsupportedModel(f"{path}: GGUF architecture {shorten(repr(name), 60)} is not read. Read are {known}")
     if not tensors:
         raise ModelNotFound(f"{path} has no tensors: it holds a tokenizer alone")
-    header, row = Header(path, name, metadata, tensors), ARCHITECTURES[name]
+    header, row = Header(path, name, metadata, tensors), architectures.ARCHITECTURES[name]
     scales = ("attention.temperature_scale", "rope.scaling_beta")
     if row.model_type == "ministral3" and header.keys().isdisjoint(scales):
-        return header, LLAMA_ROW  # Ollama gives Mistral Small 3 this name
-    return header, MIXTRAL_ROW if row is LLAMA_ROW and header.get("expert_count") else row
+        return header, architectures.LLAMA_ROW  # Ollama gives Mistral Small 3 this name
+    return header, architectures.MIXTRAL_ROW if row is architectures.LLAMA_ROW and header.get("expert_count") else row
 
 
-def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> dict[str, Any]:
+def hugging_face_config(header: Header, row: architectures.Architecture, factors: Factors) -> dict[str, Any]:
     """The content of config.json. Raises `ModelNotFound` for a value that is missing or of a wrong type."""
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise ModelNotFound(f"{header.path}: the tensor token_embd.weight is missing, or is no matrix")
     more = dict(row.more(header)) if row.more else {}
-    given_rope = more.pop("rope", Rope())
+    given_rope = more.pop("rope", architectures.Rope())
     named = ("bos", "eos", "eot", "eom", "padding")
     ids = {name: header.metadata.short.get(f"tokenizer.ggml.{name}_token_id") for name in named}
     listed = header.metadata.short.get("tokenizer.ggml.eos_token_ids")
@@ -184,7 +179,9 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
     return config | more
 
 
-def _rope_parameters(header: Header, given: Rope, factors: Factors, head_dim: int, *, partial: bool) -> dict[str, Any]:
+def _rope_parameters(
+    header: Header, given: architectures.Rope, factors: Factors, head_dim: int, *, partial: bool
+) -> dict[str, Any]:
     """The `rope_parameters` of transformers, by kind of layer where those with a window have others.
 
     Raises `UnsupportedModel` for a scaling that is not known, or a part of heads that the family cannot rotate.

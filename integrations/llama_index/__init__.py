@@ -1,4 +1,5 @@
-"""LlamaIndex: `AsyncEngineLLM`, `AsyncEngineEmbedding` and `AsyncEngineRerank`."""
+"""LlamaIndex: `AsyncEngineLLM`, `AsyncEngineEmbedding` and `AsyncEngineRerank`; selectors, `AsyncEngineRelevance` and
+evaluators that decide by probabilities."""
 
 try:
     import llama_index.core  # noqa: F401
@@ -7,8 +8,18 @@ except ImportError as error:
         'the LlamaIndex adapter needs llama-index-core; install it with: pip install "asyncengine[llama-index]"'
     ) from error
 
+from asyncengine.integrations.llama_index.decisions import (
+    AsyncEngineFaithfulnessEvaluator,
+    AsyncEngineMultiSelector,
+    AsyncEngineRelevance,
+    AsyncEngineRelevancyEvaluator,
+    AsyncEngineSingleSelector,
+)
 from asyncengine.integrations.llama_index.embedding import AsyncEngineEmbedding
 from asyncengine.integrations.llama_index.llm import AsyncEngineLLM
 from asyncengine.integrations.llama_index.rerank import AsyncEngineRerank
 
-__all__ = ["AsyncEngineEmbedding", "AsyncEngineLLM", "AsyncEngineRerank"]
+__all__ = [
+    "AsyncEngineEmbedding", "AsyncEngineFaithfulnessEvaluator", "AsyncEngineLLM", "AsyncEngineMultiSelector",
+    "AsyncEngineRelevance", "AsyncEngineRelevancyEvaluator", "AsyncEngineRerank", "AsyncEngineSingleSelector",
+]  # fmt: skip

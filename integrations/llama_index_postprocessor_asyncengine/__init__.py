@@ -1,6 +1,6 @@
-"""LlamaIndex's conventional module name (`llama_index.postprocessor.asyncengine`) for the reranker of
-`asyncengine.integrations.llama_index`."""
+"""LlamaIndex's conventional module name (`llama_index.postprocessor.asyncengine`) for the node
+postprocessors of `asyncengine.integrations.llama_index`."""
 
-from asyncengine.integrations.llama_index import AsyncEngineRerank
+from asyncengine.integrations.llama_index import AsyncEngineRelevance, AsyncEngineRerank
 
-__all__ = ["AsyncEngineRerank"]
+__all__ = ["AsyncEngineRelevance", "AsyncEngineRerank"]

@@ -23,7 +23,7 @@ from asyncengine.integrations.langchain import (
     AsyncEngineReranker,
     ChatAsyncEngine,
 )
-from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRelevance, AsyncEngineRerank
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG
@@ -194,7 +194,10 @@ def test_conventional_module_names_export_the_same_classes() -> None:
         ),
         ("llama_index_llms_asyncengine", {"AsyncEngineLLM": LlamaIndexLLM}),
         ("llama_index_embeddings_asyncengine", {"AsyncEngineEmbedding": AsyncEngineEmbedding}),
-        ("llama_index_postprocessor_asyncengine", {"AsyncEngineRerank": AsyncEngineRerank}),
+        (
+            "llama_index_postprocessor_asyncengine",
+            {"AsyncEngineRelevance": AsyncEngineRelevance, "AsyncEngineRerank": AsyncEngineRerank},
+        ),
     ):
         names: dict[str, Callable[..., Any]] = {}
         exec((folder / name / "__init__.py").read_text(), names)

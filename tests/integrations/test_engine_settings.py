@@ -26,7 +26,13 @@ from asyncengine.integrations.langchain import (
     AsyncEngineReranker,
     ChatAsyncEngine,
 )
-from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+from asyncengine.integrations.llama_index import (
+    AsyncEngineEmbedding,
+    AsyncEngineFaithfulnessEvaluator,
+    AsyncEngineMultiSelector,
+    AsyncEngineRelevance,
+    AsyncEngineRerank,
+)
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG
@@ -39,6 +45,9 @@ EVERY: list[Any] = [
     AsyncEngineEmbedding,
     AsyncEngineRerank,
     AsyncEngineDecisions,
+    AsyncEngineMultiSelector,
+    AsyncEngineRelevance,
+    AsyncEngineFaithfulnessEvaluator,
 ]
 NAMES = {each.name for each in fields(EngineConfig)}
 GIVEN: dict[str, Any] = {"quantization": "int4", "num_threads": 1, "max_model_len": 512, "device": "cpu"}

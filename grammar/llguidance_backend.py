@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import llguidance
@@ -30,7 +30,7 @@ from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length,
 from asyncengine.grammar.closing.endless import may_be_endless
 from asyncengine.grammar.closing.prices import Prices, Speller
 from asyncengine.grammar.closing.spelling import UNREACHABLE
-from asyncengine.grammar.lower import Written, with_rules
+from asyncengine.grammar.lower import with_rules
 from asyncengine.grammar.regexes import unsupported_feature
 from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.schemas import schemas_of, subschemas
@@ -178,13 +178,19 @@ class LlgTemplate:
         self.masks = backend.masks
         self._spoiled = False
         checkpoint()
-        shape = self._shape(schemas)
+        shape: Shape | None = None
+        with contextlib.suppress(Unmodelled):
+            shape = shape_of(grammar, schemas, backend.vocabulary)
         checkpoint()
         if grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
             self.text += _UNFORCED
             self._matcher = self.fresh_matcher()
         self._counted = None if shape is None else self._count(shape)
         """None where its outputs cannot be followed: those are not steered to an end."""
+        if self._counted is None:
+            (first := self._matcher.deep_copy()).compute_bitmask()
+            if first.is_error():  # there is no output at all
+                raise self.broken(first)
         self.min_tokens = 0 if self._counted is None else length(self._counted.way())
         self.reach = self.min_tokens + REACH
 
@@ -195,12 +201,6 @@ class LlgTemplate:
     def broken(self, matcher: Any) -> GrammarError:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
-
-    def _shape(self, schemas: Sequence[Written]) -> Shape | None:
-        """None where the grammar has none."""
-        with contextlib.suppress(Unmodelled):
-            return shape_of(self.grammar, schemas, self.backend.vocabulary)
-        return None
 
     def _count(self, shape: Shape) -> Counted | None:
         """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way.

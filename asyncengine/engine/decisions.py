@@ -24,7 +24,7 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from transformers.decision import Question
+    from transformers.decision.template_utils import Question
 
     from asyncengine.engine.frontend import Frontend
     from asyncengine.engine.validation import PreparedRequest
@@ -46,7 +46,9 @@ class DecisionPrompts:
         files of the model that it cannot read."""
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         try:
-            from transformers.decision import DECISION_PROMPT, DecisionConfig
+            # not from the package itself: several threads that import it first may find it half made
+            from transformers.decision.configuration_utils import DecisionConfig
+            from transformers.decision.template_utils import DECISION_PROMPT
 
             folder = tokenizer.folder if tokenizer.folder is not None and tokenizer.folder.is_dir() else None
             self._config = DecisionConfig.from_pretrained(folder or "")
@@ -60,7 +62,7 @@ class DecisionPrompts:
     def questions(self, questions: object) -> list[Question]:
         """The questions of a call, {name: {"type", "instructions", "criteria"}}, or objects with `model_dump` in place
         of the inner dicts (LangChain's), checked. Raises `InvalidParameter`."""
-        from transformers.decision import parse_questions
+        from transformers.decision.template_utils import parse_questions
 
         if not isinstance(questions, Mapping) or not 0 < len(questions) <= MAX_QUESTIONS:
             raise InvalidParameter("questions", f"must map names to questions, 1 to {MAX_QUESTIONS} of them", questions)

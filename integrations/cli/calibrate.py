@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(model: str, name: str) -> tuple[Any, list[dict[str, Any]]]:
     """The model's `DecisionConfig`, and the cases. Raises `CliError` for the first line that is wrong."""
     try:
-        from transformers.decision import DecisionConfig
+        from transformers.decision.configuration_utils import DecisionConfig
 
         folder = Path(resolve_model(model))
         settings = DecisionConfig.from_pretrained(folder if folder.is_dir() else "")
@@ -79,7 +79,7 @@ def _read(model: str, name: str) -> tuple[Any, list[dict[str, Any]]]:
 
 def _case(number: int, line: str, settings: Any) -> dict[str, Any]:
     """A line's fields, its number as "line", and the option that is its answer as "right"."""
-    from transformers.decision import parse_questions
+    from transformers.decision.template_utils import parse_questions
 
     try:
         given = json.loads(line)

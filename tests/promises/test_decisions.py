@@ -7,6 +7,8 @@ import gc
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.fake_engine import until
 from support.long import TIMES
 from support.worded_model import make_worded_model
 from transformers import pipeline
@@ -211,9 +214,9 @@ async def test_decisions_and_chats_of_which_half_leave_hold_nothing() -> None:
     """`ASYNCENGINE_LONG=17`: a thousand of them."""
     rng = random.Random(62)
     start = AsyncEngine.from_pretrained(
-        DEMO_MODEL, dtype="float32", kv_cache_memory="1MB", max_num_seqs=12, max_num_batched_tokens=64, num_threads=1
+        DEMO_MODEL, dtype="float32", kv_cache_memory="1MB", max_num_seqs=16, max_num_batched_tokens=64, num_threads=1
     )
-    params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=80, seed=1, ignore_eos=True)
     states = [f"{STATES[0]} {number}" for number in range(5)]
     async with await start as engine:
 
@@ -235,7 +238,8 @@ async def test_decisions_and_chats_of_which_half_leave_hold_nothing() -> None:
             await asyncio.sleep(rng.random() * 0.02 * TIMES)
             task, leaves = asyncio.ensure_future(ask(number)), rng.random() < 0.6
             if leaves:
-                await asyncio.sleep(rng.random() ** 2 * 0.4)
+                last = engine.stats().steps + int(rng.random() ** 2 * 30)
+                await until(lambda: task.done() or engine.stats().steps >= last)
                 task.cancel()
             (outcome,) = await asyncio.gather(task, return_exceptions=True)
             if isinstance(outcome, asyncio.CancelledError):
@@ -250,6 +254,27 @@ async def test_decisions_and_chats_of_which_half_leave_hold_nothing() -> None:
         assert_nothing_held(engine.core)
         gc.collect()
         assert not [each for each in gc.get_objects() if isinstance(each, DecisionCall)]
+
+
+def test_many_threads_may_ask_first() -> None:
+    """transformers puts another module in the place of its own while that is imported: who imports names from it
+    meanwhile may find none of them."""
+    code = """
+import sys, threading
+from types import SimpleNamespace
+import transformers
+from asyncengine.engine.decisions import DecisionPrompts
+sys.setswitchinterval(1e-6)
+made, together = [], threading.Barrier(24)
+def ask():
+    together.wait()
+    made.append(DecisionPrompts(SimpleNamespace(folder=None), 10))
+threads = [threading.Thread(target=ask) for _ in range(24)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(made) == 24
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 async def test_the_demo_model_decides_what_it_has_learned(engine: AsyncEngine) -> None:

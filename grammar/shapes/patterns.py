@@ -65,7 +65,6 @@ RAW: nodes.Ranges = [(32, 33), (35, 91), (93, 126), (128, nodes.MAX_CODE)]
 _ESCAPE = re.compile(r"\\(?:[xu]\{([0-9A-Fa-f]{1,6})\}|([pP](?:\{\w{1,40}\}|\w))|.)", re.DOTALL)
 _PRIVATE = range(0xF0000, 0xF0400)
 """Characters that stand for `\\p{...}`, which Python's parser does not read."""
-_properties: dict[str, int] = {}
 _LISTED = re.compile(r"\(\?:((?:[^\\()\[\]{}.*+?^$]|\\[^A-Za-z0-9])+)\)", re.DOTALL)
 _WORD = re.compile(r"(?:[^|\\]|\\.)+", re.DOTALL)
 _CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
@@ -82,8 +81,8 @@ def _read(pattern: str, flags: str) -> nodes.Shape:
     if not flags and (listed := _LISTED.fullmatch(pattern)) is not None:
         words = (re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL) for word in _WORD.findall(listed[1]))
         return Words([word.encode("utf-8", "replace") for word in words])
-    parsed = _parsed(f"(?{flags})" + pattern if flags else pattern)
-    return _Reader(False).either([list(parsed)], parsed.state.flags)
+    parsed, properties = _parsed(f"(?{flags})" + pattern if flags else pattern)
+    return _Reader(False, properties).either([list(parsed)], parsed.state.flags)
 
 
 _kept = functools.lru_cache(MAX_KEPT)(_read)
@@ -91,7 +90,8 @@ _kept = functools.lru_cache(MAX_KEPT)(_read)
 
 def searched_shape(pattern: str) -> nodes.Shape:
     """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
-    parsed, reader = _parsed(pattern), _Reader(True)
+    parsed, properties = _parsed(pattern)
+    reader = _Reader(True, properties)
     branches = [*itertools.islice(_apart(list(parsed)), MAX_APART)]
     if len(branches) == MAX_APART:
         raise nodes.Unmodelled
@@ -124,26 +124,25 @@ def json_letters(ranges: nodes.Ranges) -> nodes.Shape:
     return options[0] if len(options) == 1 else nodes.Either(options)
 
 
-def _parsed(pattern: str) -> Any:
+def _parsed(pattern: str) -> tuple[Any, list[str]]:
+    """The pattern as Python reads it, and the `\\p{...}` in it, each of which a private character stands for."""
+    properties = [escape[0] for escape in _ESCAPE.finditer(pattern) if escape[2]]
+    signs = map(chr, _PRIVATE)
     try:
-        parsed = sre.parse(_ESCAPE.sub(_readable, pattern))
+        text = _ESCAPE.sub(lambda m: next(signs) if m[2] else re.escape(chr(int(m[1], 16))) if m[1] else m[0], pattern)
+        parsed = sre.parse(text)
     except Exception:
         raise nodes.Unmodelled from None
     if parsed.state.flags & ~_READ_FLAGS:
         raise nodes.Unmodelled
-    return parsed
-
-
-def _readable(escape: re.Match[str]) -> str:
-    if escape[2]:
-        return chr(_PRIVATE[_properties.setdefault(escape[0], len(_properties))])
-    return re.escape(chr(int(escape[1], 16))) if escape[1] else escape[0]
+    return parsed, properties
 
 
 class _Reader:
-    def __init__(self, json: bool) -> None:
-        """`json`: characters are written as in a JSON string."""
+    def __init__(self, json: bool, properties: list[str]) -> None:
+        """`json`: characters are written as in a JSON string; `properties`: as `_parsed` has them."""
         self._json = json
+        self._properties = properties
 
     def either(self, branches: Any, flags: int) -> nodes.Shape:
         return nodes.Either([self._sequence(branch, flags) for branch in branches])
@@ -202,8 +201,8 @@ class _Reader:
         found: nodes.Ranges = []
         for operator, argument in items:
             match str(operator):
-                case "LITERAL" if argument in _PRIVATE and argument - _PRIVATE[0] < len(_properties):
-                    found += characters([*_properties][argument - _PRIVATE[0]], self._json)
+                case "LITERAL" if argument in _PRIVATE[: len(self._properties)]:
+                    found += characters(self._properties[argument - _PRIVATE[0]], self._json)
                 case "LITERAL":
                     found.append((argument, argument))
                 case "RANGE":

@@ -19,16 +19,8 @@ from transformers.models.jev.configuration_jev import DECIDER_PROMPTS, DECIDER_T
 from asyncengine import DEMO_MODEL, AsyncEngine, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.integrations.cli.main import main
 
-QUESTIONS: dict[str, Any] = {
-    "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "money back"}},
-    "tone": {
-        "type": "choice",
-        "instructions": {"ask": ["What is the tone?", 1, None]},
-        "criteria": {"calm": "A polite message", "angry": None, "glad é": {"x": 1}},
-    },
-    "urgent": {"type": "score", "instructions": "How urgent is it?", "criteria": ["Can wait", "This week", "Today"]},
-}
-STATES: tuple[Any, ...] = ("I was charged twice. I want my money back.", {"mail": "hällo", "n": [1, 2.5, None, True]})
+from .test_decisions import QUESTIONS, STATES
+
 TINY = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 16,

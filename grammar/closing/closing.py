@@ -90,9 +90,9 @@ class Closing:
         """Empty where nothing is known of the output any more."""
         self._effort = Effort(ACCOUNT)
         self._said: list[int] = []
-        """Tokens followed so far."""
+        """Tokens that were followed."""
         self._late: deque[int] = deque()
-        """Tokens behind those, not followed so far."""
+        """Tokens taken after those and not followed yet."""
         self._near = max(counted.most + 1, source.reach)
         """Tokens left with which an output has to be followed."""
         self._matcher: Any = None
@@ -119,7 +119,7 @@ class Closing:
     @property
     def cost(self) -> int:
         """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
-        self.follow(len(self._late))
+        self.follow(everything=True)
         return self._left if self._plan is not None else self._nearest(self._frames)
 
     def first(self) -> int:
@@ -155,7 +155,7 @@ class Closing:
         """Whether `token`, of which it is not asked whether it fits, leaves room to say what it begins, and does not
         begin a word where none has room; `closes`: and brings the end nearer, if that is not here. True where it is not
         known."""
-        self.follow(len(self._late))
+        self.follow(everything=True)
         if self.lost or token in self._vocabulary.eos_ids:
             return True
         symbols, here, room = self._vocabulary.symbols(token), self._frames, 0
@@ -178,9 +178,9 @@ class Closing:
             room = max(room, before // 2 + WORD)  # what has to follow shall have some room, too
         return not room or at_most - before >= room
 
-    def follow(self, at_most: int = PACE) -> None:
-        """Follow so many of the tokens that are late."""
-        for _ in range(min(at_most, len(self._late))):
+    def follow(self, everything: bool = False) -> None:
+        """Follow tokens that were taken without: the next `PACE` of them, or all."""
+        for _ in range(len(self._late) if everything else min(PACE, len(self._late))):
             self._advance(self._late.popleft(), UNREACHABLE)
 
     def advance(self, token: int, at_most: int) -> bool:
@@ -188,7 +188,7 @@ class Closing:
         or if there may be one and `at_most` is far from 0. Else False, unmoved."""
         spare = at_most - self._near
         if spare < 0:
-            self.follow(len(self._late))
+            self.follow(everything=True)
             return self._advance(token, at_most)
         self._late.append(token)
         if spare * (PACE - 1) < len(self._late):
@@ -239,7 +239,7 @@ class Closing:
 
     def _planned(self) -> bool:
         """See that there are tokens to steer by. False: there are none, or the library does not agree with any."""
-        self.follow(len(self._late))
+        self.follow(everything=True)
         if self._plan is not None:
             return True
         for cost, frame in self._tracker.nearest(self._frames):

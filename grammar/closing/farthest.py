@@ -1,5 +1,5 @@
-"""The most that a completion can cost, wherever an output stands: while more is left of the budget, nobody has to know
-where that is."""
+"""The cost of the dearest completion of any output of a grammar, in tokens: while more of a budget is left, every token
+fits, and the output's position in the grammar need not be known."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def farthest(root: Shape, prices: Prices) -> int:
     return max(known[root], prices.cost(root))
 
 
-def _peeled(all_of_them: Iterable[Shape], inner: Edges, users: Edges) -> dict[Shape, None]:
+def _peeled(shapes: Iterable[Shape], inner: Edges, users: Edges) -> dict[Shape, None]:
     """The shapes of which no circle is part, each behind those in it."""
-    missing = {shape: len(inner.get(shape, ())) for shape in all_of_them}
+    missing = {shape: len(inner.get(shape, ())) for shape in shapes}
     order = [shape for shape, count in missing.items() if not count]
     for shape in order:  # grows while it is walked
         for user in users.get(shape, ()):

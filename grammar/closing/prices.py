@@ -154,7 +154,7 @@ class Prices:
         self._blanks: dict[nodes.Times, bool] = {}
         self.inner: dict[nodes.Shape, Sequence[nodes.Shape]] = {}
         self.users: dict[nodes.Shape, list[nodes.Shape]] = {}
-        """The shapes in each, and those that it is in, once each."""
+        """The parts of each shape, and the shapes that each is a part of, without repetitions."""
         self._units: dict[nodes.Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
         self._settle(root)

@@ -101,7 +101,7 @@ Position = tuple[int, ...]
 
 
 FramePath = tuple[nodes.Shape, Any, "FramePath"] | None
-"""A frame (`Frame`): its shape, its index, the path of the frame around it. None: around the first shape."""
+"""The path of a frame: its shape, its index, the path of the frame around it. None: around the first shape."""
 
 
 class Continuations:
@@ -278,7 +278,7 @@ class Tracker:
                 found = [self._on(frame, symbols[at], effort) for frame in frames]
                 on = dict.fromkeys(itertools.chain.from_iterable(on for on, _ in found))
                 frames = tuple(on or dict.fromkeys(itertools.chain.from_iterable(left for _, left in found)))
-            elif isinstance(first, Frame) and isinstance(first.shape, nodes.Literal):
+            elif isinstance(first.shape, nodes.Literal):
                 taken, frames = self._along(first, symbols[at:])
             else:
                 going_on, leaving = self._on(first, symbols[at], effort)

@@ -51,7 +51,6 @@ def schema_grammar(
 class _Builder:
     def __init__(self, root: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint) -> None:
         self.root = root
-        self._options = options
         self._any_order = options.get("key_order") == "any"
         self.rules = Rules(checkpoint)
         branches = Branches(root)

@@ -37,7 +37,7 @@ class Members(NamedTuple):
     """A rule of any one of them."""
     least: int = 1
     most: int | None = None
-    """So many in all, where there are no undeclared ones."""
+    """Bounds of the number of members, for an object without undeclared ones."""
 
 
 MAX_KEYS = 58

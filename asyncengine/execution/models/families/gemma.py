@@ -47,15 +47,12 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         attention["softcap"] = config.attn_logit_softcapping
     if family == "gemma3_text":
         attention |= {"head_norm": norm, "rotary": [by_kind.index(kind) for kind in kinds]}
+    name = config.hidden_act if family == "gemma" else config.hidden_activation
     return common.llama_like(
         config,
         length,
         attention=attention,
-        mlp={
-            "activation": common.activation(
-                config, config.hidden_act if family == "gemma" else config.hidden_activation
-            )
-        },
+        mlp={"activation": common.activation(config, name)},
         layer={} if family == "gemma" else SANDWICH,
         norm=norm,
         rotary=tuple(common.rotary_of(config, length, kind, head_dim=common.head_dim_of(config)) for kind in by_kind),

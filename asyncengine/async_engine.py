@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 import anyio.to_thread
 
 from asyncengine.assembly.load_once import Build, LoadOnce, loader_of
-from asyncengine.checks import as_seconds, as_switch, check_patience
+from asyncengine.checks import as_seconds, check_patience
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.decisions import DecisionCall
@@ -23,9 +23,9 @@ from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.process import LoadAttempt
 from asyncengine.engine.threads import INLINE_CHARS, begun, finished, finished_blocking
 from asyncengine.engine.validation import PreparedRequest, forked
+from asyncengine.engine_base import EngineBase
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
 from asyncengine.events import Event
-from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,
@@ -33,7 +33,6 @@ from asyncengine.options import (
     Prompt,
     RequestKeywords,
     RequestOptions,
-    ToolSpecs,
     VectorKeywords,
     WeightSource,
     is_chat,
@@ -45,11 +44,10 @@ from asyncengine.outputs import Classifications, Completion, Decision, Embedding
 from asyncengine.progress import OnProgress
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
-from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 
 
-class AsyncEngine:
+class AsyncEngine(EngineBase):
     """An inference engine in your process: continuous batching, paged KV cache, prefix cache, streaming.
 
         async with await AsyncEngine.from_pretrained("Qwen/Qwen3-0.6B") as engine:
@@ -254,10 +252,6 @@ class AsyncEngine:
         call: Any = self.stream_chat if is_chat(prefix) else self.stream
         return [call(prefix, each, **options) for each in forked(params, n)]
 
-    def abort(self, request_id: str) -> bool:
-        """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
-        return self.core.client.abort(request_id)
-
     def _stream(
         self, prepare: Callable[[float], PreparedRequest], size: int, params: SamplingParams | None,
         options: RequestOptions,
@@ -371,10 +365,6 @@ class AsyncEngine:
         """
         await finished(self._awaited.unload_adapter(name, wait))
 
-    def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Every loaded adapter, by name. From any thread."""
-        return self.core.list_adapters()
-
     # ---------------------------------------------------------------- weights, sleep
 
     async def update_weights(
@@ -458,11 +448,6 @@ class AsyncEngine:
         return self._hosted
 
     @property
-    def info(self) -> ModelInfo:
-        """The loaded model."""
-        return self.core.info
-
-    @property
     def alive(self) -> bool:
         """True if a request submitted now would be taken."""
         try:
@@ -470,10 +455,6 @@ class AsyncEngine:
         except (EngineClosed, EngineDead):
             return False
         return True
-
-    def stats(self) -> EngineStats:
-        """A snapshot of requests, pages, rates and times. From any thread."""
-        return self.core.stats()
 
     def on_event(self, hook: Callable[[Event], None]) -> Callable[[], None]:
         """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
@@ -486,29 +467,3 @@ class AsyncEngine:
         """
         timeout = as_seconds("timeout", timeout)
         return await self._awaited.profile(steps).run(folder, self.info.name, timeout)
-
-    def count_tokens(
-        self, text: str | ChatMessages, tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:  # fmt: skip
-        """Length in tokens of a prompt or a chat, before sending it; `template_kwargs` as in `ChatRequest`."""
-        return len(self.core.tokens(text, tools, template_kwargs))
-
-    def tokenize(
-        self, text: str | ChatMessages, *, tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Token ids of a text, or of a chat as the model would see it.
-
-        `add_special_tokens`: those that the tokenizer puts around a text; None: around a text, and not around a chat,
-        whose template writes them. Takes long for long texts: call it off the event loop. Raises `InvalidParameter`.
-        """
-        return self.core.tokens(text, tools, template_kwargs, add_special_tokens)
-
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Raises `InvalidParameter`."""
-        return self.core.detokenize(token_ids, as_switch("skip_special_tokens", skip_special_tokens))
-
-    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
-        """The text of each token alone, as logprobs have it: U+FFFD stands where it is not whole characters."""
-        return self.core.token_texts(token_ids)

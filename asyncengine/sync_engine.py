@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_items, as_seconds
 from asyncengine.engine.decisions import DecisionCall
-from asyncengine.engine.frontend import Keep, Meanwhile
+from asyncengine.engine.frontend import Frontend, Keep, Meanwhile
 from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest, forked
+from asyncengine.engine_base import EngineBase
 from asyncengine.errors import InvalidParameter, WrongLoop
-from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,
@@ -25,7 +24,6 @@ from asyncengine.options import (
     Prompt,
     RequestKeywords,
     RequestOptions,
-    ToolSpecs,
     VectorKeywords,
     WeightSource,
     is_chat,
@@ -35,13 +33,12 @@ from asyncengine.outputs import Classifications, Completion, Decision, Embedding
 from asyncengine.progress import OnProgress, counted
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import PauseMode, UpdateMode
-from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
 
 Progress = Callable[[int, int], object] | bool | None
 
 
-class Engine:
+class Engine(EngineBase):
     """The synchronous twin of `AsyncEngine`: same names, blocking calls.
 
         with Engine.from_pretrained("Qwen/Qwen3-0.6B") as engine:
@@ -56,6 +53,10 @@ class Engine:
         if not isinstance(engine, AsyncEngine):
             raise InvalidParameter("engine", "must be an AsyncEngine; a model: Engine.from_pretrained", engine)
         self.aengine = engine
+
+    @property
+    def core(self) -> Frontend:
+        return self.aengine.core
 
     @classmethod
     def from_pretrained(
@@ -88,9 +89,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------- requests
@@ -101,14 +100,14 @@ class Engine:
         """Stream a completion of `prompt`: submitted now, and computed up to 1,024 tokens ahead of what you read. As
         `AsyncEngine.stream`, whose errors are raised here."""
         wanted = RequestOptions.of(options)
-        return self._stream(lambda: self.aengine.core.prepare(prompt, params, wanted))
+        return self._stream(lambda: self.core.prepare(prompt, params, wanted))
 
     def stream_chat(
         self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
     ) -> SyncTokenStream:
         """Stream the answer to a chat. As `AsyncEngine.stream_chat`."""
         chat, wanted = split_chat(messages, options)
-        return self._stream(lambda: self.aengine.core.prepare_chat(chat, params, wanted))
+        return self._stream(lambda: self.core.prepare_chat(chat, params, wanted))
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
@@ -126,7 +125,7 @@ class Engine:
 
     def decide(self, state: Any, questions: Mapping[str, Any], **options: Unpack[RequestKeywords]) -> Decision:
         """Answers to typed questions about a state, with probabilities. As `AsyncEngine.decide`."""
-        call = DecisionCall(self.aengine.core, state, questions, RequestOptions.of(options))
+        call = DecisionCall(self.core, state, questions, RequestOptions.of(options))
         with self._stream(call.prepare) as stream:
             return call.decision(stream.result())
 
@@ -183,14 +182,14 @@ class Engine:
     @contextmanager
     def pin(self, prefix: Prompt | ChatMessages, **options: Unpack[ChatKeywords]) -> Iterator[int]:
         """Keep a prefix in the cache during `with`, as `AsyncEngine.pin`."""
-        with self._hold(HeldPrefix(self.aengine.core, prefix, options)) as tokens:
+        with self._hold(HeldPrefix(self.core, prefix, options)) as tokens:
             yield tokens
 
     def export_prefix(
         self, prefix: Prompt | ChatMessages, file: str | os.PathLike[str], **options: Unpack[ChatKeywords]
     ) -> int:
         """Write a prefix to a file, as `AsyncEngine.export_prefix`."""
-        held = HeldPrefix(self.aengine.core, prefix, options, file)
+        held = HeldPrefix(self.core, prefix, options, file)
         with self._hold(held):
             return held.write()
 
@@ -199,7 +198,7 @@ class Engine:
     ) -> int:
         """Read a prefix from a file, as `AsyncEngine.import_prefix`."""
         self._check_thread()
-        return self.aengine.core.import_prefix(file, adapter, cache_salt)
+        return self.core.import_prefix(file, adapter, cache_salt)
 
     @contextmanager
     def _hold(self, held: HeldPrefix) -> Iterator[int]:
@@ -219,7 +218,7 @@ class Engine:
     ) -> Embeddings:  # fmt: skip
         """Embed texts, as `AsyncEngine.embed`."""
         self._check_thread()
-        vectors, wanted = self.aengine.core.vectors("embed"), RequestOptions.of_vectors(options)
+        vectors, wanted = self.core.vectors("embed"), RequestOptions.of_vectors(options)
         call = vectors.embed(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
         return vectors.run_blocking(call)
 
@@ -229,7 +228,7 @@ class Engine:
     ) -> Ranking:  # fmt: skip
         """Order documents by relevance, as `AsyncEngine.rerank`."""
         self._check_thread()
-        vectors, wanted = self.aengine.core.vectors("rerank"), RequestOptions.of_vectors(options)
+        vectors, wanted = self.core.vectors("rerank"), RequestOptions.of_vectors(options)
         return vectors.run_blocking(vectors.rerank(query, documents, top_n, instruction, truncate, wanted))
 
     def classify(
@@ -237,7 +236,7 @@ class Engine:
     ) -> Classifications:
         """Classify texts, as `AsyncEngine.classify`."""
         self._check_thread()
-        vectors, wanted = self.aengine.core.vectors("classify"), RequestOptions.of_vectors(options)
+        vectors, wanted = self.core.vectors("classify"), RequestOptions.of_vectors(options)
         return vectors.run_blocking(vectors.classify(texts, truncate, wanted))
 
     # ---------------------------------------------------------------- text
@@ -251,7 +250,7 @@ class Engine:
 
     def _stream(self, prepare: Callable[[], PreparedRequest]) -> SyncTokenStream:
         self._check_thread()
-        core = self.aengine.core
+        core = self.core
 
         prepared = prepare()
         assembler = core.post(prepared) if core.client.enter_blocking(prepared) else core.expired(prepared)
@@ -265,37 +264,33 @@ class Engine:
     ) -> AdapterInfo:  # fmt: skip
         """Load an adapter, as `AsyncEngine.load_adapter`."""
         if tensors is not None or config is not None:
-            return finished_blocking(self.aengine.core.take_adapter(name, path, tensors, config))
-        return finished_blocking(self.aengine.core.load_adapter(name, path, pinned))  # type: ignore[arg-type]
+            return finished_blocking(self.core.take_adapter(name, path, tensors, config))
+        return finished_blocking(self.core.load_adapter(name, path, pinned))  # type: ignore[arg-type]
 
     def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Unload an adapter, as `AsyncEngine.unload_adapter`."""
         if wait:
             self._check_thread()
-        finished_blocking(self.aengine.core.unload_adapter(name, wait))
-
-    def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Loaded adapters, as `AsyncEngine.adapters`."""
-        return self.aengine.adapters()
+        finished_blocking(self.core.unload_adapter(name, wait))
 
     def update_weights(
         self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False, version: int | None = None
     ) -> int:
         """Replace the model's weights, as `AsyncEngine.update_weights`."""
         self._check_thread()
-        return finished_blocking(self.aengine.core.update_weights(weights, mode, partial, version))
+        return finished_blocking(self.core.update_weights(weights, mode, partial, version))
 
     def sleep(
         self, *, weights: Keep = "drop", cache: Keep = "drop", mode: PauseMode = "finish", requests: Meanwhile = "wait"
     ) -> None:
         """Give memory back until `wake`, as `AsyncEngine.sleep`."""
         self._check_thread()
-        finished_blocking(self.aengine.core.sleep(weights, cache, mode, requests))
+        finished_blocking(self.core.sleep(weights, cache, mode, requests))
 
     def wake(self, weights: WeightSource | None = None, *, version: int | None = None) -> int:
         """End the sleep, as `AsyncEngine.wake`."""
         self._check_thread()
-        return finished_blocking(self.aengine.core.wake(weights, version))
+        return finished_blocking(self.core.wake(weights, version))
 
     def pause(self, *, mode: PauseMode = "keep", requests: Meanwhile = "wait") -> None:
         """Run no step until `resume`, as `AsyncEngine.pause`."""
@@ -305,50 +300,13 @@ class Engine:
         """End the pause, as `AsyncEngine.resume`."""
         self.wake()
 
-    def abort(self, request_id: str) -> bool:
-        """Abort a request, as `AsyncEngine.abort`."""
-        return self.aengine.abort(request_id)
-
     # ---------------------------------------------------------------- looking in
-
-    @property
-    def info(self) -> ModelInfo:
-        """The loaded model."""
-        return self.aengine.info
-
-    def stats(self) -> EngineStats:
-        """Statistics, as `AsyncEngine.stats`."""
-        return self.aengine.stats()
 
     def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
         """Record the next steps of what other threads ask for, as `AsyncEngine.profile`."""
         self._check_thread()
         timeout = as_seconds("timeout", timeout)
-        return self.aengine.core.profile(steps).run_blocking(folder, self.info.name, timeout)
-
-    def count_tokens(
-        self, text: str | ChatMessages, tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> int:  # fmt: skip
-        """Count tokens, as `AsyncEngine.count_tokens`."""
-        return self.aengine.count_tokens(text, tools, template_kwargs)
-
-    def tokenize(
-        self, text: str | ChatMessages, *, tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool | None = None,
-    ) -> list[int]:  # fmt: skip
-        """Token ids of a text or a chat, as `AsyncEngine.tokenize`."""
-        return self.aengine.tokenize(
-            text, tools=tools, template_kwargs=template_kwargs, add_special_tokens=add_special_tokens
-        )
-
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, as `AsyncEngine.detokenize`."""
-        return self.aengine.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
-        """The text of each token, as `AsyncEngine.token_texts`."""
-        return self.aengine.token_texts(token_ids)
+        return self.core.profile(steps).run_blocking(folder, self.info.name, timeout)
 
 
 @contextmanager

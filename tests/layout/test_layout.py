@@ -24,7 +24,7 @@ GUARDED = ("grammar", "lora", "integrations")
 MAX_FILE_LINES = 450
 """A file holds one concept, long or short. At 300, files that stood at the cap sent two dozen lines of theirs
 elsewhere, where nobody looked for them."""
-LONGER = {"asyncengine/async_engine.py": 515, "asyncengine/config.py": 500}
+LONGER = {"asyncengine/async_engine.py": 480, "asyncengine/config.py": 500}
 """The public face is one class: a few lines of code for each thing that a caller may ask, under its whole contract.
 Settings stand in one file, each under its limits and its description."""
 MAX_FUNCTION_LINES = 60
@@ -159,7 +159,7 @@ BASE = {
 }  # fmt: skip
 """Plain data, plug points and small helpers: anybody may import them."""
 
-ROOT_ONLY = {"async_engine", "sync_engine", "engine_group", "shared", "stream", "build"}
+ROOT_ONLY = {"async_engine", "engine_base", "sync_engine", "engine_group", "shared", "stream", "build"}
 """Beside these two sets of files the root of the package holds nothing but `ALIASES`."""
 ALIASES = {"serve", "training", "cli"}
 """Older public names of integrations, beside those in `asyncengine.cluster`."""

@@ -1,0 +1,66 @@
+"""`EngineBase`: the calls that `AsyncEngine` and `Engine` have in common, as they wait for nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from asyncengine.checks import as_switch
+from asyncengine.engine.frontend import Frontend
+from asyncengine.info import ModelInfo
+from asyncengine.lora.naming import AdapterInfo
+from asyncengine.options import ChatMessages, ToolSpecs
+from asyncengine.stats import EngineStats
+
+
+class EngineBase(ABC):
+    """Calls that are answered at once, on any thread."""
+
+    @property
+    @abstractmethod
+    def core(self) -> Frontend:
+        """The front end of the running engine. Raises `EngineClosed` before it has started."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model."""
+        return self.core.info
+
+    def stats(self) -> EngineStats:
+        """A snapshot of requests, pages, rates and times. From any thread."""
+        return self.core.stats()
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Every loaded adapter, by name. From any thread."""
+        return self.core.list_adapters()
+
+    def abort(self, request_id: str) -> bool:
+        """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
+        return self.core.client.abort(request_id)
+
+    def count_tokens(
+        self, text: str | ChatMessages, tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:  # fmt: skip
+        """Length in tokens of a prompt or a chat, before sending it; `template_kwargs` as in `ChatRequest`."""
+        return len(self.core.tokens(text, tools, template_kwargs))
+
+    def tokenize(
+        self, text: str | ChatMessages, *, tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Token ids of a text, or of a chat as the model would see it.
+
+        `add_special_tokens`: those that the tokenizer puts around a text; None: around a text, and not around a chat,
+        whose template writes them. Takes long for long texts: call it off the event loop. Raises `InvalidParameter`.
+        """
+        return self.core.tokens(text, tools, template_kwargs, add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises `InvalidParameter`."""
+        return self.core.detokenize(token_ids, as_switch("skip_special_tokens", skip_special_tokens))
+
+    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
+        """The text of each token alone, as logprobs have it: U+FFFD stands where it is not whole characters."""
+        return self.core.token_texts(token_ids)

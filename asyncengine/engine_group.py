@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import anyio
@@ -248,9 +247,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
     # ---------------------------------------------------------------- requests

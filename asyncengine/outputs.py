@@ -87,6 +87,7 @@ class ToolCallDelta:
     """The next piece of the arguments' JSON text."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Chunk:
     """One delivery to one stream: everything new since the last one (a slow reader gets merged chunks).
 
@@ -97,28 +98,17 @@ class Chunk:
     `Sample.steered_from`, from the chunk on in which the engine began to close the output.
     """
 
-    __slots__ = (
-        "error", "finish_reason", "index", "logprobs", "reasoning", "steered_from", "stop", "text", "token_ids",
-        "tool_calls", "usage",
-    )  # fmt: skip
-
-    def __init__(
-        self, text: str, token_ids: list[int], finish_reason: FinishReason | None = None, index: int = 0,
-        logprobs: list[LogprobEntry] | None = None, error: str | None = None, usage: Usage | None = None,
-        tool_calls: list[ToolCallDelta] | None = None, reasoning: str = "", stop: str | None = None,
-        steered_from: int | None = None,
-    ) -> None:  # fmt: skip
-        self.text = text
-        self.token_ids = token_ids
-        self.finish_reason = finish_reason
-        self.index = index
-        self.logprobs = logprobs
-        self.error = error
-        self.usage = usage
-        self.tool_calls = tool_calls
-        self.reasoning = reasoning
-        self.stop = stop
-        self.steered_from = steered_from
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    index: int = 0
+    logprobs: list[LogprobEntry] | None = None
+    error: str | None = None
+    usage: Usage | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    reasoning: str = ""
+    stop: str | None = None
+    steered_from: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments alone: half of the time and bytes of a state by name, and fleets send one per token."""

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from types import TracebackType
 from typing import NoReturn, Self, SupportsIndex, TypeVar
 
 from asyncengine.engine.assembler import Assembler
@@ -178,9 +177,7 @@ class TokenStream(_StreamBase):
             self._reading.release()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
 
@@ -235,9 +232,7 @@ class SyncTokenStream(_StreamBase):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import anyio.to_thread
@@ -78,9 +77,7 @@ class Several:
         self._streams.append(self._open_stream(prompt))
         await self._streams[-1].__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.abort()
         for task in self._reading:
             task.cancel()

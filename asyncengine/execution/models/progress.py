@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import Token
-from types import TracebackType
 from typing import Any
 
 from asyncengine.errors import EngineClosed
@@ -53,9 +52,7 @@ class LoadProgress:
         self._token = watcher.set(self.compiling)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._token is not None:
             watcher.reset(self._token)
         if self._bar is not None:

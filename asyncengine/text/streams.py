@@ -142,61 +142,6 @@ class PieceStream:
         return text
 
 
-class ReplaceStream:
-    """`text.replace(old, new)` on a stream of text: leftmost matches, without overlap.
-
-    Holds back only what may still become `old`.
-    """
-
-    __slots__ = ("_beginnings", "_held", "_new", "_old")
-
-    def __init__(self, old: str, new: str) -> None:
-        self._old = old
-        self._new = new
-        self._held = ""
-        self._beginnings = tuple(old[:n] for n in range(len(old) - 1, 0, -1))
-
-    def push(self, text: str) -> str:
-        old = self._old
-        if not self._held and old[0] not in text:
-            return text
-        rest = self._held + text
-        out = ""
-        while (at := rest.find(old)) >= 0:
-            out += rest[:at] + self._new
-            rest = rest[at + len(old) :]
-        self._held = ""
-        if rest.endswith(self._beginnings):
-            self._held = next(beginning for beginning in self._beginnings if rest.endswith(beginning))
-        return out + rest.removesuffix(self._held)
-
-    def finish(self) -> str:
-        rest, self._held = self._held, ""
-        return rest
-
-
-class CleanupStream:
-    """A stream whose text then goes through replacements, one after the other (`clean_up_tokenization_spaces`)."""
-
-    __slots__ = ("_inner", "_steps")
-
-    def __init__(self, inner: Stream, replacements: Sequence[tuple[str, str]]) -> None:
-        self._inner = inner
-        self._steps = [ReplaceStream(old, new) for old, new in replacements]
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        text = self._inner.push(token_ids)
-        for step in self._steps:
-            text = step.push(text)
-        return text
-
-    def finish(self) -> str:
-        text = self._inner.finish()
-        for step in self._steps:
-            text = step.push(text) + step.finish()
-        return text
-
-
 class WindowStream:
     """Any decoder whose effects are local: decodes a window of the newest tokens with and without the last `hold`.
 

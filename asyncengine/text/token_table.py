@@ -9,17 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from asyncengine.text.streams import ByteStream, CleanupStream, Pieces, PieceStream, Stream, WholeStream, WindowStream
+from asyncengine.text.streams import ByteStream, Pieces, PieceStream, Stream, WholeStream, WindowStream
 
 Mode = Literal["bytes", "pieces", "window", "whole"]
 Plan = tuple[Mode, Callable[[bool], Stream]]
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# `clean_up_tokenization_spaces` of transformers, in its order.
-CLEANUP = (
-    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"),
-    (" 've", "'ve"), (" 're", "'re"),
-)  # fmt: skip
 SAMPLES = (
     "It does n't work ? He 's , she 've ! I 'm . we 're ' so ' well.",
     "  two  spaces\n\ttab. \u00e4\u00f6\u00fc \u4f60\u597d \ud55c\uad6d\uc5b4 \u0645\u0631\u062d\u0628\u0627",
@@ -90,9 +85,7 @@ class TokenTable:
             self._data = [
                 bytes([bytes_of[i]]) if t is None else t.encode("utf-8", "surrogatepass") for i, t in enumerate(tail)
             ]
-            plan = self._piece_plan(head, tail, bytes_of)
-            yield "pieces", plan
-            yield "pieces", lambda skip: CleanupStream(plan(skip), CLEANUP)
+            yield "pieces", self._piece_plan(head, tail, bytes_of)
         for hold in (1, 4, 8):
             yield "window", self._window_plan(hold)
 

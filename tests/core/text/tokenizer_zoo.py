@@ -165,7 +165,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "unigram-bytes": ("pieces", lambda: unigram(fallback=True)),
     "wordpiece": ("pieces", lambda: wordpiece(cleanup=True)),
     "wordpiece-hf-cleanup": (
-        "pieces", lambda: fast(wordpiece(cleanup=False), clean_up_tokenization_spaces=True),
+        "window", lambda: fast(wordpiece(cleanup=False), clean_up_tokenization_spaces=True),
     ),
     "characters": ("pieces", lambda: characters(fuse=True)),
     "no-decoder": ("pieces", lambda: characters(fuse=False)),

@@ -34,8 +34,7 @@ def activate(name: str, x: Floats) -> Floats:
 
 
 def _sigmoid(x: Floats) -> Floats:
-    result: Floats = np.float32(1) / (np.float32(1) + np.exp(-x))
-    return result
+    return np.float32(1) / (np.float32(1) + np.exp(-x))
 
 
 def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Floats:

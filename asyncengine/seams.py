@@ -26,16 +26,13 @@ class StepHandle(Protocol):
     @property
     def ready(self) -> bool:
         """True: `wait` does not block."""
-        ...
 
     def block(self) -> None:
         """Return when `wait` does not block, without the interpreter's lock meanwhile. Called in launch order, on any
         thread."""
-        ...
 
     def wait(self) -> StepResult:
         """The result. Called once, in launch order, on any thread."""
-        ...
 
 
 class Executor(Protocol):
@@ -44,7 +41,6 @@ class Executor(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
-        ...
 
     @property
     def page_size(self) -> int: ...
@@ -52,28 +48,23 @@ class Executor(Protocol):
     @property
     def num_states(self) -> int:
         """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
-        ...
 
     @property
     def num_window_pages(self) -> int:
         """Pages of the layers with windows, page 0 included. 0: all layers have the same pages."""
-        ...
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
         """(window, chunk) of each kind of attention layer, 0 for none: pages that none of them sees are given back."""
-        ...
 
     def launch(self, batch: Batch) -> StepHandle:
         """Hand one step to the device and return without waiting for it, if the device is not the CPU.
 
         A fault of one row goes into `StepResult.errors`; raising, here or in `wait`, kills the engine.
         """
-        ...
 
     def close(self) -> None:
         """Free everything. Called once, on the thread that executed."""
-        ...
 
 
 class PageMemory(Protocol):
@@ -84,15 +75,12 @@ class PageMemory(Protocol):
 
     def nbytes(self, part: RecordPart) -> int:
         """Bytes of one page, window page or state; 0: there are none."""
-        ...
 
     def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
         """The bytes of the page, window page or state `index`: the memory itself, or a copy."""
-        ...
 
     def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
         """Take note that the content of `buffers`, which this gave, is another one."""
-        ...
 
 
 class Guesser(Protocol):
@@ -100,11 +88,9 @@ class Guesser(Protocol):
 
     def guess(self, batch: Batch) -> Batch:
         """`batch` as it is to be computed, its open guesses filled in."""
-        ...
 
     def close(self) -> None:
         """Free the model. Idempotent."""
-        ...
 
 
 # ---------------------------------------------------------------- grammar
@@ -119,36 +105,29 @@ class GrammarMatcher(Protocol):
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
-        ...
 
     def fill_along(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> int:
         """The same into masks[0], and into masks[n] as if the first n of `drafts` had been taken; the matcher stays
         where it is. Returns how many it filled: it stops behind a draft that the grammar does not allow."""
-        ...
 
     def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
         """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
         its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`.
 
         `others` returns allowed tokens that the model may say instead, in the order in which they are to be tried."""
-        ...
 
     def may_refuse(self, ahead: int) -> bool:
         """Whether `accept` may ask for others than the token sampled next, or behind so many drafts. Any thread."""
-        ...
 
     def is_terminated(self) -> bool:
         """True: the output is complete and nothing may follow."""
-        ...
 
     def fresh(self) -> GrammarMatcher:
         """An equal matcher at its beginning, whatever this one has been through: a replay needs one of its own. Any
         thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
-        ...
 
     def overrun(self) -> str | None:
         """Asked when the budget is spent: why that is an error, or None if the output may end there."""
-        ...
 
 
 class GrammarCompiler(Protocol):
@@ -160,20 +139,16 @@ class GrammarCompiler(Protocol):
 
         Raises `GrammarError`, `BudgetTooSmall`, `QueueFull`.
         """
-        ...
 
     def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
         """The check that finds the fault of a finished text, where compiling `grammar` (as `check` returned it)
         enforces only a part; None where it enforces all."""
-        ...
 
     def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
         """Begin compiling for `ticket`; call `done(ticket, matcher or error)` once, from any thread."""
-        ...
 
     def cancel(self, ticket: int) -> None:
         """Forget `ticket`: its request waits no more. Idempotent."""
-        ...
 
     def close(self) -> None: ...
 
@@ -216,23 +191,18 @@ class AdapterAdmission(Protocol):
 
     def fits(self, digest: str) -> bool:
         """Would `admit` find a slot now? Changes nothing."""
-        ...
 
     def admit(self, digest: str, running: Sequence[str]) -> int | None:
         """Device slot for `digest` beside the adapters of all `running` requests, or None: skip for now."""
-        ...
 
     def release(self, digest: str) -> None:
         """No running request and no step in flight names `digest` through one admission any more."""
-        ...
 
     def take_swaps(self) -> tuple[AdapterSwap, ...]:
         """Slots whose content has changed since the last call: the next step carries them to the device."""
-        ...
 
     def check(self) -> None:
         """Raises `InvariantViolation` if the books do not balance."""
-        ...
 
 
 class AdapterStore(Protocol):
@@ -240,24 +210,19 @@ class AdapterStore(Protocol):
 
     def find(self, name: str) -> object:
         """Raises `AdapterNotFound` if no adapter has that name now."""
-        ...
 
     def claim(self, tickets: Sequence[int], name: str) -> str:
         """The digest all `tickets` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
-        ...
 
     def start(self, ticket: int, done: AdapterDone) -> None:
         """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
         perhaps at once, on any thread."""
-        ...
 
     def cancel(self, ticket: int) -> None:
         """`ticket` has ended: give back what it claimed. Idempotent."""
-        ...
 
     def check(self) -> None:
         """Raises `InvariantViolation` if the books do not balance."""
-        ...
 
     def close(self) -> None: ...
 

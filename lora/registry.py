@@ -33,7 +33,6 @@ class Loader(Protocol):
 
     def fingerprint(self, path: str, max_bytes: int) -> Any:
         """Hashable; changes when the files change. Refuses files above `max_bytes` before they are read."""
-        ...
 
     def load(self, name: str, path: str) -> Adapter: ...
 

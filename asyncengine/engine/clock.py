@@ -11,7 +11,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds on a monotonic scale."""
-        ...
 
 
 class MonotonicClock:

@@ -26,7 +26,6 @@ class ImageProcessor(Protocol):
 
     def prepare(self, image: Image) -> tuple[PromptImage, str]:
         """The picture, and the text that stands for it in a prompt."""
-        ...
 
 
 class ImagePrompts:

@@ -200,8 +200,7 @@ def _message_from_json(value: list[Any]) -> messages.Message:
         fields["images"] = tuple(map(_span_from_json, fields.get("images", ())))
         if fields.get("pooled") is not None:
             fields["pooled"] = Pooled(**fields["pooled"])
-    message: messages.Message = _MESSAGES[name](**fields)
-    return message
+    return _MESSAGES[name](**fields)
 
 
 class _OldForm:

@@ -145,5 +145,4 @@ def _size(text: TextOrPair) -> int:
 def _lowering() -> Callable[[str], str]:
     from tokenizers.normalizers import Lowercase
 
-    normalize: Callable[[str], str] = Lowercase().normalize_str
-    return normalize
+    return Lowercase().normalize_str

@@ -82,12 +82,10 @@ class PlainTokenizer:
         return self._id_of("bos_token")
 
     def get_vocab(self) -> dict[str, int]:
-        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
-        return vocabulary
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -100,8 +98,7 @@ class PlainTokenizer:
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
-        found: int | None = None if token is None else self.backend_tokenizer.token_to_id(token)
-        return found
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
 
 
 def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:

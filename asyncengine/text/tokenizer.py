@@ -76,8 +76,7 @@ class TextTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end-of-sequence id. The model's generation config may name more."""
-        value: int | None = self._hf.eos_token_id
-        return value
+        return self._hf.eos_token_id
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -87,8 +86,7 @@ class TextTokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        value: int | None = self._hf.bos_token_id
-        return value
+        return self._hf.bos_token_id
 
     @property
     def has_chat_template(self) -> bool:
@@ -109,8 +107,7 @@ class TextTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         """{token: id}, added tokens included."""
-        vocabulary: dict[str, int] = self._hf.get_vocab()
-        return vocabulary
+        return self._hf.get_vocab()
 
     @property
     def table(self) -> TokenTable:
@@ -134,8 +131,7 @@ class TextTokenizer:
                 (made,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             else:
                 made = self.backend.encode(text, add_special_tokens=add_special_tokens)
-            ids: list[int] = made.ids
-            return ids
+            return made.ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 

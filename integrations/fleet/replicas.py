@@ -60,8 +60,7 @@ async def load_replica(process: Process, model: str, config: EngineConfig, timeo
         )
     if config.num_threads is None and process.threads is not None:
         config = config.replace(num_threads=process.threads)
-    loaded: Loaded = await process.call("start", model, config, timeout=timeout)
-    return loaded
+    return await process.call("start", model, config, timeout=timeout)
 
 
 class ReplicaManager:

@@ -25,8 +25,7 @@ FACTS = "asyncengine.facts"
 
 def facts_of(scope: Scope) -> dict[str, Any]:
     """The facts of a request that its log line tells: no text of a prompt, an answer or a header."""
-    facts: dict[str, Any] = scope.setdefault(FACTS, {})
-    return facts
+    return scope.setdefault(FACTS, {})
 
 
 def path_of(scope: Scope) -> str:

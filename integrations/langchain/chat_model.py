@@ -183,7 +183,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[tuple[int, AIMessage | Exception]]:
         widened = _widened(config, _count(inputs))
-        return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
+        return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
 
     def generate(
         self, messages: list[list[BaseMessage]], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any,

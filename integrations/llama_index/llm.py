@@ -329,8 +329,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     ) -> Model:
         keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
-            made: Model = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-            return made
+            return super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
         return structured.predict(self, output_cls, prompt, keywords, prompt_args)
 
     async def astructured_predict(
@@ -338,8 +337,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     ) -> Model:
         keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
-            made: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-            return made
+            return await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
         return await structured.apredict(self, output_cls, prompt, keywords, prompt_args)
 
     def _structured_stream_call(

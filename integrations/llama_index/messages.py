@@ -77,8 +77,7 @@ def _image(block: types.ImageBlock, where: str) -> str | bytes | Path:
         return f"data:;base64,{block.image.decode('latin-1')}"
     if block.image is not None:
         block.image.seek(0)
-        found: bytes = block.image.read()
-        return found
+        return block.image.read()
     if block.path is not None:
         return Path(block.path)
     if block.url is None:

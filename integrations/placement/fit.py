@@ -46,8 +46,7 @@ class View:
     @cached_property
     def host_suffices(self) -> Mask:
         """[rows] nodes that have the host memory that the claim takes beside devices."""
-        mask: Mask = self.host_free >= self.claim.host_bytes
-        return mask
+        return self.host_free >= self.claim.host_bytes
 
     @cached_property
     def offers(self) -> Int64Array:

@@ -64,8 +64,7 @@ class Spread:
             current = self._current.devices.ravel()[places]
             others = self._every.devices.ravel()[places] - current
             total = total + 1 / (1 + current + others * _OTHERS)
-        scores: Float64Array = nodes * _NODE + total / count * self._most * _OF_DEVICES
-        return scores
+        return nodes * _NODE + total / count * self._most * _OF_DEVICES
 
 
 def _few(counts: Int64Array, compared: Int64Array) -> Float64Array:
@@ -73,8 +72,7 @@ def _few(counts: Int64Array, compared: Int64Array) -> Float64Array:
     fewest, most = int(counts[compared].min()), int(counts[compared].max())
     if most <= fewest:
         return np.ones(len(counts))
-    scaled: Float64Array = 1.0 - (counts - fewest) / (most - fewest)
-    return scaled
+    return 1.0 - (counts - fewest) / (most - fewest)
 
 
 def binpack(
@@ -102,8 +100,7 @@ def combine(strategy: str, scores: Float64Array) -> float:
 
 def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
     """Claim over free memory; 0 where nothing is free."""
-    parts: Float64Array = np.divide(claim, free, out=np.zeros(len(claim)), where=free > 0)
-    return parts
+    return np.divide(claim, free, out=np.zeros(len(claim)), where=free > 0)
 
 
 def _locality(table: Cluster, view: View) -> Float64Array:
@@ -132,5 +129,4 @@ def score(strategy: str, table: Cluster, view: View, found: list[Shares], *, tog
         return np.array(
             [combine(strategy, each) + near[shares.rows].mean() for each, shares in zip(placed, found, strict=True)]
         )
-    scores: Float64Array = placed[0] + near[found[0].rows]
-    return scores
+    return placed[0] + near[found[0].rows]

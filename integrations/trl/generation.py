@@ -102,8 +102,7 @@ class EngineGeneration:
         distributed = getattr(self.trainer, "_dist", None)
         if distributed is None:
             return nullcontext()
-        gathering: AbstractContextManager[None] = distributed.gather_params(list(model.parameters()))
-        return gathering
+        return distributed.gather_params(list(model.parameters()))
 
     # ---------------------------------------------------------------- completions
 

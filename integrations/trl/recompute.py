@@ -73,8 +73,7 @@ def recomputed(
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     plan = _Plan(call, values, len(inputs), parameters, autocast)
     apply: Any = _Recomputed.apply  # which torch gives a type from 2.14 on
-    made: Outputs = apply(plan, *inputs, *parameters)
-    return made
+    return apply(plan, *inputs, *parameters)
 
 
 def recomputed_module(module: Any, forward: Any, value: torch.Tensor, args: Any, kwargs: Any) -> Any:

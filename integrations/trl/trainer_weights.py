@@ -98,8 +98,7 @@ def adapter_on(model: Any) -> str | None:
     names = model.active_adapters
     if any(layer.merged for layer in layers) or len(names) != 1 or model.peft_config[names[0]].peft_type != "LORA":
         raise UnsupportedModel("an exact trainer takes one LoRA adapter at a time, not merged into the weights")
-    name: str = names[0]
-    return name
+    return names[0]
 
 
 def take_adapter(model: Any, name: str) -> tuple[dict[str, torch.Tensor], Any, int]:

@@ -152,8 +152,7 @@ def _weighted_sums(
     table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Row i: the sum of weights[j] * table[indices[j]] over j in offsets[i] .. offsets[i + 1]."""
-    out: torch.Tensor = torch.embedding_bag(table, indices, offsets, False, 0, False, weights)[0]
-    return out
+    return torch.embedding_bag(table, indices, offsets, False, 0, False, weights)[0]
 
 
 def _int32(numbers: Any) -> torch.Tensor:

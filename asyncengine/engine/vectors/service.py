@@ -204,8 +204,7 @@ class VectorService:
         """The scores of each text, behind the model's activation."""
         from asyncengine.activations import activate
 
-        rows: list[list[float]] = activate(self.model.spec.activation, call.vectors).tolist() if call.items else []
-        return rows
+        return activate(self.model.spec.activation, call.vectors).tolist() if call.items else []
 
     def _prompt(self, name: str | None, prompt: str | None) -> str:
         """The text before each text: the caller's, the model's of that name, or the model's default. May be empty."""

@@ -134,11 +134,9 @@ class StepAttention(Protocol):
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]."""
-        ...
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [tokens, heads, key dim] -> [tokens, heads, value dim], over the keys and values written so far."""
-        ...
 
 
 class AttentionBackend(StepAttention):

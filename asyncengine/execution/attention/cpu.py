@@ -327,5 +327,4 @@ def _dense(part: torch.Tensor) -> torch.Tensor:
 
 
 def _address(values: np.ndarray[Any, Any]) -> int:
-    address: int = values.__array_interface__["data"][0]
-    return address
+    return values.__array_interface__["data"][0]

@@ -303,8 +303,7 @@ class FlashInferBackend(AttentionBackend):
         """A sink is one more term of the softmax's denominator: of its logarithm (to base 2), which kernels give."""
         run, pool, sinks = self._wrappers[self._group_of[layer]].run, self.pools[layer], self._sinks[layer]
         if sinks is None:
-            found: torch.Tensor = run(query, pool, out=out)
-            return found
+            return run(query, pool, out=out)
         found, logs = run(query, pool, out=out, return_lse=True)
         return found.mul_(torch.sub(logs, sinks, alpha=_LOG2E).mul_(1 / _LOG2E).sigmoid_().unsqueeze(-1))
 

@@ -31,8 +31,7 @@ def _setter() -> Callable[[int], None] | None:
             found = torch.get_num_threads()
             setter(before)
             if found == before + 1:
-                found_setter: Callable[[int], None] = setter
-                return found_setter
+                return setter
     return None
 
 

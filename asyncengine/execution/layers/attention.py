@@ -90,8 +90,7 @@ class HeadGate:
     def split(self, projected: torch.Tensor) -> torch.Tensor:
         """The projection without the gates: queries, and what stands behind them."""
         if self.kernels is not None:
-            made: torch.Tensor = self.kernels.split_queries(projected, self.heads, self.dim)
-            return made
+            return self.kernels.split_queries(projected, self.heads, self.dim)
         size = self.heads * self.dim
         queries = projected[:, : 2 * size].view(-1, self.heads, 2, self.dim)[:, :, 0]
         return torch.cat((queries.flatten(1), projected[:, 2 * size :]), dim=1)
@@ -99,8 +98,7 @@ class HeadGate:
     def multiply(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """`attended` [T, heads * dim] times the sigmoid of the gates, rounded once."""
         if self.kernels is not None:
-            made: torch.Tensor = self.kernels.gate_heads(attended, projected, self.heads, self.dim)
-            return made
+            return self.kernels.gate_heads(attended, projected, self.heads, self.dim)
         gates = projected[:, : 2 * self.heads * self.dim].view(-1, self.heads, 2, self.dim)[:, :, 1].flatten(1)
         return (attended.float() * gates.float().sigmoid()).to(attended.dtype)
 
@@ -216,8 +214,7 @@ class Attention:
         attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
             cos, sin = self._prepare_in_place(qkv, angles)
-            attended: torch.Tensor = attend_merged(self.index, qkv, self.merged, cos, sin)
-            return attended
+            return attend_merged(self.index, qkv, self.merged, cos, sin)
         query, key, value = self.prepare(qkv, angles)
         step.backend.write(self.index, key, value)
         return step.backend.attend(self.index, query).flatten(1)

@@ -167,8 +167,7 @@ class Experts:
             shares = torch.ones(chosen.shape, device=x.device, dtype=torch.float32) if weights is None else weights
             if self.ranks is not None:
                 return gather_experts(self.ranks, self._make, x.contiguous(), chosen - self._held.start, shares)
-            made: torch.Tensor = (self._grouped or self.by_torch)(x, chosen, shares)
-            return made
+            return (self._grouped or self.by_torch)(x, chosen, shares)
         x, chosen = x.contiguous(), chosen.contiguous()
         weights = None if weights is None else weights.contiguous()
         out = torch.empty_like(x)

@@ -50,8 +50,7 @@ class LayerInputs:
         """Vectors [T, layers, numbers of one] of int64 ids [T] and their embeddings h [T, width]."""
         shape = (len(ids), *self._shape)
         projected = self.norm((self.projection(h, adapters) * self._scale).view(shape))
-        both: torch.Tensor = (projected + self.table(ids).view(shape)) * 2.0**-0.5
-        return both
+        return (projected + self.table(ids).view(shape)) * 2.0**-0.5
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""

@@ -46,16 +46,13 @@ class Ranks(Protocol):
 
     def rows_at_once(self, row_bytes: int) -> int:
         """Number of rows of `row_bytes` each that can be exchanged at once."""
-        ...
 
     def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
         it until the one after. Each number is written by one rank."""
-        ...
 
     def meet(self) -> None:
         """Wait until all ranks have come here. Raises `RuntimeError` if one of them is gone."""
-        ...
 
 
 def cut_rows(outputs: int, size: int, firsts: Sequence[int]) -> tuple[int, ...] | None:

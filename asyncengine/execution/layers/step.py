@@ -20,7 +20,6 @@ class Mixture(Protocol):
     def chosen(self, residual: torch.Tensor, x: torch.Tensor, /) -> torch.Tensor:
         """The experts of each row, int64 [rows, experts of a row], best first, of the stream [rows, width] or of its
         norm x."""
-        ...
 
 
 class AdapterRecords(NamedTuple):
@@ -39,18 +38,15 @@ class RowAdapters(Protocol):
 
     def changes(self, path: str) -> bool:
         """Whether `add` may do anything for the linear layer whose first matrix is called `path`."""
-        ...
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add each row's delta to y [rows, outputs] in place, for the linear layer whose first matrix is called `path`.
 
         x [rows, inputs]; token ids for an embedding.
         """
-        ...
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         """The same for products called `paths`, to be added by a compiled kernel; None: only `add` can do it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,11 +93,9 @@ class StoredMatrix(Protocol):
 
     def rows(self, first: int, last: int) -> GroupedRows:
         """Rows [first, last), unpacked into memory of their own."""
-        ...
 
     def release(self, first: int, last: int) -> None:
         """Rows [first, last) will not be read again: the system may take back their pages."""
-        ...
 
 
 class RowRange:

@@ -146,7 +146,7 @@ class DenseWeight(WeightForm):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._few is not None and out is None and self._few.few_rows_pay(x, self.weight):
-            return self._few.few_rows(x, self.weight, bias)  # type: ignore[no-any-return]
+            return self._few.few_rows(x, self.weight, bias)
         found = linear(x, self.weight, bias)
         return found if out is None else out.copy_(found)
 
@@ -154,11 +154,11 @@ class DenseWeight(WeightForm):
         """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
         if self._few is None or not self._few.few_rows_pay(x, self.weight, gated=True):
             return None
-        return self._few.few_rows(x, self.weight, None, gated=True)  # type: ignore[no-any-return]
+        return self._few.few_rows(x, self.weight, None, gated=True)
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         if self._few is not None and self._few.few_rows_pay(x, self.weight):
-            return self._few.few_rows(x, self.weight, bias, dtype=torch.float32)  # type: ignore[no-any-return]
+            return self._few.few_rows(x, self.weight, bias, dtype=torch.float32)
         return linear(x, self.weight, bias).float()
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:

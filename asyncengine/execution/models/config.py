@@ -74,8 +74,7 @@ class ModelConfig(SimpleNamespace):
 
     def get_text_config(self) -> ModelConfig:
         """The configuration of the language model, where there are other parts as well; else this one."""
-        inner: ModelConfig = self.get("text_config", self)
-        return inner
+        return self.get("text_config", self)
 
 
 def read_fields(

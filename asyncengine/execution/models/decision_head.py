@@ -35,10 +35,10 @@ class DecisionPart(TextPart):
         """A tensor of the whole; of the head, with rows of zeros up to the size of the vocabulary."""
         found: Any = self.whole.read(self.names[name])
         if not name.startswith(_OUTPUT):
-            return found  # type: ignore[no-any-return]
+            return found
         padded = found.new_zeros(self.tensors[name].shape)
         padded[: len(found)] = found
-        return padded  # type: ignore[no-any-return]
+        return padded
 
 
 def decision_part(whole: CheckpointSource) -> DecisionPart:

@@ -38,7 +38,6 @@ class SequenceAttention(Protocol):
 
     def plan(self, counts: Sequence[int]) -> StepAttention:
         """The attention of a step of sequences of so many tokens each, >= 1, one behind the other."""
-        ...
 
 
 class TorchSequences:

@@ -134,8 +134,7 @@ def _sum(before: Floats | None, states: Floats) -> Floats:
     """The sum of `before` and `states` row after row: in chunks the same bits as in one go."""
     if before is not None:
         states = np.concatenate((before[None], states))
-    total: Floats = np.add.reduce(states, axis=0)
-    return total
+    return np.add.reduce(states, axis=0)
 
 
 class Dense:
@@ -183,5 +182,4 @@ def _tensor(folder: Path, stored: dict[str, torch.Tensor], name: str, shape: tup
         raise ModelNotFound(
             f"{folder} has a wrong shape for the tensor {name}: {list(tensor.shape)}, not {list(shape)}"
         )
-    numbers: Floats = np.ascontiguousarray(tensor.float().numpy())
-    return numbers
+    return np.ascontiguousarray(tensor.float().numpy())

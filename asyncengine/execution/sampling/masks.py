@@ -33,11 +33,9 @@ class UnreadStep(Protocol):
 
     def wait(self) -> object:
         """Return when the step's tokens have been read, and matchers told."""
-        ...
 
     def then(self, work: Callable[[], None]) -> None:
         """Do `work` at that time, on the thread that reads; now, if that time has been."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -49,8 +49,7 @@ def noise_keys(seed_low: Int64Array, seed_high: Int64Array, positions: Int64Arra
 def uniform_bits(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int64 values in [0, 2**32) of the shape of `ids` [rows, n], which are in [0, 2**32). keys: `noise_keys`."""
     inner, outer = keys
-    bits: torch.Tensor = _mix((_mix(ids ^ inner[:, None]) + outer[:, None]) & _MASK)
-    return bits
+    return _mix((_mix(ids ^ inner[:, None]) + outer[:, None]) & _MASK)
 
 
 def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -163,10 +163,7 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
         if self._kernel is not None and logits.dtype in _KERNEL_TYPES:
-            chosen: tuple[torch.Tensor, torch.Tensor] = self._kernel.choose(
-                logits, *self._params.columns(slots, positions)
-            )
-            return chosen
+            return self._kernel.choose(logits, *self._params.columns(slots, positions))
         if self.on_device is not None:
             return self.on_device.choose(logits, slots, positions)
         best, tokens = logits.max(dim=-1)

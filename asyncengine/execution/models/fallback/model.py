@@ -114,8 +114,7 @@ class TransformersModel(CausalLM):
             )
         finally:
             self._current.context = None
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return output.logits[0]
 
     def places(self) -> list[Place]:
         """Products that adapters may change, in the model's order."""

@@ -120,8 +120,7 @@ def _each_agrees(module: Any, parts: list[Any], device: torch.device) -> bool:
 
 
 def _first(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _probe_input(module: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,8 +64,7 @@ def along_outputs(words: torch.Tensor, first: int, last: int, bits: int, places:
 
 def floats(scales: torch.Tensor) -> NDArray[np.float32]:
     """In memory of their own."""
-    found: NDArray[np.float32] = scales.to(torch.float32, copy=True).contiguous().numpy()
-    return found
+    return scales.to(torch.float32, copy=True).contiguous().numpy()
 
 
 def form_of_groups(inputs: int, groups: int, bits: int, kind: str, *, zeros: bool) -> NumberForm | None:

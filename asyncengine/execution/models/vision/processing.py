@@ -83,8 +83,7 @@ class ImageProcessor:
         return PromptImage(digest, count, count * self._token_bytes, pixels, sizes.grid), sizes.text
 
     def _made(self, image: Image) -> Mapping[str, Any]:
-        made: Mapping[str, Any] = self._processor(images=[image], return_tensors="np", **self._options)
-        return made
+        return self._processor(images=[image], return_tensors="np", **self._options)
 
     def _inputs(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
         return {name: made[name] for name in ("pixel_values", *self.family.inputs)}

@@ -41,8 +41,11 @@ class StateUse(NamedTuple):
     source: int
     """The state before the row's first position: its own, a snapshot's, or 0, the state before any token."""
     saves: tuple[tuple[int, int], ...] = ()
-    """(position, slot) of snapshots to take: the state before that position, `start` < position <= the row's end,
-    ascending. The slot is the request's until the step has retired."""
+    """(position, slot) of snapshots to take: the state before that position, `start` < position <= its end but for
+    drafts, ascending. The slot is the request's until the step has retired."""
+    guesses: tuple[int, ...] = ()
+    """Slots for the state before each of the row's drafts, in order: what the request goes on from if that draft is the
+    first wrong one. They are the request's until the step has retired."""
 
 
 class WindowPages(NamedTuple):

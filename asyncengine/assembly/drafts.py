@@ -78,7 +78,7 @@ def load_draft(
     if found.states:
         reason = "keeps recurrent states, which cannot be taken back when a guess is wrong"
         raise InvalidParameter("draft_model", reason, config.draft_model)
-    if target.unsteady is not None and not target.states:  # else no machine could use it
+    if target.unsteady is not None:
         logger.warning(_UNUSED, config.draft_model, target.unsteady)
         return None
     return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from asyncengine.kvcache.radix_tree import Namespace, Node, Span
 from asyncengine.kvcache.states import WorkingState
 
 
+@dataclass(slots=True, eq=False)
 class PageTable:
     """Pages of one group: `pages[i]` holds positions [(first + i) * page_size, (first + i + 1) * page_size).
 
@@ -16,26 +19,23 @@ class PageTable:
     `first` = 0, page 0 stands in their places; a table of window pages starts behind them.
     """
 
-    __slots__ = ("ends", "first", "matched", "namespace", "node", "num_unseen", "pages", "state", "window")
+    namespace: Namespace
+    node: Node
+    pages: list[int]
+    num_unseen: int = 0
+    first: int = 0
+    ends: tuple[Span, ...] = ()
+    """Spans of its path that are in sight of where others may want to start: kept longest when it has passed."""
+    state: WorkingState | None = None
+    """None: the model keeps none, or the request has not started."""
+    window: PageTable | None = None
+    """Table of its window pages; None: all layers have the same pages."""
+    matched: Node = field(init=False)
+    """The deepest cached page when it was opened: below `node` where no request can start from this one, for want of a
+    snapshot of the state or of window pages."""
 
-    def __init__(
-        self, namespace: Namespace, node: Node, pages: list[int], num_unseen: int = 0, first: int = 0,
-        ends: tuple[Span, ...] = (),
-    ) -> None:  # fmt: skip
-        self.namespace = namespace
-        self.node = node
-        self.pages = pages
-        self.num_unseen = num_unseen
-        self.first = first
-        self.ends = ends
-        """Spans of its path that are in sight of where others may want to start: kept longest when it has passed."""
-        self.matched = node
-        """The deepest cached page when it was opened: below `node` where no request can start from this one, for want
-        of a snapshot of the state or of window pages."""
-        self.state: WorkingState | None = None
-        """None: the model keeps none, or the request has not started."""
-        self.window: PageTable | None = None
-        """Table of its window pages; None: all layers have the same pages."""
+    def __post_init__(self) -> None:
+        self.matched = self.node
 
     @property
     def num_shared(self) -> int:

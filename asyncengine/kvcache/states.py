@@ -15,13 +15,16 @@ So at each page that an answer fills, its request goes on in another slot and le
 Nothing is copied, and the state at the last full page is there when the request ends. There are few trails, and a
 request that is to run takes the slot of one, if need be.
 
+**Guesses.** A state cannot be taken back, so a row with drafts leaves the state before each of them in a slot of its
+own, and goes on in the slot before the first wrong one. Nothing is copied or computed again.
+
 **Conservation**: free + working + snapshots + saving + retiring = capacity, always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
@@ -36,7 +39,7 @@ class StateCounts:
 
     free: int = 0
     working: int = 0
-    """Slots of running requests, and of the trails of their answers."""
+    """Slots of running requests, of the trails of their answers, and of states between guesses."""
     snapshots: int = 0
     saving: int = 0
     """Slots of snapshots that launched steps are taking, or that are read from a disk."""
@@ -49,53 +52,47 @@ class StateCounts:
     """Snapshots that made room for something else, since the start."""
 
 
+@dataclass(slots=True, eq=False)
 class Snapshot:
     """The state after a node's last token."""
 
-    __slots__ = ("node", "readers", "slot")
-
-    def __init__(self, slot: int, node: Node) -> None:
-        self.slot = slot
-        self.node = node
-        self.readers = 0
-        """Requests whose first step reads it and has not retired."""
+    slot: int
+    node: Node
+    readers: int = 0
+    """Requests whose first step reads it and has not retired."""
 
 
+@dataclass(slots=True, eq=False)
 class WorkingState:
     """State of a running request: its slot, and the positions where it will leave snapshots."""
 
-    __slots__ = (
-        "common", "follows", "marks", "origin", "position", "saving", "slot", "source", "trail", "trail_position",
-        "trail_step", "unread",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, source: int, position: int, origin: Node, marks: list[int]) -> None:
-        self.slot = slot
-        self.source = source
-        """Slot that its next row starts from: a snapshot's, or 0, the state before any token; then its own."""
-        self.position = position
-        """Tokens that its state has taken in once all launched steps have run. It only ever moves forward."""
-        self.origin = origin
-        """The last node of its path that had a snapshot when it passed."""
-        self.marks = marks
-        """Positions behind `position` at which snapshots are to be taken, ascending."""
-        self.saving: list[int] = []
-        """Positions at which launched steps are taking one."""
-        self.unread: Snapshot | None = None
-        """The snapshot it starts from, until a step is launched that reads it."""
-        self.common: dict[int, int] = {}
-        """Ticket of a waiting request -> how many tokens of full pages the two have in common."""
-        self.follows = False
-        """Others may want to start from where it ends."""
-        self.trail = 0
-        """A slot with its state at `trail_position`, the last full page of its answer; 0: it has none."""
-        self.trail_position = 0
-        self.trail_step = 0
-        """The launched step that reads it."""
+    slot: int
+    source: int
+    """Slot that its next row starts from: a snapshot's, or 0, the state before any token; then its own."""
+    position: int
+    """Tokens that its state has taken in once all launched steps have run, but for guesses. It only moves forward."""
+    origin: Node
+    """The last node of its path that had a snapshot when it passed."""
+    marks: list[int]
+    """Positions behind `position` at which snapshots are to be taken, ascending."""
+    saving: list[int] = field(default_factory=list)
+    """Positions at which launched steps are taking one."""
+    unread: Snapshot | None = None
+    """The snapshot it starts from, until a step is launched that reads it."""
+    common: dict[int, int] = field(default_factory=dict)
+    """Ticket of a waiting request -> how many tokens of full pages the two have in common."""
+    follows: bool = False
+    """Others may want to start from where it ends."""
+    trail: int = 0
+    """A slot with its state at `trail_position`, the last full page of its answer; 0: it has none."""
+    trail_position: int = 0
+    trail_step: int = 0
+    """The launched step that reads it."""
 
 
-_TRAILS = 4
-"""One slot of this many may be a trail: else many running requests would leave no room for snapshots."""
+_SHARE = 4
+"""One slot of this many may be a trail, and as many may lie between guesses: else many running requests would leave no
+room for snapshots."""
 
 
 class StateGroup:
@@ -112,7 +109,9 @@ class StateGroup:
         """Slots into which a launched step saves a state."""
         self._trails: dict[int, WorkingState] = {}
         """States of running requests by the slot of their trail, oldest first."""
-        self._most_trails = self.capacity // _TRAILS
+        self._most_trails = self.capacity // _SHARE
+        self._guessed: set[int] = set()
+        """Slots between the guesses of launched steps."""
         self._retiring: Retiring[int] = Retiring(lambda slot: self.pool.give((slot,)))
         self.reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
         """Snapshots that launched steps read, pinned until then."""
@@ -155,9 +154,18 @@ class StateGroup:
             self._touch(node)
         return working
 
-    def use(self, working: WorkingState, start: int, end: int, step: int, full: bool = False) -> StateUse:
-        """Slots that a row over the positions [start, end) of launched step `step` reads and writes. `full`: it begins
-        with a page of the answer, so that a trail may be left there."""
+    @property
+    def most_guesses(self) -> int:
+        """Number of guesses that a step may carry now, all rows together."""
+        evictable = len(self.snapshots) + len(self._passed) - self._num_pinned
+        return min(self.capacity // _SHARE - len(self._guessed), self.pool.num_free + evictable)
+
+    def use(
+        self, working: WorkingState, start: int, end: int, step: int, full: bool = False, guesses: int = 0
+    ) -> StateUse:
+        """Slots that a row over the positions [start, end) of launched step `step` reads and writes, with so many
+        `guesses` behind them, or fewer where slots are short. `full`: it begins with a page of the answer, so that a
+        trail may be left there."""
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
@@ -166,7 +174,9 @@ class StateGroup:
         saves = self._plan_saves(working, end) if working.marks and working.marks[0] <= end else ()
         if full and working.follows and working.source == working.slot:
             self._move_on(working, start, step)
-        use = StateUse(working.slot, working.source, saves)
+        between = tuple(self._take() for _ in range(min(guesses, self.most_guesses))) if guesses else ()
+        self._guessed.update(between)
+        use = StateUse(working.slot, working.source, saves, between)
         working.source = working.slot
         working.position = end
         return use
@@ -191,6 +201,32 @@ class StateGroup:
             working.trail, working.slot = working.slot, slot
             working.trail_position, working.trail_step = position, step
             self._trails[working.trail] = working
+
+    def settle_guesses(
+        self,
+        use: StateUse,
+        working: WorkingState | None = None,
+        accepted: int = 0,
+        made: int = 0,
+        trail: int | None = None,
+    ) -> None:
+        """The step has retired in which `use` left states between guesses, of which so many were `made` and `accepted`.
+        `working`: the request's state, which goes on from there; None: it has none, or what was computed does not
+        count. `trail`: how many accepted guesses end at the last page that they fill of its answer; None: at none."""
+        free = set(use.guesses)
+        self._guessed -= free
+        if working is not None:
+            if trail is not None and working.follows and (working.trail or len(self._trails) < self._most_trails):
+                free.add(self._trails.pop(working.trail, working).trail)
+                working.trail, working.trail_position = use.guesses[trail], working.position + trail
+                working.trail_step = self._retiring.retired
+                self._trails[working.trail] = working
+            if accepted < made:
+                free.add(working.slot)
+                working.slot = working.source = use.guesses[accepted]
+            working.position += accepted
+            free -= {working.trail, working.slot}
+        self.pool.give(sorted(free - {0}))
 
     def _take_trail(self) -> int:
         """The slot of the oldest trail that no launched step reads; 0: there is none."""
@@ -368,7 +404,7 @@ class StateGroup:
     def counts(self, num_working: int) -> StateCounts:
         return StateCounts(
             free=self.pool.num_free,
-            working=num_working + len(self._trails),
+            working=num_working + len(self._trails) + len(self._guessed),
             snapshots=len(self.snapshots) + len(self._passed),
             saving=len(self.saving) + len(self._arriving),
             retiring=len(self._retiring),
@@ -382,7 +418,7 @@ class StateGroup:
         counts = self.counts(num_working)
         if counts.free + counts.working + counts.snapshots + counts.saving + counts.retiring != counts.total:
             raise InvariantViolation(f"state slots do not add up: {counts}")
-        if idle and (self.saving or counts.retiring or self.reading):
+        if idle and (self.saving or self._guessed or counts.retiring or self.reading):
             raise InvariantViolation(f"state slots wait for a step, and none is in flight: {counts}")
 
     def check(self, working: Iterable[WorkingState], nodes: Iterable[Node]) -> None:
@@ -395,7 +431,7 @@ class StateGroup:
         owned: list[tuple[str, Iterable[int]]] = [("working", [each.slot for each in working])]
         owned += [("a trail", [each.trail for each in working if each.trail]), ("saving", self.saving)]
         owned += [("a snapshot", self.snapshots), ("a snapshot", self._passed), ("retiring", self._retiring)]
-        owned += [("arriving", self._arriving)]
+        owned += [("arriving", self._arriving), ("between guesses", self._guessed)]
         self.pool.check(owned)
         if self._trails != {each.trail: each for each in working if each.trail}:
             raise InvariantViolation(f"trails {sorted(self._trails)} are not those of running requests")

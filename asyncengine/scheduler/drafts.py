@@ -30,6 +30,8 @@ class Drafting:
         planner, kv, running = self._roster.drafts, self._roster.kv, self._roster.running
         if planner is None:
             return
+        if kv.states is not None:
+            budget = min(budget, kv.states.most_guesses)
         tokens, prompt = 0, False
         for row in rows.values():
             tokens += row.num_scheduled

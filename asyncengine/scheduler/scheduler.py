@@ -270,6 +270,8 @@ class Scheduler:
         charge = self._charge
         planned = tuple(rows.values())
         step = self.last_step
+        if self.kv.states is not None:
+            planned = with_states(planned, requests, self.kv, step)
         total = 0
         for request, row in zip(requests, planned, strict=True):
             drafts = len(row.drafts)
@@ -282,8 +284,6 @@ class Scheduler:
                 charge(request, count)
             if row.samples:
                 request.num_pending += 1
-        if self.kv.states is not None:
-            planned = with_states(planned, requests, self.kv, self.last_step)
         encode = self.encoding.take() if self.encoding.used else None
         batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), encode)
         epochs = [request.epoch for request in requests]

@@ -1,7 +1,8 @@
 """Recurrent states in steps: the slots that rows read and write, and the snapshots that they took.
 
-A state cannot be taken back: once a row has moved it over a token, it is that of the next position. So nothing is
-launched on a guess here (`rows.may_overlap`), and a request that loses its place, or whose state was lost on the
+A state cannot be taken back: once a row has moved it over a token, it is that of the next position. So a row with
+drafts leaves the state before each of them (`StateUse.guesses`), nothing is launched before it is known whether a
+grammar lets a token stand (`rows.may_overlap`), and a request that loses its place, or whose state was lost on the
 device, starts again from a snapshot.
 """
 
@@ -16,31 +17,42 @@ from asyncengine.step import Row, StepResult
 
 
 def with_states(rows: Sequence[Row], requests: Sequence[Request], kv: KVCache, step: int) -> tuple[Row, ...]:
-    """`rows` of launched step `step`, each with its state."""
+    """`rows` of launched step `step`, each with its state, and with as many of its drafts as there are slots for."""
     made = []
     for row, request in zip(rows, requests, strict=True):
         assert kv.states is not None
         assert request.table is not None
         assert request.table.state is not None
         full = row.start >= len(row.spec.prompt) and row.start % kv.page_size == 0
-        use = kv.states.use(request.table.state, row.start, row.start + row.num_scheduled, step, full)
-        made.append(row._replace(state=use))
+        known = row.num_scheduled - len(row.drafts)
+        use = kv.states.use(request.table.state, row.start, row.start + known, step, full, len(row.drafts))
+        drafts = row.drafts[: len(use.guesses)]
+        made.append(row._replace(state=use, num_scheduled=known + len(drafts), drafts=drafts))
     return tuple(made)
 
 
 def settle_snapshots(flown: InFlight, result: StepResult, kv: KVCache, publish: Callable[[Request], None]) -> None:
-    """Snapshots of a step that has retired go into the tree, behind the pages that it computed; of rows whose results
-    do not count, they are given back."""
+    """Snapshots of a step that has retired go into the tree, behind the pages that it computed, and requests go on from
+    the states before their first wrong drafts; of rows whose results do not count, slots are given back."""
     states = kv.states
     assert states is not None
     for index, (row, request, epoch) in enumerate(zip(flown.batch.rows, flown.requests, flown.epochs, strict=True)):
-        if row.state is None or not row.state.saves:
+        use = row.state
+        if use is None or not (use.saves or use.guesses):
             continue
         here = request.state is RequestState.RUNNING and request.epoch == epoch
         if not here or index in result.errors or index in result.lost or request.table is None:
-            states.discard(row.state.saves)
+            states.discard(use.saves)
+            states.settle_guesses(use)
             continue
-        request.num_computed = row.start + row.num_scheduled
-        publish(request)
-        assert request.table.state is not None
-        states.settle(row.state.saves, request.table.state, request.table.node, kv.page_size)
+        working, known = request.table.state, row.start + row.num_scheduled - len(row.drafts)
+        assert working is not None
+        if use.saves:
+            request.num_computed = known
+            publish(request)
+            states.settle(use.saves, working, request.table.node, kv.page_size)
+        if use.guesses:
+            accepted, made = result.accepted.get(index, 0), result.drafted.get(index, 0)
+            page = (known + accepted - 1) // kv.page_size * kv.page_size  # the last that they fill and go beyond
+            filled = page - known if page >= max(known, len(row.spec.prompt)) else None
+            states.settle_guesses(use, working, accepted, made, filled if accepted else None)

@@ -58,24 +58,28 @@ class FakeStates:
             tokens, use = context(row), row.state
             assert use is not None
             if index in lost or before == LOST:
-                for slot in (use.slot, *(slot for _, slot in use.saves)):
+                for slot in _written(row):
                     self.slots[slot] = LOST
                 continue
             if self.strict and before != after(FIRST, tokens[: row.start]):
                 raise AssertionError(
                     f"row {row.spec.ticket} starts at {row.start}, but slot {use.source} holds {before}"
                 )
-            for position, slot in (*use.saves, (len(tokens), use.slot)):
+            known = len(tokens) - len(row.drafts)
+            between = list(zip(range(known, len(tokens)), use.guesses, strict=False))
+            for position, slot in (*use.saves, *between, (len(tokens), use.slot)):
                 self.slots[slot] = after(before, tokens[row.start : position])
 
     def forget(self) -> None:
         """Forget all states, as if none had been written."""
         self.slots[1:] = [None] * (len(self.slots) - 1)
 
-    def difference(self, row: Row, tokens: Sequence[int]) -> int:
-        """0 if the state after `row` is that of `tokens`; else something that depends on what it is instead."""
+    def difference(self, row: Row, tokens: Sequence[int], accepted: int = 0) -> int:
+        """0 if the state after `row` with so many of its drafts is that of `tokens`; else something that depends on
+        what it is instead."""
         assert row.state is not None
-        count, value = self.slots[row.state.slot] or FIRST
+        between = accepted < len(row.drafts)
+        count, value = self.slots[row.state.guesses[accepted] if between else row.state.slot] or FIRST
         expected = after(FIRST, tokens)
         return (value ^ expected[1]) + abs(count - expected[0])
 
@@ -94,7 +98,9 @@ class FakeStates:
                 if not at < position <= row.start + row.num_scheduled:
                     raise AssertionError(f"row {ticket} takes a snapshot at {position}, outside of itself")
                 at = position
-            for slot in (use.slot, *(slot for _, slot in use.saves)):
+            if len(use.guesses) < len(row.drafts):
+                raise AssertionError(f"row {ticket} has {len(row.drafts)} drafts, {len(use.guesses)} states")
+            for slot in _written(row):
                 if not 0 < slot < len(self.slots):
                     raise AssertionError(f"row {ticket} writes state slot {slot}")
                 if slot in writers:
@@ -107,6 +113,11 @@ class FakeStates:
                 raise AssertionError(f"row {row.spec.ticket} reads state slot {use.source}, which this step writes")
             if self.slots[use.source] is None:
                 raise AssertionError(f"row {row.spec.ticket} reads state slot {use.source}, which nobody wrote")
+
+
+def _written(row: Row) -> tuple[int, ...]:
+    assert row.state is not None
+    return (row.state.slot, *(slot for _, slot in row.state.saves), *row.state.guesses)
 
 
 EMPTY = -1
@@ -362,7 +373,6 @@ class FakeExecutor:
 
     def sample(self, index: int, row: Row, result: StepResult) -> None:
         """Put the tokens of `row`, which is batch.rows[index], into `result`. Subclasses change this, too."""
-        wrong = 0 if self.states is None else self.states.difference(row, self.context(row))
         if row.grammar is not None:
             if row.in_flight and not self.confirmed[row.slot]:
                 return  # discarded
@@ -373,7 +383,9 @@ class FakeExecutor:
         for place in sampling_places(row):
             if len(produced) != len(place.drafts):
                 continue  # the grammar forced what was guessed here
-            token = self.model.next_token(self.context(place), row.spec.seed ^ wrong, self.near(place))
+            known = self.context(place)
+            wrong = 0 if self.states is None else self.states.difference(row, known, len(place.drafts))
+            token = self.model.next_token(known, row.spec.seed ^ wrong, self.near(place))
             forced: list[int] = []
             if row.grammar is not None:
                 try:

@@ -378,6 +378,7 @@ OPTIONS: dict[str, MakeConfig] = {
         ssm_state_size=16, n_groups=2, n_routed_experts=4, moe_latent_size=32, moe_intermediate_size=48,
         moe_shared_expert_intermediate_size=80, mlp_bias=True, norm_topk_prob=False,
     ),
+    "kimi-linear-wide": changed("kimi-linear", hidden_size=WHOLE, kv_lora_rank=32, v_head_dim=16),
     "lfm2-own-width": tiny(
         "Lfm2Config", hidden_size=WHOLE, layer_types=["conv", "conv", "full_attention"],
         block_auto_adjust_ff_dim=False, conv_L_cache=5, tie_word_embeddings=False,

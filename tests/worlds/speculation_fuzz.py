@@ -84,18 +84,18 @@ class _Answers(Mapping[int, Sequence[int]]):
         return len(self._life.plans)
 
 
-def speculative_life(seed: int, depth: int | None = None, *, mixed: bool = False) -> Life:
-    """A `Life` whose requests are drafted for."""
-    life = Life(seed, depth, mixed=mixed)
+def speculative_life(seed: int, depth: int | None = None, **model: bool) -> Life:
+    """A `Life` whose requests are drafted for; `model` as for `Life`."""
+    life = Life(seed, depth, **model)  # type: ignore[arg-type]
     rng = random.Random(seed)
     life.predict = lambda right: tuple(right) if rng.random() < 0.5 else ()
     life.scheduler.roster.drafts = planner_for(life, life.expected)
     return life
 
 
-def speculative_grammar_life(seed: int) -> GrammarLife:
+def speculative_grammar_life(seed: int, *, states: bool = False) -> GrammarLife:
     """The same with grammars, adapters and faults."""
-    life = GrammarLife(seed, faults=bool(seed % 3))
+    life = GrammarLife(seed, faults=bool(seed % 3), states=states)
     life.scheduler.roster.drafts = planner_for(life, _Answers(life))
     life.check_forced = False
     return life

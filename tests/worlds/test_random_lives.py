@@ -16,7 +16,7 @@ from support.long import TIMES
 from worlds.grammar_fuzz import GrammarLife
 from worlds.image_fuzz import ImageLife
 from worlds.schedule_fuzz import Life, Tally
-from worlds.speculation_fuzz import speculative_life
+from worlds.speculation_fuzz import speculative_grammar_life, speculative_life
 from worlds.update_fuzz import UpdateLife
 
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
@@ -83,14 +83,27 @@ def test_random_requests(kind: str) -> None:
     assert min((tally.reasons.get(reason, 0) for reason in made.reasons), default=made.lives) >= made.lives // 6
 
 
-def test_random_requests_with_drafts_and_window_pages() -> None:
+@pytest.mark.parametrize(("model", "lives", "least"), [("mixed", MIXED, 40), ("states", 12, 40)])
+def test_random_requests_with_drafts(model: str, lives: int, least: int) -> None:
+    accepted, tally = 0, Tally()
+    for seed in range(lives * TIMES):
+        life = speculative_life(seed, **{model: True})
+        life.run()
+        life.count(tally)
+        assert life.scheduler.speculation is not None
+        accepted += life.scheduler.speculation.accepted
+    assert accepted > lives * TIMES * least, accepted
+    assert model == "mixed" or tally.state_hits > lives * TIMES * 4, tally.state_hits
+
+
+def test_random_grammars_with_drafts_and_states() -> None:
     accepted = 0
-    for seed in range(MIXED * TIMES):
-        life = speculative_life(seed, mixed=True)
+    for seed in range(6 * TIMES):
+        life = speculative_grammar_life(seed, states=True)
         life.run()
         assert life.scheduler.speculation is not None
         accepted += life.scheduler.speculation.accepted
-    assert accepted > MIXED * TIMES * 40
+    assert accepted > 6 * TIMES * 10, accepted
 
 
 # ---------------------------------------------------------------- replay

@@ -368,7 +368,7 @@ class StepBuffers:
 
 
 def _segments(rows: tuple[Row, ...], indptr: Iterable[int]) -> StateSegments | None:
-    """Each row from the state it starts from over the snapshots it takes to its own."""
+    """Each row from the state it starts from over the snapshots it takes and the states between guesses to its own."""
     if not rows or rows[0].state is None:
         return None
     bounds, parts = [0], []
@@ -380,7 +380,11 @@ def _segments(rows: tuple[Row, ...], indptr: Iterable[int]) -> StateSegments | N
             end = first + position - row.start
             parts.append((begin, end, source, slot))
             begin, source = end, slot
-        parts.append((begin, first + row.num_scheduled, source, use.slot))
+        ends = first + row.num_scheduled
+        for end, slot in zip(range(ends - len(row.drafts), ends), use.guesses, strict=False):
+            parts.append((begin, end, source, slot))
+            begin, source = end, slot
+        parts.append((begin, ends, source, use.slot))
         bounds.append(len(parts))
     begins, ends, sources, targets = np.array(parts, dtype=np.int64).T.copy()
     return StateSegments(np.array(bounds, dtype=np.int64), begins, ends, sources, targets)

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from support.fake_engine import Steps
 from support.long import LONG, by_turns
+from worlds.speculation_fuzz import FuzzDrafter, free_costs
+
+from asyncengine.request_spec import RequestSpec
+from asyncengine.speculation import DraftPlanner
 
 PAGES = {"pages": 9000, "page_size": 16, "check_every": 50}
 COMERS = 64 if LONG else 18
@@ -50,11 +54,20 @@ def assert_nearly_as_much(states: Any, dense: Any, at_once: bool) -> None:
     assert states.computed_tokens - dense.computed_tokens <= dense.cached_tokens - states.cached_tokens
 
 
-def chats(num_states: int, *, conversations: int, turns: int, answer: int = 24, **settings: Any) -> tuple[int, int]:
-    """(cached tokens, prompt tokens) of chats that take turns; each answer is part of the next prompt."""
+def chats(
+    num_states: int, *, conversations: int, turns: int, answer: int = 24, drafts: bool = False, **settings: Any
+) -> tuple[int, int]:
+    """(cached tokens, prompt tokens) of chats that take turns; each answer is part of the next prompt. `drafts`: most
+    of their tokens are guessed."""
     chance = random.Random(2)
     system = words(500, chance)
     steps = Steps(**{**PAGES, "max_num_seqs": 4, "num_states": num_states, **settings})
+
+    def drafter(spec: RequestSpec, *_: object) -> FuzzDrafter:
+        return FuzzDrafter("nearly", steps.expected[spec.ticket], len(spec.prompt), chance)
+
+    if drafts:
+        steps.scheduler.roster.drafts = DraftPlanner(free_costs(), 6, make_proposer=drafter)
     histories = [system + words(60, chance) for _ in range(conversations)]
     for _ in range(turns):
         for index, history in enumerate(histories):
@@ -64,6 +77,9 @@ def chats(num_states: int, *, conversations: int, turns: int, answer: int = 24, 
     steps.assert_right()
     steps.assert_empty()
     counters = steps.scheduler.counters
+    if drafts:
+        assert steps.scheduler.speculation is not None
+        assert steps.scheduler.speculation.accepted > counters.generated_tokens // 3
     return counters.cached_tokens, counters.prompt_tokens
 
 
@@ -81,3 +97,4 @@ def test_long_answers_are_found_by_the_next_turn(depth: int) -> None:
     dense, _ = chats(0, **sizes)
     states, _ = chats(24, **sizes)
     assert dense - states == 500 // 16 * 16
+    assert chats(24, **sizes, drafts=True)[0] == states

@@ -17,6 +17,7 @@ from asyncengine.grammar.schema.builder import schema_grammar
 from asyncengine.grammar.schema.formats import keep_enforced
 from asyncengine.grammar.schema.rules import Checkpoint, Rules, proceed
 from asyncengine.grammar.schemas import pointed, subschemas, unescape, with_local_references
+from asyncengine.grammar.shapes.nodes import Name
 from asyncengine.grammar.spec import Grammar
 
 FLEXIBLE = r"( |\n[ \t]{0,40})"
@@ -31,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 _MENDED = ("[^", '"format"')
 """Signs that a schema has something the functions below change."""
-Written = tuple[Rules, str]
+Written = tuple[Rules, Name]
 """Rules, and the name of the first one."""
 MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""

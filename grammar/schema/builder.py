@@ -22,9 +22,10 @@ from asyncengine.grammar.regexes import looks_ahead
 from asyncengine.grammar.schema import members as demands
 from asyncengine.grammar.schema.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.schema.one_of import Branches
-from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Members, Rules, Symbol, proceed, repeat
+from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Rules, Symbols, proceed, repeat
 from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
+from asyncengine.grammar.shapes.nodes import Name, Shape, Times, Unordered
 
 MAX_PREFIX = 500
 """Items with a schema of their own."""
@@ -32,13 +33,13 @@ MAX_STATES = 4096
 """Places in a list or an object times what has been counted there."""
 MAX_TOGETHER = 3
 """Patterns of names that may hold together."""
-Member = tuple[str, bool]
+Member = tuple[Name, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
 
 def schema_grammar(
     schema: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint = proceed
-) -> tuple[Rules, str]:
+) -> tuple[Rules, Name]:
     """Rules of the JSON values valid under `schema`, and the name of the one for the whole value; `options` as
     llguidance's JSON compiler takes them.
 
@@ -55,9 +56,9 @@ class _Builder:
         self.rules = Rules(checkpoint)
         branches = Branches(root)
         self._alternatives = Alternatives(root, branches.of, branches.is_empty, checkpoint)
-        self._known: dict[tuple[str, ...], str] = {}
-        self._todo: list[tuple[str, Conjunction]] = []
-        self._tails: dict[tuple[str, int, int | None], str] = {}
+        self._known: dict[tuple[str, ...], Name] = {}
+        self._todo: list[tuple[Name, Conjunction]] = []
+        self._tails: dict[tuple[Name, int, int | None], Name] = {}
         """Lists of undeclared members. A repetition stands in one rule only: llguidance 1.9.1 panics where two pass a
         parameter on to the same."""
         self._empty: list[str] = []
@@ -66,27 +67,36 @@ class _Builder:
         self._leaf_options = {"whitespace_flexible": False, **own}
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = usual if (given := options.get("whitespace_pattern")) is None else given
-        self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []
+        text = self.rules.terminal
+        self._blank: Symbols = [self.rules.new([Times(text(regex(blank)), 0, 1)])] if blank else []
         around = f"(?:{blank})?" if blank else ""
         self._comma, self._colon = (
-            [self.rules.terminal(regex(around + options.get(key, usually) + around))]
+            [text(regex(around + options.get(key, usually) + around))]
             for key, usually in (("item_separator", ","), ("key_separator", ":"))
         )
 
-    def build(self) -> tuple[Rules, str]:
+    def build(self) -> tuple[Rules, Name]:
         start = self.node((Entry("", self.root),))
         while self._todo:
             name, conjunction = self._todo.pop()
             for term in self._alternatives.of(conjunction):
                 self._term(name, term)
         self.rules.prune()
-        if not self.rules.alternatives[start]:
+        if not start.options:
             detail = f"; there is no {self._empty[0]}" if self._empty else ""
             raise GrammarImpossible("grammar", f"no JSON value is valid under this schema{detail}")
         self.rules.inline(start)
         return self.rules, start
 
-    def node(self, conjunction: Conjunction) -> str:
+    def _around(self, brackets: str, *inside: Shape) -> Symbols:
+        """A list or an object of what is `inside`."""
+        first, last = (self.rules.terminal(f'"{bracket}"') for bracket in brackets)
+        return [first, *self._blank, *inside, *(self._blank if inside else ()), last]
+
+    def _literal(self, text: str) -> Shape:
+        return self.rules.terminal(literal(text))
+
+    def node(self, conjunction: Conjunction) -> Name:
         """The rule of what must satisfy all of `conjunction`."""
         followed = map(self._alternatives.followed, conjunction)
         entries = {entry.pointer: entry for entry in followed if entry.schema is not True}
@@ -96,7 +106,7 @@ class _Builder:
             self._todo.append((self._known[key], tuple(entries.values())))
         return self._known[key]
 
-    def _term(self, name: str, term: Term) -> None:
+    def _term(self, name: Name, term: Term) -> None:
         if term.entries and not term.having(*_SAYING):
             if not term.loops:
                 self.rules.add(name, [self.node(())])
@@ -105,7 +115,7 @@ class _Builder:
             if kind in ("null", "boolean"):
                 texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
                 for text in texts:
-                    self.rules.add(name, [f'"{text}"'])
+                    self.rules.add(name, [self._literal(text)])
             elif kind == "integer" or (kind == "fraction" and "integer" not in term.types):
                 self._number(name, term)
             elif kind == "string":
@@ -115,8 +125,8 @@ class _Builder:
             elif kind == "object":
                 self._object(name, term)
 
-    def _json(self, schema: dict[str, Any]) -> str:
-        return self.rules.text("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
+    def _json(self, schema: dict[str, Any]) -> Shape:
+        return self.rules.terminal("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
 
     def _constants(self, term: Term, texts: tuple[str, ...]) -> list[str]:
         """The texts among "true" and "false" that are left."""
@@ -127,7 +137,7 @@ class _Builder:
 
     # ---------------------------------------------------------------- scalars
 
-    def _number(self, name: str, term: Term) -> None:
+    def _number(self, name: Name, term: Term) -> None:
         numbers = term.numbers()
         if numbers.empty:
             self._empty.append(f"{numbers} (at {term.where() or '/'})")
@@ -141,7 +151,7 @@ class _Builder:
                 patterns = (FRACTION,) if numbers.free else (*patterns, FRACTION)
             self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, patterns)))])
 
-    def _string(self, name: str, term: Term) -> None:
+    def _string(self, name: Name, term: Term) -> None:
         texts = demands.Texts.of(term)
         low, high = texts.bounds
         if high is not None and low > high:
@@ -160,7 +170,7 @@ class _Builder:
 
     # ---------------------------------------------------------------- arrays
 
-    def _array(self, name: str, term: Term) -> None:
+    def _array(self, name: Name, term: Term) -> None:
         entries = term.having(*demands.ARRAY)
         shapes = [demands.items_of(entry) for entry in entries]
         least, most = demands.bounds_of(entries, "minItems", "maxItems")
@@ -178,18 +188,17 @@ class _Builder:
         else:
             self._list(name, [self.node(item) for item in items], self.node(rest), least, most)
 
-    def _list(self, name: str, items: list[str], rest: str, least: int, most: int | None) -> None:
-        open_, close = ['"["', *self._blank], [*self._blank, '"]"']
+    def _list(self, name: Name, items: list[Name], rest: Name, least: int, most: int | None) -> None:
         width = len(items)
         if least == 0:
-            self.rules.add(name, ['"["', *self._blank, '"]"'])
+            self.rules.add(name, self._around("[]"))
         if most == 0:
             return
         if width == 0:
             more = self.rules.new([*self._comma, rest])
-            self.rules.add(name, [*open_, rest, *repeat(more, max(0, least - 1), most, 1), *close])
+            self.rules.add(name, self._around("[]", rest, *repeat(more, max(0, least - 1), most, 1)))
             return
-        tail: list[Symbol] = repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
+        tail = repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
         for index in range(width - 1, 0, -1):
             here = self.rules.new()
             if index >= least:
@@ -197,10 +206,10 @@ class _Builder:
             if most is None or index < most:
                 self.rules.add(here, [*self._comma, items[index], *tail])
             tail = [here]
-        self.rules.add(name, [*open_, items[0], *tail, *close])
+        self.rules.add(name, self._around("[]", items[0], *tail))
 
     def _containing(
-        self, name: str, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
+        self, name: Name, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
         """A list of which some items are counted: a rule for each place and count, up to where they matter."""
         entry, *others = term.having("contains")
@@ -228,12 +237,12 @@ class _Builder:
             self.rules.add(rule, [*comma, self.node(other), here[following, count]])
             if count < top:
                 self.rules.add(rule, [*comma, self.node((*item, inside)), here[following, count + 1]])
-        self.rules.add(name, ['"["', *self._blank, here[0, 0], *self._blank, '"]"'])
+        self.rules.add(name, self._around("[]", here[0, 0]))
         if least == low == 0:
-            self.rules.add(name, ['"["', *self._blank, '"]"'])
+            self.rules.add(name, self._around("[]"))
 
     def _set(
-        self, name: str, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
+        self, name: Name, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
         """A list of different values out of few: what are members in any order for an object."""
         place = next(entry.place for entry in term.having("uniqueItems"))
@@ -242,11 +251,11 @@ class _Builder:
             detail = f"only for items that are listed, {MAX_KEYS} at most"
             raise GrammarUnsupported("grammar", [("uniqueItems", f"{place}/uniqueItems")], detail)
         if least == 0:
-            self.rules.add(name, ['"["', *self._blank, '"]"'])
+            self.rules.add(name, self._around("[]"))
         top = min(len(values), len(values) if most is None else most)
         if not values or least > top:
             return
-        members = [(self.rules.shared([literal(value)]), False) for value in sorted(values, key=len)]
+        members = [(self.rules.shared([self._literal(value)]), False) for value in sorted(values, key=len)]
         self._in_any_order(name, members, None, brackets="[]", bounds=(least, top))
 
     def _values(self, conjunction: Conjunction) -> list[str] | None:
@@ -267,7 +276,7 @@ class _Builder:
 
     # ---------------------------------------------------------------- objects
 
-    def _object(self, name: str, term: Term) -> None:
+    def _object(self, name: Name, term: Term) -> None:
         entries = term.having(*demands.OBJECT)
         required = dict.fromkeys(key for entry in entries for key in entry.schema.get("required", ()))
         unlisted = [entry.schema["unlisted"] for entry in entries if entry.plain and "unlisted" in entry.schema]
@@ -275,11 +284,11 @@ class _Builder:
         named = self._names(entries)
         for found in (*unlisted, *(texts.listed or () for _, texts in named or ())):
             keys += found
-        pairs: dict[str, str] = {}
+        pairs: dict[str, Name] = {}
         for key in dict.fromkeys(keys):
             value = tuple(child for entry in entries for child in demands.property_of(entry, key))
             if named is None or any(texts.hold(key) for _, texts in named):
-                pairs[key] = self.rules.shared([literal(demands.json_text(key)), *self._colon, self.node(value)])
+                pairs[key] = self.rules.shared([self._literal(demands.json_text(key)), *self._colon, self.node(value)])
             elif key in required:
                 return
         least, most = demands.bounds_of(entries, "minProperties", "maxProperties")
@@ -289,7 +298,7 @@ class _Builder:
             self._members(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
 
     def _members(
-        self, name: str, members: list[Member], free: str | None, bounds: tuple[int, int | None], strange: bool
+        self, name: Name, members: list[Member], free: Name | None, bounds: tuple[int, int | None], strange: bool
     ) -> None:
         """An object of these members and undeclared ones, with so many in all; `strange`: one undeclared at least."""
         least, most = bounds
@@ -300,7 +309,7 @@ class _Builder:
             low = int(strange)
             if self._any_order and len(members) + strange <= MAX_KEYS and len(members) + (free is not None) > 1:
                 if not least and not needed and not strange:
-                    self.rules.add(name, ['"{"', *self._blank, '"}"'])
+                    self.rules.add(name, self._around("{}"))
                 if free is not None or not strange:
                     self._in_any_order(name, members, free, strange)
                 return
@@ -308,41 +317,41 @@ class _Builder:
             low, most = max(int(strange), least - needed), None if most is None else most - needed
         else:
             counted = self._counted(members, free, bounds, strange)
-            self.rules.add(name, ['"{"', *self._blank, counted, *self._blank, '"}"'])
+            self.rules.add(name, self._around("{}", counted))
             if not least and not needed and not strange:
-                self.rules.add(name, ['"{"', *self._blank, '"}"'])
+                self.rules.add(name, self._around("{}"))
             return
         if low and free is None:
             return
         if least == low == needed == 0:
-            self.rules.add(name, ['"{"', *self._blank, '"}"'])
+            self.rules.add(name, self._around("{}"))
         if free is not None and most != 0:
             if (key := (free, low, most)) not in self._tails:
                 more = self.rules.new([*self._comma, free])
                 self._tails[key] = self.rules.new([free, *repeat(more, max(0, low - 1), most, 1)])
             members = [*members, (self._tails[key], low > 0)]
         if members:
-            self.rules.add(name, ['"{"', *self._blank, self._some(members), *self._blank, '"}"'])
+            self.rules.add(name, self._around("{}", self._some(members)))
 
     def _in_any_order(
         self,
-        name: str,
+        name: Name,
         members: list[Member],
-        free: str | None,
+        free: Name | None,
         strange: bool = False,
         brackets: str = "{}",
         bounds: tuple[int, int | None] = (1, None),
     ) -> None:
         """At least one of the members, those needed always."""
         pairs = [pair for pair, _ in sorted(members, key=lambda member: not member[1])]
-        alternatives: list[list[Symbol]] = [[pair] for pair in (*pairs, *([free] if free else []))]
-        one = self.rules.new(*alternatives)
-        needed, comma = sum(needed for _, needed in members), tuple(map(str, self._comma))
+        needed = [*range(sum(needed for _, needed in members)), *([len(pairs)] if strange else [])]
+        each: list[Symbols] = [[member] for member in (*pairs, *([free] if free else []))]
+        one = self.rules.new(*each)
         least, most = max(1, bounds[0]), bounds[1]
-        found = self.rules.new([Members(tuple(pairs), needed, free, strange, comma, one, least, most)])
-        self.rules.add(name, [f'"{brackets[0]}"', *self._blank, found, *self._blank, f'"{brackets[1]}"'])
+        found = self.rules.new([Unordered(pairs, free, self._comma, needed, one, (least, most))])
+        self.rules.add(name, self._around(brackets, found))
 
-    def _counted(self, members: list[Member], free: str | None, bounds: tuple[int, int | None], strange: bool) -> str:
+    def _counted(self, members: list[Member], free: Name | None, bounds: tuple[int, int | None], strange: bool) -> Name:
         """At least one member, and so many in all: a rule for each place and count, up to where they matter."""
         least, most = bounds
         top = max(1, least) if most is None else most
@@ -350,7 +359,7 @@ class _Builder:
             raise GrammarTooLarge(
                 "grammar", f"properties times minProperties or maxProperties must not exceed {MAX_STATES}"
             )
-        following: list[str] = []
+        following: list[Name] = []
         for index in range(len(members), -1, -1):
             here = [self.rules.new() for _ in range(top + 1)]
             for count, rule in enumerate(here):
@@ -373,17 +382,17 @@ class _Builder:
             following = here
         return following[0]
 
-    def _some(self, members: list[Member]) -> str:
+    def _some(self, members: list[Member]) -> Name:
         """At least one of the members, those needed always, in order. Halves, so that rules do not nest deeply."""
         if len(members) == 1:
             return members[0][0]
         half = len(members) // 2
         left, right = members[:half], members[half:]
         one, two = self._some(left), self._some(right)
-        follows: list[Symbol] = [*self._comma, two]
+        follows: Symbols = [*self._comma, two]
         if not any(needed for _, needed in right):
             follows = [self.rules.shared([], follows)]  # no alternative of its own: those that may begin are limited
-        more: list[list[Symbol]] = [] if any(needed for _, needed in left) else [[two]]
+        more: list[Symbols] = [] if any(needed for _, needed in left) else [[two]]
         return self.rules.shared([one, *follows], *more)
 
     def _names(self, entries: list[Entry]) -> list[tuple[Term, demands.Texts]] | None:
@@ -398,7 +407,7 @@ class _Builder:
 
     def _free(
         self, entries: list[Entry], declared: list[str], named: list[tuple[Term, demands.Texts]] | None
-    ) -> str | None:
+    ) -> Name | None:
         """The rule of one undeclared member."""
         patterns = {
             pattern: demands.written(pattern, "patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}")
@@ -417,13 +426,14 @@ class _Builder:
                     if texts.listed is not None:
                         continue
                     if patterns or declared:
-                        key = self.rules.terminal(
+                        key: Shape = self.rules.terminal(
                             texts.terminal([patterns[pattern] for pattern in held], others, declared)
                         )
                     else:
-                        self._string(key := self.rules.new(), term)
+                        key = self.rules.new()
+                        self._string(key, term)
                     self.rules.add(found, [key, *self._colon, self.node(value)])
-        return found if self.rules.alternatives[found] else None
+        return found if found.options else None
 
 
 _SAYING = (*KEYWORDS, *demands.STRING, *demands.ARRAY, *demands.OBJECT, "type")

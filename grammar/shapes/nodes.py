@@ -70,30 +70,45 @@ class Times(Shape):
 class Unordered(Shape):
     """Members in any order, each but the undeclared ones once, with a comma between them.
 
-    A state is a set of bits: members that were there. `items`: the members, then the same behind a comma. `needed`:
-    those that must be there; `again`: the index of undeclared ones; `least`, `most`: so many in all, without these.
+    A state is a set of bits: members that were there.
     """
 
-    __slots__ = ("again", "counts", "items", "least", "most", "needed")
+    __slots__ = ("again", "comma", "counts", "free", "items", "least", "members", "most", "needed", "one")
 
     def __init__(
         self,
-        members: Sequence[Shape],
-        comma: Shape,
+        pairs: Sequence[Shape],
+        free: Shape | None,
+        comma: Sequence[Shape],
         needed: Sequence[int],
-        again: int | None,
+        one: Shape,
         bounds: tuple[int, int | None] = (1, None),
     ) -> None:
-        self.items = (*members, *(Chain([comma, member]) for member in members))
+        """`pairs`: the declared members; `free`: one that is not; `needed`: the indices of those that must be there,
+        `free` behind the others; `one`: any one of all; `bounds`: so many in all, without `free`."""
         self.needed = needed
-        self.again = again
+        self.one = one
         self.least, self.most = bounds
         self.counts = bool(needed) or self.least > 1
         """One member, whichever is cheapest, is not enough."""
+        self.put(pairs, free, comma)
+
+    def put(self, pairs: Iterable[Shape], free: Shape | None, comma: Sequence[Shape]) -> None:
+        """Have these in place of others."""
+        self.free, self.comma = free, comma
+        self.members = (*pairs, *([free] if free else []))
+        self.again = len(self.members) - 1 if free else None
+        """The index of undeclared members."""
+        self.items: tuple[Shape, ...] = ()
+        """The members, then the same behind a comma: once all names are resolved."""
+
+    @property
+    def pairs(self) -> tuple[Shape, ...]:
+        return self.members[: self.again]
 
     def following(self, said: int) -> Iterator[tuple[Shape, int]]:
         """Members that may come next, and the state behind each."""
-        count = len(self.items) // 2
+        count = len(self.members)
         full = self.most is not None and said.bit_count() >= self.most
         for index in range(0 if full else count):
             if not said >> index & 1 or index == self.again:
@@ -101,7 +116,7 @@ class Unordered(Shape):
 
     def left(self, said: int) -> list[Shape]:
         """The members needed still, each with its comma."""
-        count = len(self.items) // 2
+        count = len(self.members)
         todo = [index for index in self.needed if not said >> index & 1]
         if (missing := self.least - said.bit_count() - len(todo)) > 0 and self.least > 1:
             todo += [i for i in range(count) if not said >> i & 1 and i not in todo][:missing]
@@ -129,22 +144,39 @@ class Mark(Shape):
         self.symbol = symbol
 
 
-class Name(Shape):
-    """Stands for the shape of a rule while others are read."""
+class Terminal(Shape):
+    """Stands for the shape of Lark text, which the library gets as it is."""
 
-    __slots__ = ("target",)
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Name(Shape):
+    """Stands for the shape of a rule while others are made."""
+
+    __slots__ = ("options", "target")
 
     target: Shape
 
+    def __init__(self) -> None:
+        self.options: list[list[Shape]] = []
+        """The rule's alternatives while they are made, each a sequence."""
+
 
 NOTHING = Chain(())
+Made = Chain | Either | Times | Unordered
 
 
-def resolve(made: Iterable[Chain | Either | Times | Unordered], first: Shape) -> Shape:
+def resolve(made: Iterable[Made], first: Shape) -> Shape:
     """Put the shapes that names stand for in place of these: with names, half of all shapes would be one."""
     for shape in made:
         if isinstance(shape, Times):
             shape.body = _itself(shape.body)
+        elif isinstance(shape, Unordered):
+            members, comma = [*map(_itself, shape.members)], [*map(_itself, shape.comma)]
+            shape.items = (*members, *(Chain([*comma, member]) for member in members))
         else:
             shape.items = tuple(map(_itself, shape.items))
     return _itself(first)

@@ -15,7 +15,7 @@ from typing import Any
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
-from asyncengine.grammar.schema.rules import Members, Repeat, Rules, Symbol
+from asyncengine.grammar.schema.rules import Rules
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.lark import expression_shape, lark_shape
@@ -30,69 +30,43 @@ _OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
 """The beginnings of the keys that are none of some, and whether those may have escapes. Read only."""
 
 
-def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, str]], vocabulary: Vocabulary) -> nodes.Shape:
+def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, nodes.Name]], vocabulary: Vocabulary) -> nodes.Shape:
     """The shape of a grammar. `schemas`: the rules of each in it, with the first one's name. Raises `Unmodelled`."""
     if grammar.kind == "regex":
         return regex_shape(grammar.text)
     if grammar.kind == "choice":
         return Words([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
     if grammar.kind == "json_schema":
-        return _Reader(*schemas[0], lexed=False).start
-    return lark_shape(grammar.text, [_Reader(*rules, lexed=True).start for rules in schemas], vocabulary)
+        return rules_shape(*schemas[0], lexed=False)
+    return lark_shape(grammar.text, [rules_shape(*rules, lexed=True) for rules in schemas], vocabulary)
 
 
-class _Reader:
-    """Shapes of rules, each once."""
+def rules_shape(rules: Rules, start: nodes.Name, lexed: bool) -> nodes.Shape:
+    """The shape of rules that have been printed: it takes their place. `lexed`: what else the grammar has may be taken
+    for a part of the schema's texts."""
+    made: list[nodes.Made] = []
+    known: dict[nodes.Shape, nodes.Shape] = {}
 
-    def __init__(self, rules: Rules, start: str, lexed: bool) -> None:
-        """`lexed`: what else the grammar has may be taken for a part of the schema's texts."""
-        self._rules = rules
-        self._lexed = lexed
-        self._texts = {name: text for text, name in rules.names()}
-        self._shapes: dict[str, nodes.Shape] = {}
-        self._pending: list[tuple[nodes.Name, str]] = []
-        self._made: list[nodes.Chain | nodes.Either | nodes.Times | nodes.Unordered] = []
-        first = self._named(start)
-        for named, name in self._pending:  # grows while it is walked
-            found = [self._sequence(symbols) for symbols in rules.alternatives[name]]
-            named.target = found[0] if len(found) == 1 else self._keep(nodes.Either(found))
-        self.start = nodes.resolve(self._made, first)
-
-    def _keep(self, shape: nodes.Chain | nodes.Either | nodes.Times | nodes.Unordered) -> nodes.Shape:
-        self._made.append(shape)
+    def keep(shape: nodes.Made) -> nodes.Shape:
+        made.append(shape)
         return shape
 
-    def _unordered(self, members: Members) -> nodes.Shape:
-        pairs = [*map(self._named, members.pairs), *([self._named(members.free)] if members.free else [])]
-        needed = [*range(members.needed), *([len(members.pairs)] if members.strange else [])]
-        comma = self._sequence([*members.comma])
-        again = len(members.pairs) if members.free else None
-        shape = nodes.Unordered(pairs, comma, needed, again, (members.least, members.most))
-        self._made += [item for item in shape.items if isinstance(item, nodes.Chain)]
-        return self._keep(shape)
+    def leaf(shape: nodes.Shape) -> nodes.Shape:
+        if isinstance(shape, nodes.Terminal):
+            if shape not in known:
+                known[shape] = nodes.Lexeme(leaf_shape(shape.text)) if lexed else leaf_shape(shape.text)
+            return known[shape]
+        if isinstance(shape, nodes.Times):
+            shape.body = leaf(shape.body)
+        elif isinstance(shape, nodes.Unordered):
+            shape.put(map(leaf, shape.pairs), shape.free and leaf(shape.free), [*map(leaf, shape.comma)])
+        return keep(shape) if isinstance(shape, (nodes.Times, nodes.Unordered)) else shape
 
-    def _sequence(self, symbols: list[Symbol]) -> nodes.Shape:
-        found = [self._symbol(symbol) for symbol in symbols]
-        return found[0] if len(found) == 1 else self._keep(nodes.Chain(found))
-
-    def _symbol(self, symbol: Symbol) -> nodes.Shape:
-        if isinstance(symbol, Members):
-            return self._unordered(symbol)
-        if isinstance(symbol, Repeat):
-            return self._keep(nodes.Times(self._named(symbol.rule), symbol.least, symbol.most))
-        return self._named(symbol)
-
-    def _named(self, name: str) -> nodes.Shape:
-        shape = self._shapes.get(name)
-        if shape is None:
-            if name in self._rules.alternatives:
-                shape = named = nodes.Name()
-                self._pending.append((named, name))
-            else:
-                shape = leaf_shape(self._texts.get(name, name))
-                shape = nodes.Lexeme(shape) if self._lexed else shape
-            self._shapes[name] = shape
-        return shape
+    for name in rules.names:
+        found = [[*map(leaf, symbols)] for symbols in name.options]
+        options = [one[0] if len(one) == 1 else keep(nodes.Chain(one)) for one in found]
+        name.target = options[0] if len(options) == 1 else keep(nodes.Either(options))
+    return nodes.resolve(made, start)
 
 
 def leaf_shape(text: str) -> nodes.Shape:

@@ -30,7 +30,7 @@ from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length,
 from asyncengine.grammar.closing.endless import may_be_endless
 from asyncengine.grammar.closing.prices import Prices, Speller
 from asyncengine.grammar.closing.spelling import UNREACHABLE
-from asyncengine.grammar.lower import with_rules
+from asyncengine.grammar.library_text import with_rules
 from asyncengine.grammar.regexes import unsupported_feature
 from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.schemas import schemas_of, subschemas

@@ -245,6 +245,11 @@ def quoted(pattern: str) -> str:
     return look_ahead(_tokens(pattern), whole=False).lark('"', '[^"]*', '"')
 
 
+def searched(pattern: str) -> str:
+    """A Lark expression of texts in which `pattern` is found. Raises as `portable`."""
+    return look_ahead(_tokens(pattern), whole=False).lark("", "(?s:.)*", "")
+
+
 def looks_ahead(pattern: str) -> bool:
     """Whether there may be a look-ahead in a pattern."""
     return any(sign in pattern for sign in AHEAD)

@@ -10,7 +10,8 @@ from typing import Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat.families import TOOL_FORMATS
-from asyncengine.grammar.chat.formats import NUMBER, REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.grammar.chat.formats import REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.grammar.marks import NUMBER
 from asyncengine.text.tokenizer import TextTokenizer
 
 CALL_ID = r"(?:\[CALL_ID\]\w+)?"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from asyncengine.grammar.chat.formats import NUMBER, Members, ToolFormat
+from asyncengine.grammar.chat.formats import ToolFormat
+from asyncengine.grammar.marks import NUMBER
+from asyncengine.grammar.schema.arguments import Members
 
 _FORMATS = (
     # a JSON object for each call

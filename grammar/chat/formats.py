@@ -6,50 +6,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyncengine.grammar.schema.arguments import Members
+
 ReasoningState = Literal["none", "open", "closed", "undecided"]
 """The part that the model begins with: none, inside reasoning, after it, or it may begin one."""
 
-NUMBER = "{#}"
-"""In the texts of a format: where the model writes a number of its own, such as a call's index."""
-CDATA = ("<![CDATA[", "]]>")
-"""XML's marks around text in which nothing but the second means anything."""
 
 TEXT = ("<text>\n", "</text>")
 """Marks of an answer in words, where the model was told of tools by a text of the engine's."""
 RESULT = ("<tool_response>\n", "</tool_response>")
 """Marks of a call's result there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """Arguments that are not one JSON object: each is `key_open` + key + `key_close` + value + `value_close`.
-
-    "raw" values are strings as they are, up to `value_close`, and everything else is JSON. "python" values are Python's
-    or JSON's: quotes of either kind, `True` or `true`. "bare" values are JSON but for keys without quotes and strings
-    between `quote`, where nothing is escaped.
-    """
-
-    key_open: str = ""
-    key_close: str = "="
-    value_close: str = ""
-    separator: str = ", "
-    values: Literal["raw", "python", "bare"] = "python"
-    string_key_close: str = ""
-    """In place of `key_close` where the value is a string; empty: the same."""
-    quote: str = ""
-    cdata: bool = False
-    """A raw string may stand between the two of `CDATA`, and does if it has characters of XML's or newlines."""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Texts that end a raw value: its close or, where that stands in a line of its own, the next key too."""
-        close = self.value_close.strip()
-        return (close, f"\n{self.key_open}") if self.value_close.startswith("\n") else (close,)
-
-    def string(self, text: str) -> str:
-        """A raw string as it is written."""
-        needs = self.cdata and any(char in text for char in "<&\n") and CDATA[1] not in text
-        return text.join(CDATA) if needs else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from asyncengine.grammar.chat.calls import Parser
 from asyncengine.grammar.chat.formats import Reasoning
 from asyncengine.grammar.chat.lark import ANY, Answer
-from asyncengine.grammar.chat.marks import Markers, literal_pattern, sequence
 from asyncengine.grammar.chat.readers import JsonReader
 from asyncengine.grammar.chat.scan import partial_suffix
 from asyncengine.grammar.lower import fragment, inline_json
+from asyncengine.grammar.marks import Markers, literal_pattern, sequence
 
 CHANNEL, MESSAGE, END, NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"
 MARKS = (CHANNEL, MESSAGE, END, "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")

@@ -13,15 +13,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
-from asyncengine.grammar.chat.marks import Markers, literal_pattern, sequence
-from asyncengine.grammar.chat.members import member_rules
 from asyncengine.grammar.chat.tools import Tool
 from asyncengine.grammar.lark import literal
-from asyncengine.grammar.lower import fragment, inline_json, named_tool
+from asyncengine.grammar.lower import fragment, inline_json
+from asyncengine.grammar.marks import Markers, literal_pattern, sequence
+from asyncengine.grammar.schema.arguments import Members
 from asyncengine.grammar.schemas import moved
 
 ANY = "/(?s:.*)/"
@@ -197,9 +198,12 @@ class AnswerGrammar:
             head = lark(f"{form.name_open}{tool.name}{form.name_close}")
             self._lines.append(f"call_{i}: {head} body_{i}")
             self._lines.append(f"body_{i}: {sequence(f'arguments_{i}', lark(form.call_close))}")
-            if form.members is not None:
-                with named_tool(tool.name):
-                    self._lines += member_rules(f"arguments_{i}", tool, form.members, self._markers)
-                continue
-            arguments = inline_json(tool.schema, lenient=not tool.strict, tool=tool.name, key_order="any")
-            self._lines.append(f"arguments_{i}: {arguments}")
+            self._lines.append(f"arguments_{i}: {self._arguments(tool, form.members)}")
+
+    def _arguments(self, tool: Tool, members: Members | None) -> str:
+        options: dict[str, Any] = {"key_order": "any"}
+        if members is not None:
+            options = {"members": asdict(members), "marks": self._markers.among(asdict(members).values())}
+            if members.values != "raw":
+                options |= {"whitespace": "compact", "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
+        return inline_json(tool.schema, lenient=not tool.strict, tool=tool.name, **options)

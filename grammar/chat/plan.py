@@ -16,12 +16,12 @@ from asyncengine.grammar.chat.families import TOOL_FORMATS
 from asyncengine.grammar.chat.formats import REASONING_MARKERS, RESULT, TEXT, Reasoning, ReasoningState, ToolFormat
 from asyncengine.grammar.chat.harmony import MARKS, THOUGHTS, ChannelParser, channel_grammar
 from asyncengine.grammar.chat.lark import Answer, AnswerGrammar
-from asyncengine.grammar.chat.marks import Markers
 from asyncengine.grammar.chat.parser import OutputParser
 from asyncengine.grammar.chat.schemas import TYPES, close_objects, plain_json, with_json_types
-from asyncengine.grammar.chat.shapes import member_types
 from asyncengine.grammar.chat.tools import Choice, Tool, check_choice, check_tools
 from asyncengine.grammar.chat.write import with_calls_in_content, with_results_as_questions, with_tools_in_content
+from asyncengine.grammar.marks import Markers
+from asyncengine.grammar.schema.arguments import member_types
 from asyncengine.grammar.schemas import with_local_references
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text.chat_template import Rewrite
@@ -228,7 +228,7 @@ class ChatPlanner:
             return None, True
         types = {}
         if form is not None and form.members is not None:
-            types = {tool.name: member_types(dict(tool.schema), tool.strict) for tool in callable_tools}
+            types = {tool.name: member_types(tool.schema) for tool in callable_tools}
 
         def make_parser() -> OutputParser:
             return OutputParser(

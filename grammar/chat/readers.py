@@ -10,7 +10,8 @@ from json.encoder import encode_basestring
 from typing import Literal, NamedTuple, Protocol
 
 from asyncengine.grammar.chat import scan
-from asyncengine.grammar.chat.formats import CDATA, Members, ToolFormat
+from asyncengine.grammar.chat.formats import ToolFormat
+from asyncengine.grammar.schema.arguments import CDATA, NUMBER, Members
 
 Types = Mapping[str, frozenset[str]]
 """The JSON types each argument may have."""
@@ -18,7 +19,6 @@ ANY = frozenset(("string", "number", "boolean", "null", "array", "object"))
 STRINGS = frozenset(("string",))
 MAX_KEY = 1024
 LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 WORD = re.compile(r"[^\x00-\x20,:={}\[\]()\"'<|]+")
 ITEM = re.compile(
     r"""[ \t\r\n]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\x00-\x20,:={}\[\]()"']+)?[ \t\r\n]*""", re.DOTALL

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from asyncengine.grammar.chat.formats import NUMBER, ToolFormat
+from asyncengine.grammar.chat.formats import ToolFormat
+from asyncengine.grammar.marks import NUMBER
 
 BLANKS = " \t\r\n"
 MAX_NAME = 200

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncengine.grammar.chat.formats import NUMBER, RESULT, TEXT, Members, ToolFormat
+from asyncengine.grammar.chat.formats import RESULT, TEXT, ToolFormat
+from asyncengine.grammar.marks import NUMBER
+from asyncengine.grammar.schema.arguments import Members
 
 Message = dict[str, Any]
 

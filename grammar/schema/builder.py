@@ -25,7 +25,7 @@ from asyncengine.grammar.schema.one_of import Branches
 from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Rules, Symbols, proceed, repeat
 from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
-from asyncengine.grammar.shapes.nodes import Name, Shape, Times, Unordered
+from asyncengine.grammar.shapes.nodes import Name, Shape, Terminal, Times, Unordered
 
 MAX_PREFIX = 500
 """Items with a schema of their own."""
@@ -37,20 +37,11 @@ Member = tuple[Name, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
 
-def schema_grammar(
-    schema: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint = proceed
-) -> tuple[Rules, Name]:
-    """Rules of the JSON values valid under `schema`, and the name of the one for the whole value; `options` as
-    llguidance's JSON compiler takes them.
+class Builder:
+    """The rules of the JSON values valid under one schema. Who inherits writes the same values in another notation."""
 
-    Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be written
-    beside such numbers, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
-    """
-    return _Builder(schema, options, checkpoint).build()
-
-
-class _Builder:
-    def __init__(self, root: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint) -> None:
+    def __init__(self, root: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint = proceed) -> None:
+        """`options`: as llguidance's JSON compiler takes them."""
         self.root = root
         self._any_order = options.get("key_order") == "any"
         self.rules = Rules(checkpoint)
@@ -76,7 +67,15 @@ class _Builder:
         )
 
     def build(self) -> tuple[Rules, Name]:
-        start = self.node((Entry("", self.root),))
+        """The rules, and the name of the one for the whole value.
+
+        Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be
+        written, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
+        """
+        return self._finished(self.node((Entry("", self.root),)))
+
+    def _finished(self, start: Name) -> tuple[Rules, Name]:
+        """Make what is left to be made, and rid the rules of what leads nowhere."""
         while self._todo:
             name, conjunction = self._todo.pop()
             for term in self._alternatives.of(conjunction):
@@ -113,11 +112,11 @@ class _Builder:
             return
         for kind in term.types:
             if kind in ("null", "boolean"):
-                texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
-                for text in texts:
-                    self.rules.add(name, [self._literal(text)])
+                for text in self._constants(term, kind):
+                    self.rules.add(name, *self._word(text))
             elif kind == "integer" or (kind == "fraction" and "integer" not in term.types):
-                self._number(name, term)
+                if (number := self._number(term)) is not None:
+                    self.rules.add(name, [number])
             elif kind == "string":
                 self._string(name, term)
             elif kind == "array":
@@ -125,31 +124,41 @@ class _Builder:
             elif kind == "object":
                 self._object(name, term)
 
-    def _json(self, schema: dict[str, Any]) -> Shape:
+    def _json(self, schema: dict[str, Any]) -> Terminal:
         return self.rules.terminal("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
 
-    def _constants(self, term: Term, texts: tuple[str, ...]) -> list[str]:
-        """The texts among "true" and "false" that are left."""
+    def _word(self, text: str) -> list[Symbols]:
+        """The spellings of "null", "true" or "false"."""
+        return [[self._literal(text)]]
+
+    def _constants(self, term: Term, kind: str) -> list[str]:
+        """The texts of "null" or a boolean that are left."""
+        if kind not in term.types:
+            return []
+        if kind == "null":
+            return ["null"]
         listed = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
         wrong = [one for entry in term.having("not") if entry.plain for one in entry.schema["not"].get("enum", ())]
-        left = [text for text in texts if all(json.loads(text) in values for values in listed)]
+        left = [text for text in ("true", "false") if all(json.loads(text) in values for values in listed)]
         return [text for text in left if not any(json.loads(text) is one for one in wrong)]
 
     # ---------------------------------------------------------------- scalars
 
-    def _number(self, name: Name, term: Term) -> None:
+    def _number(self, term: Term) -> Terminal | None:
+        """None: there is none."""
+        if not {"integer", "fraction"}.intersection(term.types):
+            return None
         numbers = term.numbers()
         if numbers.empty:
             self._empty.append(f"{numbers} (at {term.where() or '/'})")
-            return
+            return None
         spelling = numbers.spelling(term.where())
         if spelling.schema is not None:
-            self.rules.add(name, [self._json(spelling.schema)])
-        else:
-            patterns = spelling.patterns
-            if "integer" not in term.types and numbers.listed is None:
-                patterns = (FRACTION,) if numbers.free else (*patterns, FRACTION)
-            self.rules.add(name, [self.rules.terminal(" & ".join(map(regex, patterns)))])
+            return self._json(spelling.schema)
+        patterns = spelling.patterns
+        if "integer" not in term.types and numbers.listed is None:
+            patterns = (FRACTION,) if numbers.free else (*patterns, FRACTION)
+        return self.rules.terminal(" & ".join(map(regex, patterns)))
 
     def _string(self, name: Name, term: Term) -> None:
         texts = demands.Texts.of(term)
@@ -264,7 +273,7 @@ class _Builder:
         for term in self._alternatives.of(conjunction):
             for kind in term.types:
                 if kind in ("null", "boolean"):
-                    texts = ["null"] if kind == "null" else self._constants(term, ("true", "false"))
+                    texts = self._constants(term, kind)
                 elif kind == "string" and (listed := demands.Texts.of(term).listed) is not None:
                     texts = [json.dumps(value, ensure_ascii=False) for value in listed]
                 elif kind in ("integer", "fraction") and (numbers := term.numbers()).listed is not None:
@@ -288,16 +297,19 @@ class _Builder:
         for key in dict.fromkeys(keys):
             value = tuple(child for entry in entries for child in demands.property_of(entry, key))
             if named is None or any(texts.hold(key) for _, texts in named):
-                pairs[key] = self.rules.shared([self._literal(demands.json_text(key)), *self._colon, self.node(value)])
+                pairs[key] = self._pair(key, value)
             elif key in required:
                 return
         least, most = demands.bounds_of(entries, "minProperties", "maxProperties")
         free = self._free(entries, list(dict.fromkeys(keys)), named)
         for wanted in demands.hitting_sets([[*(key for key in pairs if key not in one), None] for one in unlisted]):
             members = [(pair, key in required or key in wanted) for key, pair in pairs.items()]
-            self._members(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
+            self._objects(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
 
-    def _members(
+    def _pair(self, key: str, value: Conjunction) -> Name:
+        return self.rules.shared([self._literal(demands.json_text(key)), *self._colon, self.node(value)])
+
+    def _objects(
         self, name: Name, members: list[Member], free: Name | None, bounds: tuple[int, int | None], strange: bool
     ) -> None:
         """An object of these members and undeclared ones, with so many in all; `strange`: one undeclared at least."""
@@ -397,11 +409,8 @@ class _Builder:
 
     def _names(self, entries: list[Entry]) -> list[tuple[Term, demands.Texts]] | None:
         """The names that `propertyNames` allow; None if there are none."""
-        said = [
-            Entry(f"{e.pointer}/propertyNames", e.schema["propertyNames"])
-            for e in entries
-            if "propertyNames" in e.schema
-        ]
+        key = "propertyNames"
+        said = [Entry(f"{e.pointer}/{key}", e.schema[key]) for e in entries if key in e.schema]
         terms = self._alternatives.of(said) if said else []
         return [(term, demands.Texts.of(term)) for term in terms if "string" in term.types] if said else None
 

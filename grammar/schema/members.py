@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import regex
-from asyncengine.grammar.regexes import quoted, words
+from asyncengine.grammar.regexes import quoted, searched, words
 from asyncengine.grammar.schema.terms import Entry, Term
 from asyncengine.grammar.schemas import escape
 
@@ -107,10 +107,11 @@ def _finds(pattern: str, key: str, entry: Entry) -> bool:
         raise no_pattern("patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}") from None
 
 
-def written(pattern: str, keyword: str, place: str) -> str:
-    """A Lark expression of JSON strings without escapes in which `pattern` is found. Raises `GrammarUnsupported`."""
+def written(pattern: str, keyword: str, place: str, write: Callable[[str], str] = quoted) -> str:
+    """A Lark expression of JSON strings without escapes in which `pattern` is found, or as `write` makes it. Raises
+    `GrammarUnsupported`."""
     try:
-        return quoted(pattern)
+        return write(pattern)
     except GrammarUnsupported:
         raise no_pattern(keyword, place) from None
 
@@ -218,6 +219,15 @@ class Texts:
         kinds = (PLAIN_KEY if also or but else KEY).replace("*", self._times)
         wrong = [*([words(map(json_text, texts))] if texts else []), *but]
         return " & ".join([regex(kinds), *also, *(f"~{text}" for text in wrong)])
+
+    def raw(self) -> list[str]:
+        """Lark expressions that the texts match all where they stand as they are. Raises as `terminal`."""
+        low, high = self.bounds
+        found = [f"/(?s:.{{{low},{'' if high is None else high}}})/"]
+        for parts, sign in ((self.parts, ""), (self.without, "~")):
+            patterns = (part["pattern"] for part in parts if "pattern" in part)
+            found += [sign + written(pattern, "pattern", f"{self.place}/pattern", searched) for pattern in patterns]
+        return [*found, f"~{words(self._refused)}"] if self._refused else found
 
 
 @functools.lru_cache(4096)

@@ -34,7 +34,7 @@ class Rules:
     def __init__(self, checkpoint: Checkpoint = proceed) -> None:
         self.names: list[Name] = []
         self._shared: dict[tuple[tuple[Shape, ...], ...], Name] = {}
-        self._terminals: dict[str, Terminal] = {}
+        self._terminals: dict[tuple[str, str], Terminal] = {}
         self._deep: dict[Name, bool] = {}
         self._size = 0
         """Alternatives of all rules."""
@@ -61,11 +61,11 @@ class Rules:
             self._shared[key] = self.new(*alternatives)
         return self._shared[key]
 
-    def terminal(self, text: str) -> Terminal:
-        """A literal, an expression over patterns, or `%json {...}`; the same one for the same text."""
-        if text not in self._terminals:
-            self._terminals[text] = Terminal(text)
-        return self._terminals[text]
+    def terminal(self, text: str, end: str = "") -> Terminal:
+        """A literal, a special token, an expression over patterns, or `%json {...}`; the same one for the same text."""
+        if (text, end) not in self._terminals:
+            self._terminals[text, end] = Terminal(text, end)
+        return self._terminals[text, end]
 
     def prune(self) -> None:
         """Drop alternatives that never end in a text, and rules without any. Linear."""
@@ -231,7 +231,7 @@ class _Printer:
             name: "_" if name in deep else "0" for name in rules if name in deep or _unordered(name)
         }
         self._deep: Container[Shape] = deep
-        self._terminals: dict[Shape, str] = {}
+        self._terminals: dict[Terminal, str] = {}
 
     def text(self, start: Name) -> str:
         lines = [f"start: {self._rules[start]}{'::0' if start in self._deep else ''}"]
@@ -242,7 +242,9 @@ class _Printer:
                 continue
             unique = dict.fromkeys(map(self._alternative, name.options))
             lines.append(f"{self._rules[name]}{'::_' if name in self._deep else ''}: {' | '.join(unique)}")
-        lines += [f"{name}: {terminal.text}" for terminal, name in self._terminals.items()]
+        for terminal, said in self._terminals.items():
+            lines.append(f"{said.upper() if terminal.end else said}: {terminal.text}")
+            lines += [f"{said}[lazy]: {said.upper()} {terminal.end}"] if terminal.end else []
         return "\n".join(lines) + "\n"
 
     def _alternative(self, symbols: Symbols) -> str:
@@ -262,10 +264,10 @@ class _Printer:
         return self._rules[symbol] + (f"::{'incr(_)' if bracket and passed == '_' else passed}" if passed else "")
 
     def _terminal(self, terminal: Terminal) -> str:
-        """Its name, which begins with a small letter where the text is none that a terminal may have; a literal."""
-        if terminal.text[0] == '"':
+        """Its name, which begins with a small letter where that is a rule; or a literal or a special token itself."""
+        if terminal.text[0] in '"<':
             return terminal.text
-        kind = "t" if terminal.text[0] == "%" else "T"
+        kind = "t" if terminal.end or terminal.text[0] == "%" else "T"
         return self._terminals.setdefault(terminal, f"{kind}{len(self._terminals)}")
 
     def _in_any_order(self, name: str, members: Unordered) -> list[str]:

@@ -274,7 +274,7 @@ class _Parser:
         if kind == "json":
             return scope.behind(scope.embedded[begin])
         if kind == "mark":
-            return scope.behind(self._mark(said, scope.vocabulary))
+            return scope.behind(mark_shape(said, scope.vocabulary))
         if said == "%lark" and self._next() == "{":
             end = _closing(self._tokens, self._at)
             inside, self._at = self._tokens[self._at + 1 : end], end + 1
@@ -298,14 +298,15 @@ class _Parser:
             return nodes.letters([(ord(text), ord(last))])
         return regex_shape(re.escape(text), "i") if any_case else nodes.literal(text.encode("utf-8", "replace"))
 
-    def _mark(self, said: str, vocabulary: Vocabulary) -> nodes.Shape:
-        """A special token by its name or number."""
-        number = said[2:-2] if said[1] == "[" else ""
-        names = {vocabulary.token_bytes[token]: token for token in vocabulary.marks}
-        token = int(number[:9]) if number.isdecimal() else names.get(said.encode(), -1)
-        if token not in vocabulary.marks:
-            raise nodes.Unmodelled
-        return nodes.Mark(token, vocabulary.symbols(token)[0])
+
+def mark_shape(said: str, vocabulary: Vocabulary) -> nodes.Shape:
+    """A special token by its name or number. Raises `Unmodelled`."""
+    number = said[2:-2] if said[1] == "[" else ""
+    names = {vocabulary.token_bytes[token]: token for token in vocabulary.marks}
+    token = int(number[:9]) if number.isdecimal() else names.get(said.encode(), -1)
+    if token not in vocabulary.marks:
+        raise nodes.Unmodelled
+    return nodes.Mark(token, vocabulary.symbols(token)[0])
 
 
 def _said(tokens: list[Token], at: int) -> str:

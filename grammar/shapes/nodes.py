@@ -145,12 +145,14 @@ class Mark(Shape):
 
 
 class Terminal(Shape):
-    """Stands for the shape of Lark text, which the library gets as it is."""
+    """Stands for the shape of Lark text, which the library gets as it is; with an `end`, a literal, for the shortest
+    texts up to one with that behind it."""
 
-    __slots__ = ("text",)
+    __slots__ = ("end", "text")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, end: str = "") -> None:
         self.text = text
+        self.end = end
 
 
 class Name(Shape):

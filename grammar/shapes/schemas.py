@@ -18,7 +18,7 @@ from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
 from asyncengine.grammar.schema.rules import Rules
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
-from asyncengine.grammar.shapes.lark import expression_shape, lark_shape
+from asyncengine.grammar.shapes.lark import expression_shape, lark_shape, mark_shape
 from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape, searched_shape
 from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar
@@ -37,13 +37,13 @@ def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, nodes.Name]], voca
     if grammar.kind == "choice":
         return Words([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
     if grammar.kind == "json_schema":
-        return rules_shape(*schemas[0], lexed=False)
-    return lark_shape(grammar.text, [rules_shape(*rules, lexed=True) for rules in schemas], vocabulary)
+        return rules_shape(*schemas[0])
+    return lark_shape(grammar.text, [rules_shape(*rules, vocabulary) for rules in schemas], vocabulary)
 
 
-def rules_shape(rules: Rules, start: nodes.Name, lexed: bool) -> nodes.Shape:
-    """The shape of rules that have been printed: it takes their place. `lexed`: what else the grammar has may be taken
-    for a part of the schema's texts."""
+def rules_shape(rules: Rules, start: nodes.Name, vocabulary: Vocabulary | None = None) -> nodes.Shape:
+    """The shape of rules that have been printed: it takes their place. `vocabulary`: of a grammar that has more, which
+    may be taken for a part of the schema's texts."""
     made: list[nodes.Made] = []
     known: dict[nodes.Shape, nodes.Shape] = {}
 
@@ -54,7 +54,7 @@ def rules_shape(rules: Rules, start: nodes.Name, lexed: bool) -> nodes.Shape:
     def leaf(shape: nodes.Shape) -> nodes.Shape:
         if isinstance(shape, nodes.Terminal):
             if shape not in known:
-                known[shape] = nodes.Lexeme(leaf_shape(shape.text)) if lexed else leaf_shape(shape.text)
+                known[shape] = _lexeme(shape, vocabulary) if vocabulary else leaf_shape(shape.text)
             return known[shape]
         if isinstance(shape, nodes.Times):
             shape.body = leaf(shape.body)
@@ -67,6 +67,15 @@ def rules_shape(rules: Rules, start: nodes.Name, lexed: bool) -> nodes.Shape:
         options = [one[0] if len(one) == 1 else keep(nodes.Chain(one)) for one in found]
         name.target = options[0] if len(options) == 1 else keep(nodes.Either(options))
     return nodes.resolve(made, start)
+
+
+def _lexeme(terminal: nodes.Terminal, vocabulary: Vocabulary) -> nodes.Shape:
+    if terminal.text[0] == "<":
+        return mark_shape(terminal.text, vocabulary)
+    shape = leaf_shape(terminal.text)
+    if terminal.end:
+        return nodes.Lexeme(nodes.chain([shape, expression_shape(terminal.end)]), lazy=True)
+    return nodes.Lexeme(shape)
 
 
 def leaf_shape(text: str) -> nodes.Shape:

@@ -15,10 +15,11 @@ from support.small_grammars import closed, shared_vocabulary
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.canonical import canonical_json
+from asyncengine.grammar.library_text import to_llguidance
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
-from asyncengine.grammar.lower import OPTIONS, _object, to_llguidance
+from asyncengine.grammar.lower import OPTIONS, schema_object
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.schema.builder import schema_grammar
+from asyncengine.grammar.schema.builder import Builder
 from asyncengine.grammar.schema.members import MAX_EXCLUDED, Texts
 from asyncengine.grammar.schema.terms import MAX_TERMS
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -34,8 +35,8 @@ def by_rules(schema: dict[str, Any]) -> Any:
     """A matcher of our rules for `schema`, whether its numbers need them or not."""
     from llguidance import LLMatcher, LLParserLimits
 
-    lowered = _object(canonical_json(schema), False)
-    rules, start = schema_grammar(lowered, OPTIONS["flexible"])
+    lowered = schema_object(canonical_json(schema), False)
+    rules, start = Builder(lowered, OPTIONS["flexible"]).build()
     text = LLMatcher.grammar_from_lark(rules.lark(start))
     return LLMatcher(tokenizer(), text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
@@ -226,7 +227,7 @@ def test_conjunctions_that_explode_are_refused_in_time() -> None:
     dead = {"allOf": [{"anyOf": [{"maximum": index} for index in range(50)]}] * 2 + [False]}
     many = {f"p{index}": {"$ref": "#/$defs/dead", "minLength": 1} for index in range(1000)}
     with pytest.raises(GrammarTooLarge, match="200000 combinations"):
-        schema_grammar({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"])
+        Builder({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"]).build()
 
 
 STEERED: dict[str, dict[str, Any]] = {
@@ -308,7 +309,7 @@ def test_each_listed_value_is_looked_up_and_not_searched_for() -> None:
 def test_more_excluded_values_than_the_library_takes_in_time_are_refused() -> None:
     schema = {"type": "string", "not": {"enum": [f"{index:x}" for index in range(MAX_EXCLUDED + 1)]}}
     with pytest.raises(GrammarTooLarge, match=f"must not exceed {MAX_EXCLUDED}"):
-        schema_grammar(schema, OPTIONS["flexible"])
+        Builder(schema, OPTIONS["flexible"]).build()
 
 
 def test_a_conjunction_of_too_many_choices_is_refused_before_all_are_made() -> None:
@@ -320,7 +321,7 @@ def test_a_conjunction_of_too_many_choices_is_refused_before_all_are_made() -> N
 
     pairs = [{"anyOf": [{"required": [f"a{index}"]}, {"required": [f"b{index}"]}]} for index in range(20)]
     with pytest.raises(GrammarTooLarge, match=f"must not exceed {MAX_TERMS} alternatives"):
-        schema_grammar({"allOf": pairs}, OPTIONS["flexible"], count)
+        Builder({"allOf": pairs}, OPTIONS["flexible"], count).build()
     assert MAX_TERMS < calls < 16 * MAX_TERMS
 
 
@@ -329,4 +330,4 @@ def test_work_that_nobody_waits_for_is_given_up() -> None:
         raise GrammarTimeout("grammar", "given up")
 
     with pytest.raises(GrammarTimeout, match="given up"):
-        schema_grammar({"type": "integer"}, OPTIONS["flexible"], give_up)
+        Builder({"type": "integer"}, OPTIONS["flexible"], give_up).build()

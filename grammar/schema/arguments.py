@@ -1,0 +1,248 @@
+"""Arguments that a format writes one by one: their rules are those of JSON, but for how keys and values are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.grammar.lark import literal
+from asyncengine.grammar.marks import Markers, literal_pattern
+from asyncengine.grammar.regexes import words
+from asyncengine.grammar.schema import members as demands
+from asyncengine.grammar.schema.builder import Builder
+from asyncengine.grammar.schema.rules import Checkpoint, Rules, Symbols
+from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schemas import escape
+from asyncengine.grammar.shapes.nodes import Name
+
+CDATA = ("<![CDATA[", "]]>")
+"""XML's marks around text in which nothing but the second means anything."""
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+SCALARS = {"number": NUMBER.pattern, "boolean": "(true|false)", "null": "null"}
+STARTS = {"array": r"\[", "object": r"\{"}
+BLANK = r"[ \t\r\n]*"
+BARE_KEY = r"[^\x00-\x20\x7f:={}\[\]<>,\"'()|]+"
+"""A key that needs no quotes, in the dialect of grammars."""
+_ESCAPE = r"\\(?:[\"'\\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})|x[0-9a-fA-F]{2})"
+"""An escape of Python's. Half a character cannot be said: none of surrogates."""
+_QUOTED = [f"/{quote}(?:[^{quote}\\\\\\x00-\\x1f]|{_ESCAPE})*{quote}/" for quote in "\"'"]
+_PYTHON = {"true": "True", "false": "False", "null": "None"}
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Arguments that are not one JSON object: each is `key_open` + key + `key_close` + value + `value_close`.
+
+    "raw" values are strings as they are, up to `value_close`, and everything else is JSON. "python" values are Python's
+    or JSON's: quotes of either kind, `True` or `true`. "bare" values are JSON but for keys without quotes and strings
+    between `quote`, where nothing is escaped.
+    """
+
+    key_open: str = ""
+    key_close: str = "="
+    value_close: str = ""
+    separator: str = ", "
+    values: Literal["raw", "python", "bare"] = "python"
+    string_key_close: str = ""
+    """In place of `key_close` where the value is a string; empty: the same."""
+    quote: str = ""
+    cdata: bool = False
+    """A raw string may stand between the two of `CDATA`, and does if it has characters of XML's or newlines."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts that end a raw value: its close or, where that stands in a line of its own, the next key too."""
+        close = self.value_close.strip()
+        return (close, f"\n{self.key_open}") if self.value_close.startswith("\n") else (close,)
+
+    def string(self, text: str) -> str:
+        """A raw string as it is written."""
+        needs = self.cdata and any(char in text for char in "<&\n") and CDATA[1] not in text
+        return text.join(CDATA) if needs else text
+
+
+def member_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """The JSON types of each declared argument of a tool ("number" for integers too), as far as they can be told."""
+    alternatives, found = Alternatives(dict(schema)), dict[str, frozenset[str]]()
+    try:
+        for term in alternatives.of((Entry("", schema),)):
+            entries = term.having(*demands.OBJECT)
+            for key in dict.fromkeys(key for entry in entries for key in entry.schema.get("properties", {})):
+                value = [child for entry in entries for child in demands.property_of(entry, key)]
+                kinds = (kind for one in alternatives.of(value) for kind in one.types)
+                found[key] = found.get(key, frozenset()) | {_json_type(kind) for kind in kinds}
+    except GrammarError:  # whoever compiles it says so
+        pass
+    return found
+
+
+def _json_type(kind: str) -> str:
+    return "number" if kind in ("integer", "fraction") else kind
+
+
+class ArgumentBuilder(Builder):
+    """Rules of a call's arguments. `options` has a `Members` and the special tokens in its texts."""
+
+    def __init__(self, root: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint) -> None:
+        super().__init__(root, options, checkpoint)
+        self._members = Members(**options["members"])
+        self._markers = Markers(options["marks"])
+        self._outer = True
+        """The arguments themselves are made, and not what is in them."""
+
+    def build(self) -> tuple[Rules, Name]:
+        start, comma = self.rules.new(), self._comma
+        self._comma = [] if self._members.values == "raw" else comma
+        for term in self._alternatives.of((Entry("", self.root),)):
+            if "object" in term.types:
+                self._object(start, term)
+        self._comma, self._outer = comma, False
+        return self._finished(start)
+
+    @property
+    def _as_json(self) -> bool:
+        return self._members.values == "raw" and not self._outer
+
+    def _said(self, text: str) -> Symbols:
+        """A format's text, with its special tokens."""
+        return [self.rules.terminal(part) for part in self._markers.parts(text)]
+
+    def _around(self, brackets: str, *inside: Any) -> Symbols:
+        return [*inside] if self._outer else super()._around(brackets, *inside)
+
+    def _word(self, text: str) -> list[Symbols]:
+        python = [[self._literal(_PYTHON[text])]] if self._members.values == "python" else []
+        return [*super()._word(text), *python]
+
+    # ---------------------------------------------------------------- strings
+
+    def _string(self, name: Name, term: Term) -> None:
+        texts, mark = demands.Texts.of(term), self._members.quote
+        if self._members.values != "raw" and (listed := texts.listed) is not None:
+            self.rules.add(name, *(spelled for text in listed for spelled in self._quoted(text)))
+        elif self._members.values == "bare":
+            self.rules.add(name, *([*self._said(mark), *found] for found in self._strings(texts, mark)))
+        elif self._members.values == "python" and not (texts.parts or texts.without):
+            for quoted in _QUOTED:
+                self.rules.add(name, [self.rules.terminal(quoted)])
+        else:
+            super()._string(name, term)
+
+    def _quoted(self, text: str) -> list[Symbols]:
+        """A string, in each of its spellings."""
+        if self._members.values == "bare":
+            mark = self._said(self._members.quote)
+            return [[*mark, *([self._literal(text)] if text else []), *mark]]
+        double = json.dumps(text, ensure_ascii=False)
+        single = "'" + double[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+        return [[self._literal(double)], [self._literal(single)]]
+
+    def _strings(self, texts: demands.Texts, close: str, beside: str = "") -> list[Symbols]:
+        """Strings as they are, up to and with `close`. `beside`: a pattern of texts that mean something else."""
+        ends = self._members.ends if close == self._members.value_close else (close.strip(),)
+        if (listed := texts.listed) is not None:
+            means = re.compile(beside or r"(?!)")
+            fit = [text for text in listed if not any(end in text for end in ends) and not means.fullmatch(text)]
+            written = map(self._members.string, fit)
+            return [[*([self._literal(text)] if text else []), *self._said(close)] for text in written]
+        inside, wrong = texts.raw(), [*map(_containing, ends), *([f"~/{beside}/"] if beside else [])]
+        if not self._members.cdata:
+            return [self._until([*inside, *wrong], close)]
+        begin, end = CDATA
+        marked = [self._literal(begin), *self._until([*inside, _containing(end)], end + close)]
+        return [self._until([*inside, *wrong, f"~/{literal_pattern(begin)}(?s:.*)/"], close), marked]
+
+    def _until(self, expressions: Iterable[str], close: str) -> Symbols:
+        """Texts of which all `expressions` hold, without `close`, and `close`."""
+        text = " & ".join(expressions)
+        before, special, _ = self._markers.split(close)
+        if not special:
+            return [self.rules.terminal(text, literal(close))]
+        # what stands before a special token belongs to the longest text before it
+        text = f"({text}) {literal(before)}" if before else text
+        return [self.rules.terminal(text), *self._said(close[len(before) :])]
+
+    # ---------------------------------------------------------------- members
+
+    def _pair(self, key: str, value: Conjunction) -> Name:
+        own = self._members
+        if self._as_json:
+            return super()._pair(key, value)
+        if not self._outer and own.values == "python":
+            return self.rules.shared(*([*quoted, *self._colon, self.node(value)] for quoted in self._quoted(key)))
+        raw_close = own.key_close.split()[:1]
+        wrong = not key or key != key.strip() or raw_close[0][0] in key or "\n" in key
+        if wrong if own.values == "raw" else not re.fullmatch(BARE_KEY, key):
+            raise GrammarUnsupported("grammar", [("properties", f"/properties/{escape(key)}")])
+        opening = own.key_open if self._outer else ""
+        heads = [self._said(f"{opening}{key}{close}") for close in (own.key_close, own.string_key_close) if close]
+        return self.rules.shared(*self._values_behind(heads, value))
+
+    def _free(
+        self, entries: list[Entry], declared: list[str], named: list[tuple[Term, demands.Texts]] | None
+    ) -> Name | None:
+        own = self._members
+        said = ("patternProperties", "propertyNames")
+        asking = [(key, f"{entry.place}/{key}") for entry in entries for key in said if key in entry.schema]
+        if self._as_json or (asking and not self._outer and own.values == "python"):
+            return super()._free(entries, declared, named)
+        if asking:
+            raise GrammarUnsupported("grammar", asking)
+        value = tuple(map(demands.additional, entries))
+        if any(child.schema is False for child in value):
+            return None
+        if not self._outer and own.values == "python":
+            but = "".join(f" & ~/[\"']{literal_pattern(key)}[\"']/" for key in declared)
+            pattern = "|".join(f"{quote}[^{quote}\\\\\\x00-\\x1f]*{quote}" for quote in "\"'")
+            return self.rules.new([self.rules.terminal(f"/{pattern}/{but}"), *self._colon, self.node(value)])
+        before, opened = self._markers.behind_special(own.key_open if self._outer else "")
+        heads = []
+        for close in filter(None, (own.key_close, own.string_key_close)):
+            closed, _, _ = self._markers.split(close)
+            but = "".join(f" & ~/{literal_pattern(opened + key + closed)}/" for key in declared)
+            key = self.rules.terminal(f"/{literal_pattern(opened)}{BARE_KEY}{literal_pattern(closed)}/{but}")
+            heads.append([*self._said(before), key, *self._said(close[len(closed) :])])
+        return self.rules.new(*self._values_behind(heads, value))
+
+    def _values_behind(self, heads: list[Symbols], value: Conjunction) -> list[Symbols]:
+        """Head and value: raw strings as they are, the rest as JSON. With a head of its own, the second, a string may
+        look like anything; else what reads as JSON of an allowed type is that."""
+        head, close = heads[0], self._members.value_close
+        if self._members.values != "raw":
+            return [[*head, self.node(value)]]
+        terms = self._alternatives.of(value)
+        kinds = list(dict.fromkeys(kind for term in terms for kind in term.types if kind != "string"))
+        texts = [demands.Texts.of(term) for term in terms if "string" in term.types]
+        alone = not texts or len(heads) > 1
+        beside = "" if alone else _beside({_json_type(kind) for kind in kinds})
+        found = [[*heads[-1], *text] for one in texts for text in self._strings(one, close, beside)]
+        if not alone:
+            found += [[*head, *scalar] for term in terms for scalar in self._scalars(term, close)]
+        if kinds := kinds if alone else [kind for kind in kinds if kind in STARTS]:
+            others = Entry(MADE + "+".join(kinds), {"type": kinds}, plain=True)
+            found.append([*head, self.node((*value, others)), *self._said(close)])
+        return found
+
+    def _scalars(self, term: Term, close: str) -> list[Symbols]:
+        """JSON that a string could begin like: text for the lexer, up to the close."""
+        texts = [text for kind in ("null", "boolean") for text in self._constants(term, kind)]
+        found = [self._until([words(texts)], close)] if texts else []
+        if (number := self._number(term)) is not None:
+            is_text = number.text.startswith("/")
+            found.append(self._until([number.text], close) if is_text else [number, *self._said(close)])
+        return found
+
+
+def _beside(kinds: Iterable[str]) -> str:
+    """A pattern of all texts that read as JSON of these types; empty for none."""
+    found = [rf"{BLANK}{SCALARS[kind]}{BLANK}" for kind in sorted(kinds) if kind in SCALARS]
+    return "|".join([*found, *(rf"{BLANK}{STARTS[kind]}(?s:.*)" for kind in sorted(kinds) if kind in STARTS)])
+
+
+def _containing(text: str) -> str:
+    """An expression of all texts but those that contain `text`."""
+    return f"~/(?s:.*){literal_pattern(text)}(?s:.*)/"

@@ -21,7 +21,7 @@ from asyncengine.grammar.settings import GrammarSettings
 from asyncengine.policies import POLICIES, Policy, as_policy
 from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
-STEP_SIZES = 3
+STEP_SIZES = 4
 """The number of sizes of steps that have a cost (`speculation.costs`)."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -81,9 +81,9 @@ def _sampling_defaults(name: str, value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def _costs(name: str, value: Any) -> tuple[float, ...]:
-    fit = isinstance(value, (tuple, list)) and len(value) == STEP_SIZES
+    fit = isinstance(value, (tuple, list)) and len(value) in (STEP_SIZES - 1, STEP_SIZES)
     if not fit or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in value):
-        raise InvalidParameter(name, f"must be {STEP_SIZES} positive numbers, or None", value)
+        raise InvalidParameter(name, f"must be {STEP_SIZES - 1} or {STEP_SIZES} positive numbers, or None", value)
     return tuple(float(each) for each in value)
 
 
@@ -287,10 +287,10 @@ class SpeculationSettings(checks.Settings):
     draft_model: Model | None = None
     """A smaller model with the same vocabulary that guesses as well: a folder, a hub id, or "demo/draft". On a CPU."""
     speculation_costs: Costs | None = None
-    """Seconds of steps of 1, 8 and 32 tokens, by which it is decided how many guesses a step is worth. None: they are
-    measured when the engine is built."""
+    """Seconds of steps of 1, 2, 8 and 32 tokens, or of 1, 8 and 32, by which it is decided how many guesses a step is
+    worth. None: they are measured when the engine is built."""
     draft_costs: Costs | None = None
-    """Seconds of the draft model's steps of 1, 8 and 32 tokens. None: they are measured."""
+    """Seconds of the draft model's steps, likewise. None: they are measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

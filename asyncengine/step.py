@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 OPEN = -1
 """A guess that the executor of the step is to make, if it can."""
-MEASURED_SIZES = (1, 8, 32)
-"""Tokens of the steps whose costs an executor measures; nothing is drafted in longer ones."""
+MEASURED_SIZES = (1, 2, 8, 32)
+"""Tokens of the steps whose costs an executor measures; nothing is drafted in longer ones. Some kernels take a token in
+another way than two, so that longer steps do not tell what the second one costs."""
 DRAFT_CATCH_UP = 128
 """Positions that the draft model computes for a row in one step, at most: one that is further behind has to wait."""
 

@@ -91,8 +91,7 @@ class WorkingState:
 
 
 _SHARE = 4
-"""One slot of this many may be a trail, and as many may lie between guesses: else many running requests would leave no
-room for snapshots."""
+"""One slot of this many may be a trail, and one lie between guesses: else there might be no room for snapshots."""
 
 
 class StateGroup:

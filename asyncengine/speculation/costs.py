@@ -16,11 +16,12 @@ class StepCosts:
     """Cost of a step as a function of its tokens, drawn as straight lines between measured sizes."""
 
     def __init__(self, measured: Sequence[float], unit: float | None = None) -> None:
-        """`measured`: seconds of steps of `MEASURED_SIZES` tokens. `unit`: seconds that count as 1; None: those of the
-        smallest step. A longer step is never taken to be cheaper than a shorter one."""
+        """`measured`: seconds of steps of `MEASURED_SIZES` tokens, that of two left out or not. `unit`: seconds that
+        count as 1; None: those of the smallest step. A longer step is never taken to be cheaper than a shorter one."""
+        sizes = MEASURED_SIZES[: len(measured) - 2] + MEASURED_SIZES[-2:]
         rising = list(accumulate((value / (unit or measured[0]) for value in measured), max))
         table = [0.0, rising[0]]
-        for (low, high), (cheap, dear) in zip(pairwise(MEASURED_SIZES), pairwise(rising), strict=True):
+        for (low, high), (cheap, dear) in zip(pairwise(sizes), pairwise(rising), strict=True):
             table += [cheap + (dear - cheap) * (tokens - low) / (high - low) for tokens in range(low + 1, high + 1)]
         self.table = table
         """Cost by number of tokens, 0 to 32."""

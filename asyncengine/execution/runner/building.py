@@ -46,12 +46,13 @@ from asyncengine.step import MEASURED_SIZES, Batch, Row, StateUse, WindowPages
 _MAX_RUNS = 3
 _AGREE = 0.04
 """Share by which two runs of a step may differ to be believed."""
-_BRIEF = 0.01
-"""Seconds of the smallest step below which each is run until two runs agree. Somebody waits for the model, and what
-disturbs a step is a smaller part of a long one: those are run once, and again only if they look disturbed."""
+_BRIEF, _LONG = 0.01, 0.5
+"""Seconds of the smallest step below which each is run until two runs agree, and of a step from which on it is run once
+(others twice: layers are recorded in the first). Somebody waits for the model, and what disturbs a step is a smaller
+part of a long one: those are run again only if they look disturbed."""
 _MAX_FALL = 1.5
 """Factor by which a step may take less time than one of fewer tokens, before one of the two was disturbed."""
-_USUAL = (1.0, 1.75, 4.75)
+_USUAL = (1.0, 1.15, 1.75, 4.75)
 """Steps of `MEASURED_SIZES`, in the smallest, that are assumed where nothing can be measured."""
 
 _MAX_KEPT = 64
@@ -91,16 +92,25 @@ def _measured(run: Run) -> tuple[float, ...]:
     first = run(MEASURED_SIZES[0])
     if first < _BRIEF:
         return tuple(shortest(run, count) for count in MEASURED_SIZES)
-    smallest, middle, largest = first, run(MEASURED_SIZES[1]), run(MEASURED_SIZES[2])
-    smallest = min(smallest, run(MEASURED_SIZES[0]))  # all others are told in it
-    # reading weights takes the same whatever there is to compute, and computing grows with the tokens: drawn over
-    # tokens, times never bend down
-    share = (MEASURED_SIZES[1] - MEASURED_SIZES[0]) / (MEASURED_SIZES[2] - MEASURED_SIZES[0])
-    if middle > (smallest + (largest - smallest) * share) * (1 + _AGREE):
-        middle = min(middle, run(MEASURED_SIZES[1]))
-    if largest > middle * MEASURED_SIZES[2] / MEASURED_SIZES[1] * (1 + _AGREE):
-        largest = min(largest, run(MEASURED_SIZES[2]))
-    return smallest, middle, largest
+    times = [first, *map(run, MEASURED_SIZES[1:])]
+    for place, size in enumerate(MEASURED_SIZES):
+        if times[place] < _LONG or not place:  # all others are told in the smallest
+            times[place] = min(times[place], run(size))
+    for place, size in enumerate(MEASURED_SIZES):
+        if times[place] > _most(times, place) * (1 + _AGREE):
+            times[place] = min(times[place], run(size))
+    return tuple(times)
+
+
+def _most(times: Sequence[float], place: int) -> float:
+    """Seconds of a step as its neighbours allow them. Reading weights takes the same whatever there is to compute, and
+    computing grows with the tokens: drawn over tokens, times never bend down but where other kernels take over."""
+    if place == 0:
+        return times[1]
+    if place == len(times) - 1:
+        return times[-2] * MEASURED_SIZES[-1] / MEASURED_SIZES[-2]
+    before, size, behind = MEASURED_SIZES[place - 1 : place + 2]
+    return times[place - 1] + (times[place + 1] - times[place - 1]) * (size - before) / (behind - before)
 
 
 def shortest(run: Run, count: int) -> float:
@@ -120,7 +130,7 @@ def least_chance(costs: Sequence[float], draft_costs: Sequence[float]) -> float:
     One more guess brings a token with that chance at most, and costs a step of the draft model and a place in the
     verifying step. Both arguments are seconds of steps of `MEASURED_SIZES` tokens.
     """
-    place = max(0.0, costs[1] - costs[0]) / (MEASURED_SIZES[1] - MEASURED_SIZES[0])
+    place = max(0.0, costs[-2] - costs[0]) / (MEASURED_SIZES[-2] - MEASURED_SIZES[0])
     return min(1.0, (draft_costs[0] + place) / costs[0])
 
 

@@ -90,9 +90,9 @@ def test_flags_become_settings_of_the_right_types() -> None:
         ),
         (
             ["generate", "demo", "hi", "--draft-costs", "1,x"],
-            "--draft-costs: must be 3 positive numbers, or None, got '1,x'",
+            "--draft-costs: must be 3 or 4 positive numbers, or None, got '1,x'",
         ),
-        (["generate", "demo", "hi", "--draft-costs", "1,2"], "--draft-costs: must be 3 positive numbers"),
+        (["generate", "demo", "hi", "--draft-costs", "1,2"], "--draft-costs: must be 3 or 4 positive numbers"),
         (["generate", "demo", "hi", "--dtype", "int3"], "--dtype: must be one of"),
         (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "--kv-cache-memory: must be a positive number"),
         (["generate", "demo", "hi", "--temperature", "nan"], "--temperature: must be a number, got 'nan'"),

@@ -7,7 +7,6 @@ groups of functions that are used together.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,54 +47,33 @@ if TYPE_CHECKING:
     from asyncengine.kernels.elsewhere import elsewhere
     from asyncengine.kernels.listing import KernelList
 
-_OBJECTS = {
-    # compilation
-    "CompileAhead": "compile_ahead",
-    "read_kept": "compile_ahead",
-    "KernelList": "listing",
+_NAMES = {
+    "": "recording",
+    "cache_folder": "cache_root",
+    "compile_ahead": "CompileAhead read_kept",
+    "compile_process": "can_start",
+    "cpu": "attention_fields barrier compiler_missing experts gemm_quantized lora mamba2 operations packed panel_form "
+    "quantize quantized_panels routing team",
+    "cpu.causal_conv": "convolve_segments",
+    "cpu.compile_watcher": "watcher",
+    "cpu.gated_delta": "GatedDeltaKernel",
+    "cpu.linears": "LinearWeights",
+    "cpu.paged_attention": "PagedAttention",
+    "cpu.sampling": "SamplerKernel",
+    "cpu.short_conv": "ShortConvKernel",
+    "cpu.state_segments": "SegmentPlaces",
+    "cpu.unpack_blocks": "unpack_blocks",
+    "cpu.unpack_floats": "unpack_floats",
+    "cpu.vectors": "UNIT",
+    "cuda": "gpu packed_matmul row_numbers triton_missing",
+    "cuda.row_sampler": "RowSampler",
     "elsewhere": "elsewhere",
-    "watcher": "cpu.compile_watcher",
-    "cache_root": "cache_folder",
-    "can_start": "compile_process",
-    # what there is here
-    "compiler_missing": "cpu",
-    "triton_missing": "cuda",
-    "UNIT": "cpu.vectors",
-    # products
-    "LinearWeights": "cpu.linears",
-    "unpack_blocks": "cpu.unpack_blocks",
-    "unpack_floats": "cpu.unpack_floats",
-    # attention, recurrences, sampling
-    "PagedAttention": "cpu.paged_attention",
-    "SegmentPlaces": "cpu.state_segments",
-    "convolve_segments": "cpu.causal_conv",
-    "GatedDeltaKernel": "cpu.gated_delta",
-    "ShortConvKernel": "cpu.short_conv",
-    "SamplerKernel": "cpu.sampling",
-    "RowSampler": "cuda.row_sampler",
+    "listing": "KernelList",
 }
-_MODULES = {
-    # products
-    "packed": "cpu.packed",
-    "gemm_quantized": "cpu.gemm_quantized",
-    "quantized_panels": "cpu.quantized_panels",
-    "quantize": "cpu.quantize",
-    "panel_form": "cpu.panel_form",
-    "packed_matmul": "cuda.packed_matmul",
-    "experts": "cpu.experts",
-    "routing": "cpu.routing",
-    # layers between products
-    "operations": "cpu.operations",
-    "gpu": "cuda.operations",
-    "attention_fields": "cpu.attention_fields",
-    "mamba2": "cpu.mamba2",
-    "lora": "cpu.lora",
-    "row_numbers": "cuda.row_numbers",
-    # recording, and teams of threads
-    "recording": "recording",
-    "team": "cpu.team",
-    "barrier": "cpu.barrier",
-}
+"""Names by the package or module that has them."""
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_OTHERWISE = {"gpu": "operations"}
+"""Names that are others at home."""
 
 __all__ = [
     "UNIT", "CompileAhead", "GatedDeltaKernel", "KernelList", "LinearWeights", "PagedAttention", "RowSampler",
@@ -107,11 +85,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        found: Any = import_module(f"asyncengine.kernels.{_MODULES[name]}")
-    elif name in _OBJECTS:
-        found = getattr(import_module(f"asyncengine.kernels.{_OBJECTS[name]}"), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found  # steps import some names anew: they are found without this function from now on
+    own = _OTHERWISE.get(name, name)
+    home = __import__(f"asyncengine.kernels.{_HOMES[name]}".rstrip("."), fromlist=[own])
+    found = globals()[name] = getattr(home, own)  # steps import some names anew: they are found at once from now on
     return found

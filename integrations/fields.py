@@ -57,6 +57,12 @@ class Call:
     model_name: str
     """The name that the answer reports: the adapter's where one is used."""
 
+    def stream(self, engine: Any, prompt: str | list[dict[str, Any]]) -> Any:
+        """The engine's stream of the answer to a text or to messages: a sync engine's, or an async one's."""
+        if isinstance(prompt, str):
+            return engine.stream(prompt, self.params, **self.for_text())
+        return engine.stream_chat(prompt, self.params, **self.keywords)
+
     def for_text(self) -> RequestKeywords:
         """Keywords for `generate` and `stream`. Raises `InvalidParameter` for the first keyword that only a chat may
         have."""

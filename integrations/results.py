@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
-from asyncengine import Chunk, Completion
+from asyncengine import Chunk, Completion, SyncTokenStream, TokenStream
 from asyncengine.errors import RequestTimeout
 
 
@@ -30,6 +30,30 @@ def why_not_own(about: Mapping[str, Any]) -> str | None:
     if about.get("finish_reason") != "length" or about.get("steered_from") is None:
         return None
     return "the budget (max_tokens or the context) ended in the answer, and the engine closed it: see on_budget='offer'"
+
+
+def told(stream: SyncTokenStream) -> Iterator[Chunk]:
+    """The chunks that tell something. Raises `RequestTimeout` behind the last one of a deadline that passed."""
+    text = ""
+    with stream:
+        for chunk in stream:
+            text += chunk.text
+            if worth_sending(chunk):
+                yield chunk
+            raise_if_timed_out(chunk.finish_reason, text)
+
+
+async def told_async(stream: TokenStream) -> AsyncGenerator[Chunk, None]:
+    """The same of an async stream."""
+    text = ""
+    try:
+        async for chunk in stream:
+            text += chunk.text
+            if worth_sending(chunk):
+                yield chunk
+            raise_if_timed_out(chunk.finish_reason, text)
+    finally:
+        stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
 
 
 def worth_sending(chunk: Chunk) -> bool:

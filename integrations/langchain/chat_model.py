@@ -7,6 +7,7 @@ any thread, join the same batch.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -26,7 +27,7 @@ from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangCha
 from asyncengine.integrations.langchain.messages import to_openai
 from asyncengine.integrations.langchain.outputs import chat_chunks, chat_result, total_usage
 from asyncengine.integrations.langchain.tools import AnyTool, openai_choice, openai_tools, several_calls
-from asyncengine.integrations.results import checked, raise_if_timed_out, worth_sending
+from asyncengine.integrations.results import checked, told, told_async
 
 
 class ChatAsyncEngine(LangChainFields, BaseChatModel):
@@ -76,13 +77,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         # The base class calls on_llm_new_token for every chunk; calling it here would report tokens twice.
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
-            text, arguments = "", dict[int, str]()
-            with self._engines().sync().stream_chat(prompt, call.params, **call.keywords) as stream:
-                for chunk in stream:
-                    text += chunk.text
-                    if worth_sending(chunk):
-                        yield from chat_chunks(chunk, call.model_name, arguments)
-                    raise_if_timed_out(chunk.finish_reason, text)
+            arguments = dict[int, str]()
+            for chunk in told(call.stream(self._engines().sync(), prompt)):
+                yield from chat_chunks(chunk, call.model_name, arguments)
 
     async def _astream(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
@@ -90,18 +87,11 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:  # fmt: skip
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
-            engine = await self._engines().aio()
-            text, arguments = "", dict[int, str]()
-            stream = engine.stream_chat(prompt, call.params, **call.keywords)
-            try:
-                async for chunk in stream:
-                    text += chunk.text
-                    if worth_sending(chunk):
-                        for part in chat_chunks(chunk, call.model_name, arguments):
-                            yield part
-                    raise_if_timed_out(chunk.finish_reason, text)
-            finally:
-                stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+            arguments = dict[int, str]()
+            async with aclosing(told_async(call.stream(await self._engines().aio(), prompt))) as chunks:
+                async for chunk in chunks:
+                    for part in chat_chunks(chunk, call.model_name, arguments):
+                        yield part
 
     # -- tools and structured output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -14,7 +15,7 @@ from pydantic import ConfigDict
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import LangChainFields
 from asyncengine.integrations.langchain.outputs import text_chunk, text_result
-from asyncengine.integrations.results import checked, raise_if_timed_out, worth_sending
+from asyncengine.integrations.results import checked, told, told_async
 
 
 class AsyncEngineLLM(LangChainFields, BaseLLM):
@@ -57,16 +58,10 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> Iterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
-            text = ""
-            with self._engines().sync().stream(prompt, call.params, **call.for_text()) as stream:
-                for chunk in stream:
-                    text += chunk.text
-                    if worth_sending(chunk):
-                        made = text_chunk(chunk)
-                        if run_manager is not None:
-                            run_manager.on_llm_new_token(made.text, chunk=made)
-                        yield made
-                    raise_if_timed_out(chunk.finish_reason, text)
+            for made in map(text_chunk, told(call.stream(self._engines().sync(), prompt))):
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(made.text, chunk=made)
+                yield made
 
     async def _astream(
         self, prompt: str, stop: list[str] | None = None, run_manager: AsyncCallbackManagerForLLMRun | None = None,
@@ -74,21 +69,12 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
-            keywords = call.for_text()
-            engine = await self._engines().aio()
-            text = ""
-            stream = engine.stream(prompt, call.params, **keywords)
-            try:
-                async for chunk in stream:
-                    text += chunk.text
-                    if worth_sending(chunk):
-                        made = text_chunk(chunk)
-                        if run_manager is not None:
-                            await run_manager.on_llm_new_token(made.text, chunk=made)
-                        yield made
-                    raise_if_timed_out(chunk.finish_reason, text)
-            finally:
-                stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+            async with aclosing(told_async(call.stream(await self._engines().aio(), prompt))) as chunks:
+                async for chunk in chunks:
+                    made = text_chunk(chunk)
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(made.text, chunk=made)
+                    yield made
 
     @property
     def _llm_type(self) -> str:

@@ -7,6 +7,7 @@ await the engine natively and never touch its sync twin.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
@@ -39,7 +40,7 @@ from asyncengine.integrations.llama_index import structured
 from asyncengine.integrations.llama_index.messages import check_messages, to_openai, tool_calls
 from asyncengine.integrations.llama_index.outputs import Answer, partial_object
 from asyncengine.integrations.llama_index.structured import Keywords
-from asyncengine.integrations.results import worth_sending
+from asyncengine.integrations.results import told, told_async
 
 # LlamaIndex's tools -> keywords of a chat, and its answer -> the calls to make.
 
@@ -57,36 +58,6 @@ def openai_tool(tool: BaseTool, where: str = "tool") -> Message:
         whole = pydantic_schema(tool.metadata.fn_schema)
         take_formats(function["parameters"], whole, whole)
     return {**made, "function": {key: value for key, value in function.items() if value is not None}}
-
-
-def chat_keywords(
-    tools: Sequence[BaseTool],
-    user_msg: str | ChatMessage | None,
-    chat_history: Sequence[ChatMessage] | None,
-    allow_parallel_tool_calls: bool,
-    tool_required: bool,
-    tool_choice: str | Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Keywords for the engine's `chat`. `tool_choice` says more than `tool_required`; without tools neither asks for
-    one, unless a call is required, which the engine then refuses."""
-    given: object = tools
-    if isinstance(given, str) or not isinstance(given, Sequence | None):
-        raise InvalidParameter("tools", "must be a list of LlamaIndex's tools", tools)
-    if isinstance(chat_history, str) or not isinstance(chat_history, Sequence | None):
-        raise InvalidParameter("chat_history", "must be a list of LlamaIndex's ChatMessage", chat_history)
-    messages = list(chat_history or ())
-    if user_msg is not None:
-        if not isinstance(user_msg, str | ChatMessage):
-            raise InvalidParameter("user_msg", "must be a str or a ChatMessage", user_msg)
-        messages.append(user_msg if isinstance(user_msg, ChatMessage) else ChatMessage(user_msg, role=MessageRole.USER))
-    keywords: dict[str, Any] = {"messages": messages}
-    choice = tool_choice or ("required" if tool_required else None)
-    if tools:
-        keywords["tools"] = [openai_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-        keywords["parallel_tool_calls"] = allow_parallel_tool_calls
-    if choice is not None and (tools or choice not in ("auto", "none")):
-        keywords["tool_choice"] = choice
-    return keywords
 
 
 def selections(response: ChatResponse, error_on_no_tool_call: bool) -> list[ToolSelection]:
@@ -219,66 +190,35 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     # -- the four ways to run a prompt
 
     def _run(self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], formatted: bool = False) -> Answer:
-        call = self._single(kwargs)
-        engine = self._engines().sync()
-        ready = self._prompt(engine.info, prompt, formatted)
-        if isinstance(ready, str):
-            completion = engine.generate(ready, call.params, **call.for_text())
-        else:
-            completion = engine.chat(ready, call.params, **call.keywords)
-        return Answer(call.model_name).whole(completion).checked()
+        call, engine = self._single(kwargs), self._engines().sync()
+        with call.stream(engine, self._prompt(engine.info, prompt, formatted)) as stream:
+            return Answer(call.model_name).whole(stream.result()).checked()
 
     async def _arun(
         self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], formatted: bool = False
     ) -> Answer:
-        call = self._single(kwargs)
-        engine = await self._engines().aio()
-        ready = self._prompt(engine.info, prompt, formatted)
-        if isinstance(ready, str):
-            completion = await engine.generate(ready, call.params, **call.for_text())
-        else:
-            completion = await engine.chat(ready, call.params, **call.keywords)
-        return Answer(call.model_name).whole(completion).checked()
+        call, engine = self._single(kwargs), await self._engines().aio()
+        async with call.stream(engine, self._prompt(engine.info, prompt, formatted)) as stream:
+            return Answer(call.model_name).whole(await stream.result()).checked()
 
     def _stream(
         self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], shape: Callable[[Answer], Response],
         formatted: bool = False,
     ) -> Generator[Response, None, None]:  # fmt: skip
-        call = self._single(kwargs)
-        engine = self._engines().sync()
-        ready = self._prompt(engine.info, prompt, formatted)
-        answer = Answer(call.model_name)
-        if isinstance(ready, str):
-            stream = engine.stream(ready, call.params, **call.for_text())
-        else:
-            stream = engine.stream_chat(ready, call.params, **call.keywords)
-        with stream:
-            for chunk in stream:
-                answer.grow(chunk)
-                if worth_sending(chunk):
-                    yield shape(answer)
-                answer.checked()
+        call, engine = self._single(kwargs), self._engines().sync()
+        answer, ready = Answer(call.model_name), self._prompt(engine.info, prompt, formatted)
+        for chunk in told(call.stream(engine, ready)):
+            yield shape(answer.grow(chunk))
 
     async def _astream(
         self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], shape: Callable[[Answer], Response],
         formatted: bool = False,
     ) -> AsyncGenerator[Response, None]:  # fmt: skip
-        call = self._single(kwargs)
-        engine = await self._engines().aio()
-        ready = self._prompt(engine.info, prompt, formatted)
-        answer = Answer(call.model_name)
-        if isinstance(ready, str):
-            stream = engine.stream(ready, call.params, **call.for_text())
-        else:
-            stream = engine.stream_chat(ready, call.params, **call.keywords)
-        try:
-            async for chunk in stream:
-                answer.grow(chunk)
-                if worth_sending(chunk):
-                    yield shape(answer)
-                answer.checked()
-        finally:
-            stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+        call, engine = self._single(kwargs), await self._engines().aio()
+        answer, ready = Answer(call.model_name), self._prompt(engine.info, prompt, formatted)
+        async with aclosing(told_async(call.stream(engine, ready))) as chunks:
+            async for chunk in chunks:
+                yield shape(answer.grow(chunk))
 
     def _single(self, kwargs: Mapping[str, Any]) -> Call:
         call = self._call(None, kwargs)
@@ -312,9 +252,26 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         chat_history: list[ChatMessage] | None = None, verbose: bool = False, allow_parallel_tool_calls: bool = False,
         tool_required: bool = False, tool_choice: str | Mapping[str, Any] | None = None, **kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """`tool_choice` is "auto", "none", "required", a tool's name, or OpenAI's dict for one."""
-        asked = chat_keywords(tools, user_msg, chat_history, allow_parallel_tool_calls, tool_required, tool_choice)
-        return {**kwargs, **asked}
+        """`tool_choice`: "auto", "none", "required", a tool's name or OpenAI's dict for one; it says more than
+        `tool_required`. Without tools neither asks for one, unless a call is required, which the engine refuses."""
+        given: object = tools
+        if isinstance(given, str) or not isinstance(given, Sequence | None):
+            raise InvalidParameter("tools", "must be a list of LlamaIndex's tools", tools)
+        if isinstance(chat_history, str) or not isinstance(chat_history, Sequence | None):
+            raise InvalidParameter("chat_history", "must be a list of LlamaIndex's ChatMessage", chat_history)
+        messages = list(chat_history or ())
+        if user_msg is not None:
+            if not isinstance(user_msg, str | ChatMessage):
+                raise InvalidParameter("user_msg", "must be a str or a ChatMessage", user_msg)
+            messages += [ChatMessage(user_msg, role=MessageRole.USER) if isinstance(user_msg, str) else user_msg]
+        keywords = {**kwargs, "messages": messages}
+        choice = tool_choice or ("required" if tool_required else None)
+        if tools:
+            keywords["tools"] = [openai_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+            keywords["parallel_tool_calls"] = allow_parallel_tool_calls
+        if choice is not None and (tools or choice not in ("auto", "none")):
+            keywords["tool_choice"] = choice
+        return keywords
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any

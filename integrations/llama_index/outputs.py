@@ -53,7 +53,7 @@ class Answer:
         return self._take(completion)
 
     def grow(self, chunk: Chunk) -> Answer:
-        """Take in one chunk. The caller asks `worth_sending` first; deadlines raise in `checked`."""
+        """Take in one chunk. Deadlines raise in `results.told`."""
         self.delta, self.thinking_delta = chunk.text, chunk.reasoning
         self.text += chunk.text
         self.reasoning += chunk.reasoning

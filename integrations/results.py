@@ -32,7 +32,7 @@ def why_not_own(about: Mapping[str, Any]) -> str | None:
     return "the budget (max_tokens or the context) ended in the answer, and the engine closed it: see on_budget='offer'"
 
 
-def told(stream: SyncTokenStream) -> Iterator[Chunk]:
+def each_chunk(stream: SyncTokenStream) -> Iterator[Chunk]:
     """The chunks that tell something. Raises `RequestTimeout` behind the last one of a deadline that passed."""
     text = ""
     with stream:
@@ -43,7 +43,7 @@ def told(stream: SyncTokenStream) -> Iterator[Chunk]:
             raise_if_timed_out(chunk.finish_reason, text)
 
 
-async def told_async(stream: TokenStream) -> AsyncGenerator[Chunk, None]:
+async def each_chunk_async(stream: TokenStream) -> AsyncGenerator[Chunk, None]:
     """The same of an async stream."""
     text = ""
     try:

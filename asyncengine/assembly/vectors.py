@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import AdapterSettings, EngineConfig
@@ -11,7 +10,7 @@ from asyncengine.engine.vectors.pair_templates import pair_template
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.info import ModelInfo
-from asyncengine.pooling_spec import PoolingSpec, root_folder
+from asyncengine.pooling_spec import PoolingSpec
 from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -98,8 +97,3 @@ def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: AdapterSett
         return Pooler(replace(spec, modes=("lasttoken",)), labels), VectorModel(spec, labels)
     pooler = Pooler(spec, loaded.model.hidden_size)
     return pooler, VectorModel(spec, pooler.dimensions)
-
-
-def tokenizer_folder(path: str, checkpoint: CheckpointSource) -> str:
-    """The folder of the tokenizer: in an old embedder's folder it stands above that of config.json."""
-    return str(checkpoint.folder) if root_folder(checkpoint.folder) != Path(checkpoint.folder) else path

@@ -18,7 +18,7 @@ from asyncengine.assembly.images import NO_IMAGES, LoadedImages, load_images
 from asyncengine.assembly.info import info_of
 from asyncengine.assembly.ranks import spread, start_ranks
 from asyncengine.assembly.stores import folder_of, open_prefix_store
-from asyncengine.assembly.vectors import described, encoder_pooler, pooled_decoder, settings_of, tokenizer_folder
+from asyncengine.assembly.vectors import described, encoder_pooler, pooled_decoder, settings_of
 from asyncengine.config import AdapterSettings, BatchingSettings, EngineConfig
 from asyncengine.demo import bundled_name, resolve_adapter, resolve_draft, resolve_model
 from asyncengine.engine.clock import Clock, MonotonicClock
@@ -315,7 +315,7 @@ def _load_tokenizer(
         known = read if isinstance(read, ModelConfig) and read.model_type in FAMILIES else None
         known = None if getattr(read, "decision_head", None) else known  # the file's family is another one
         return load_tokenizer(
-            tokenizer_folder(path, checkpoint),
+            path if checkpoint.root() == checkpoint.folder else str(checkpoint.folder),
             config,
             max_chat_chars=config.max_chat_chars,
             model_config=known,

@@ -27,7 +27,7 @@ from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangCha
 from asyncengine.integrations.langchain.messages import to_openai
 from asyncengine.integrations.langchain.outputs import chat_chunks, chat_result, total_usage
 from asyncengine.integrations.langchain.tools import AnyTool, openai_choice, openai_tools, several_calls
-from asyncengine.integrations.results import checked, told, told_async
+from asyncengine.integrations.results import checked, each_chunk, each_chunk_async
 
 
 class ChatAsyncEngine(LangChainFields, BaseChatModel):
@@ -78,7 +78,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
             arguments = dict[int, str]()
-            for chunk in told(call.stream(self._engines().sync(), prompt)):
+            for chunk in each_chunk(call.stream(self._engines().sync(), prompt)):
                 yield from chat_chunks(chunk, call.model_name, arguments)
 
     async def _astream(
@@ -88,7 +88,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
             arguments = dict[int, str]()
-            async with aclosing(told_async(call.stream(await self._engines().aio(), prompt))) as chunks:
+            async with aclosing(each_chunk_async(call.stream(await self._engines().aio(), prompt))) as chunks:
                 async for chunk in chunks:
                     for part in chat_chunks(chunk, call.model_name, arguments):
                         yield part

@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import LangChainFields
 from asyncengine.integrations.langchain.outputs import text_chunk, text_result
-from asyncengine.integrations.results import checked, told, told_async
+from asyncengine.integrations.results import checked, each_chunk, each_chunk_async
 
 
 class AsyncEngineLLM(LangChainFields, BaseLLM):
@@ -58,7 +58,7 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> Iterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
-            for made in map(text_chunk, told(call.stream(self._engines().sync(), prompt))):
+            for made in map(text_chunk, each_chunk(call.stream(self._engines().sync(), prompt))):
                 if run_manager is not None:
                     run_manager.on_llm_new_token(made.text, chunk=made)
                 yield made
@@ -69,7 +69,7 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> AsyncIterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
-            async with aclosing(told_async(call.stream(await self._engines().aio(), prompt))) as chunks:
+            async with aclosing(each_chunk_async(call.stream(await self._engines().aio(), prompt))) as chunks:
                 async for chunk in chunks:
                     made = text_chunk(chunk)
                     if run_manager is not None:

@@ -40,7 +40,7 @@ from asyncengine.integrations.llama_index import structured
 from asyncengine.integrations.llama_index.messages import check_messages, to_openai, tool_calls
 from asyncengine.integrations.llama_index.outputs import Answer, partial_object
 from asyncengine.integrations.llama_index.structured import Keywords
-from asyncengine.integrations.results import told, told_async
+from asyncengine.integrations.results import each_chunk, each_chunk_async
 
 # LlamaIndex's tools -> keywords of a chat, and its answer -> the calls to make.
 
@@ -207,7 +207,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     ) -> Generator[Response, None, None]:  # fmt: skip
         call, engine = self._single(kwargs), self._engines().sync()
         answer, ready = Answer(call.model_name), self._prompt(engine.info, prompt, formatted)
-        for chunk in told(call.stream(engine, ready)):
+        for chunk in each_chunk(call.stream(engine, ready)):
             yield shape(answer.grow(chunk))
 
     async def _astream(
@@ -216,7 +216,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     ) -> AsyncGenerator[Response, None]:  # fmt: skip
         call, engine = self._single(kwargs), await self._engines().aio()
         answer, ready = Answer(call.model_name), self._prompt(engine.info, prompt, formatted)
-        async with aclosing(told_async(call.stream(engine, ready))) as chunks:
+        async with aclosing(each_chunk_async(call.stream(engine, ready))) as chunks:
             async for chunk in chunks:
                 yield shape(answer.grow(chunk))
 

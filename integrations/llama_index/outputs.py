@@ -53,7 +53,7 @@ class Answer:
         return self._take(completion)
 
     def grow(self, chunk: Chunk) -> Answer:
-        """Take in one chunk. Deadlines raise in `results.told`."""
+        """Take in one chunk. Deadlines raise in `results.each_chunk`."""
         self.delta, self.thinking_delta = chunk.text, chunk.reasoning
         self.text += chunk.text
         self.reasoning += chunk.reasoning

@@ -30,6 +30,7 @@ from asyncengine.execution.models.formats import (
 )
 from asyncengine.execution.models.hub import download, parse_name
 from asyncengine.execution.models.mapped import OpenFiles
+from asyncengine.execution.models.pooling_files import root_folder, transformer_folder
 from asyncengine.execution.models.refusals import check_architectures, check_files, check_sizes
 
 if TYPE_CHECKING:
@@ -188,6 +189,10 @@ class Checkpoint(CheckpointSource):
         file = self.folder / "generation_config.json"
         return read_json(file, str(self.folder)) if file.is_file() else {}
 
+    def root(self) -> Path:
+        """The folder, or the one above where that is an embedder's and this one its transformer's."""
+        return root_folder(self.folder)
+
 
 def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
     """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
@@ -204,7 +209,7 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
         raise InvalidParameter("mmproj", f"goes with a GGUF model, and {path_or_id} is none", config.mmproj)
     folder = _find_folder(path_or_id)
     check_files(folder, writes=writes)
-    folder = folder if writes else _transformer_of(folder)
+    folder = folder if writes else transformer_folder(folder)
     raw = read_json(folder / "config.json", path_or_id)
     check_architectures(folder, raw, writes=writes)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
@@ -218,15 +223,6 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
 
         return decision_part(plain)
     return _with_matrices(plain)
-
-
-def _transformer_of(folder: Path) -> Path:
-    """The folder of an embedder's transformer: an old one has it in a folder of its own (0_Transformer)."""
-    if not (folder / "modules.json").is_file():
-        return folder
-    from asyncengine.pooling_spec import transformer_folder
-
-    return transformer_folder(folder)
 
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:

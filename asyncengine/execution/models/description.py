@@ -39,8 +39,9 @@ from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_co
 from asyncengine.execution.models.families.encoders import encoder_config_of, is_encoder_config
 from asyncengine.execution.models.formats import CheckpointSource, first_line
 from asyncengine.execution.models.multimodal import text_part
+from asyncengine.execution.models.pooling_files import read_pooling
 from asyncengine.execution.models.refusals import LENGTH_FIELDS, check_architectures, check_files, misnamed
-from asyncengine.pooling_spec import PoolingSpec, read_pooling, root_folder
+from asyncengine.pooling_spec import PoolingSpec
 from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -139,7 +140,7 @@ def pooling_of(checkpoint: CheckpointSource, config: ModelSettings) -> PoolingSp
     if checkpoint.metadata and config.task == "auto" and config.pooling is None:
         return None  # a GGUF file; what it says of pooling is not read
     found = read_pooling(
-        root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling,
+        checkpoint.root(), checkpoint.config, config.task, config.pooling,
         encoder=is_encoder_config(checkpoint.config),
     )  # fmt: skip
     if found is None:

@@ -76,6 +76,10 @@ class CheckpointSource(ABC):
         """Defaults of sampling, under generation_config.json's names."""
         return {}
 
+    def root(self) -> Path:
+        """The folder of the whole model, where this is a part of it."""
+        return self.folder
+
     def stored_kinds(self) -> dict[str, str]:
         """Storage type by name of each matrix that is quantized in its file, layer by layer."""
         kinds = {name: stored.kind for name, stored in self.tensors.items() if stored.quantized}

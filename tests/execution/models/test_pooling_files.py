@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.pooling_spec import PoolingSpec, read_pooling, transformer_folder
+from asyncengine.execution.models.pooling_files import read_pooling, transformer_folder
+from asyncengine.pooling_spec import PoolingSpec
 
 KIND = "sentence_transformers.models."
 BERT = {"model_type": "bert", "architectures": ["BertModel"]}
@@ -114,7 +115,7 @@ def test_scorers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 BROKEN: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("no JSON", {"modules.json": "["}, ModelNotFound, r"modules.json cannot be read"),
+    ("no JSON", {"modules.json": "["}, ModelNotFound, "modules.json is no list of modules"),
     ("no list", {"modules.json": {"a": 1}}, ModelNotFound, "no list of modules"),
     ("not inside", {"modules.json": [{"type": "Transformer", "path": "../a"}]}, ModelNotFound, "not inside the folder"),
     ("absolute", {"modules.json": [{"type": "Transformer", "path": "/etc"}]}, ModelNotFound, "not inside the folder"),

@@ -9,7 +9,9 @@ something that cannot be part of it (a newline, a bracket).
 from __future__ import annotations
 
 import datetime
-from typing import Any, get_args
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
 
 from outlines.types import dsl
 
@@ -37,6 +39,17 @@ _FIXED: dict[Any, Any] = {dsl.KleeneStar: (0, None), dsl.KleenePlus: (1, None), 
 _REPEATS = (*_FIXED, dsl.QuantifyExact, dsl.QuantifyMinimum, dsl.QuantifyMaximum, dsl.QuantifyBetween)
 
 
+class _Part(NamedTuple):
+    """A term as a pattern, None if there is a schema or a grammar in it, and as a Lark expression."""
+
+    pattern: str | None
+    lark: str
+
+    @classmethod
+    def regular(cls, pattern: str) -> _Part:
+        return cls(pattern, regex(pattern))
+
+
 def term_grammar(term: Any) -> Grammar:
     """The grammar of an outlines term (or of a class of outlines, such as an `Enum` of airports).
 
@@ -48,14 +61,13 @@ def term_grammar(term: Any) -> Grammar:
         return Grammar.json_schema(term.schema)
     if isinstance(term, dsl.CFG):
         return Grammar.ebnf(term.definition)
-    term = _plain(term, 0)
-    strings = _strings(term)
-    if strings is not None:
+    term = _chosen(term)
+    members = term.terms if isinstance(term, dsl.Alternatives) else [term]
+    strings = [str(member.value) for member in members if isinstance(member, dsl.String)]
+    if strings and len(strings) == len(members):
         return Grammar.choice(strings)
-    pattern = _pattern(term)
-    if pattern is not None:
-        return Grammar("regex", pattern)
-    return Grammar.lark(f"start: {_rule(term)}\n")
+    part = _part(term, 0)
+    return Grammar.lark(f"start: {part.lark}\n") if part.pattern is None else Grammar("regex", part.pattern)
 
 
 def type_term(spec: Any) -> Any:
@@ -77,33 +89,43 @@ def type_term(spec: Any) -> Any:
         raise GrammarError("grammar", f"no grammar for the type {str(name)[:80]}: {str(error)[:120]}") from error
 
 
-def _plain(term: Any, depth: int) -> Any:
-    """The term with `Choice` written out, nested sequences joined, and every pattern in the portable dialect."""
+def _chosen(term: Any) -> Any:
+    """A `Choice` as the alternatives that it stands for; any other term itself."""
+    if not isinstance(term, dsl.Choice):
+        return term
+    if not isinstance(term.items, (list, tuple)) or not term.items:
+        raise GrammarError("grammar", "an outlines Choice needs at least one item")
+    return dsl.Alternatives([type_term(item) for item in term.items])
+
+
+def _part(term: Any, depth: int) -> _Part:
     if depth > MAX_TERM_DEPTH:
         raise GrammarTooLarge("grammar", f"outlines terms must not nest deeper than {MAX_TERM_DEPTH} levels")
-    if isinstance(term, dsl.Regex):
-        return dsl.Regex(portable(term.pattern))
-    if isinstance(term, dsl.Choice):
-        if not isinstance(term.items, (list, tuple)) or not term.items:
-            raise GrammarError("grammar", "an outlines Choice needs at least one item")
-        term = dsl.Alternatives([type_term(item) for item in term.items])
-    if isinstance(term, dsl.Alternatives):
-        if not term.terms:
-            raise GrammarError("grammar", "an outlines alternative needs at least one member")
-        return dsl.Alternatives([_plain(member, depth + 1) for member in term.terms])
-    if isinstance(term, dsl.Sequence):
-        flat: list[Any] = []
-        for member in term.terms:
-            plain = _plain(member, depth + 1)
-            flat.extend(plain.terms if isinstance(plain, dsl.Sequence) else [plain])
-        return dsl.Sequence(flat)
-    if isinstance(term, _REPEATS):
-        low, high = _bounds(term)
-        inner = _plain(term.term, depth + 1)
-        return dsl.QuantifyMinimum(inner, low) if high is None else dsl.QuantifyBetween(inner, low, high)
-    if isinstance(term, (dsl.String, dsl.JsonSchema, dsl.CFG)):
-        return term
-    raise GrammarError("grammar", f"{type(term).__name__} is not an output type of outlines.types")
+    match _chosen(term):
+        case dsl.String(value=value):
+            return _Part(escaped(str(value)), literal(str(value)))
+        case dsl.Regex(pattern=pattern):
+            return _Part.regular(portable(pattern))
+        case dsl.JsonSchema(schema=schema, whitespace_pattern=blank):
+            return _Part(
+                None, inline_json(schema_text(schema), **({} if blank is None else {"whitespace_pattern": blank}))
+            )
+        case dsl.CFG(definition=definition):
+            return _Part(None, "%lark {\n" + ebnf_to_lark(definition).rstrip("\n") + "\n}")
+        case dsl.Alternatives(terms=terms):
+            if not terms:
+                raise GrammarError("grammar", "an outlines alternative needs at least one member")
+            return _joined([_part(member, depth + 1) for member in terms], "|", " | ")
+        case dsl.Sequence():
+            return _joined([*_runs([_part(member, depth + 1) for member in _flat(term)])], "", " ")
+    if not isinstance(term, _REPEATS):
+        raise GrammarError("grammar", f"{type(term).__name__} is not an output type of outlines.types")
+    low, high = _bounds(term)
+    count = f"{{{low},{'' if high is None else high}}}"
+    inner = _part(term.term, depth + 1)
+    if inner.pattern is not None:
+        return _Part.regular(f"(?:{inner.pattern}){count}")
+    return _Part(None, '""' if high == 0 else f"({inner.lark}){count}")
 
 
 def _bounds(term: Any) -> tuple[int, int | None]:
@@ -114,63 +136,21 @@ def _bounds(term: Any) -> tuple[int, int | None]:
     return getattr(term, "min_count", count or 0), getattr(term, "max_count", count)
 
 
-def _strings(term: Any) -> list[str] | None:
-    """The texts of a term that is a plain list of texts."""
-    members = term.terms if isinstance(term, dsl.Alternatives) else [term]
-    strings = [str(member.value) for member in members if isinstance(member, dsl.String)]
-    return strings if len(strings) == len(members) else None
+def _flat(term: Any) -> Iterator[Any]:
+    """The members of a sequence, and of those in it."""
+    for member in term.terms:
+        yield from _flat(member) if isinstance(member, dsl.Sequence) else (member,)
 
 
-def _pattern(term: Any) -> str | None:
-    """The pattern of a regular term (one `_plain` made); None if a schema or a grammar is inside."""
-    if isinstance(term, dsl.String):
-        return escaped(str(term.value))
-    if isinstance(term, dsl.Regex):
-        return str(term.pattern)
-    if isinstance(term, (dsl.Alternatives, dsl.Sequence)):
-        parts = [_pattern(member) for member in term.terms]
-        if any(part is None for part in parts):
-            return None
-        glue = "|" if isinstance(term, dsl.Alternatives) else ""
-        return glue.join(f"(?:{part})" for part in parts)
-    if isinstance(term, (dsl.QuantifyMinimum, dsl.QuantifyBetween)):
-        inner = _pattern(term.term)
-        return None if inner is None else f"(?:{inner}){_count(*_bounds(term))}"
-    return None
+def _joined(parts: list[_Part], glue: str, lark_glue: str) -> _Part:
+    patterns = [f"(?:{part.pattern})" for part in parts if part.pattern is not None]
+    if len(patterns) == len(parts):
+        return _Part.regular(glue.join(patterns))
+    return _Part(None, f"({lark_glue.join(part.lark for part in parts)})")
 
 
-def _count(low: int, high: int | None) -> str:
-    return f"{{{low},{'' if high is None else high}}}"
-
-
-def _rule(term: Any) -> str:
-    """A term as a Lark expression. Neighbouring regular parts are one terminal, or the first would eat the second."""
-    pattern = _pattern(term)
-    if pattern is not None:
-        return literal(str(term.value)) if isinstance(term, dsl.String) else regex(pattern)
-    if isinstance(term, dsl.JsonSchema):
-        extra = {} if term.whitespace_pattern is None else {"whitespace_pattern": term.whitespace_pattern}
-        return inline_json(schema_text(term.schema), **extra)
-    if isinstance(term, dsl.CFG):
-        return "%lark {\n" + ebnf_to_lark(term.definition).rstrip("\n") + "\n}"
-    if isinstance(term, dsl.Alternatives):
-        return "(" + " | ".join(_rule(member) for member in term.terms) + ")"
-    if isinstance(term, dsl.Sequence):
-        return "(" + " ".join(_runs(term.terms)) + ")"
-    low, high = _bounds(term)
-    return '""' if high == 0 else f"({_rule(term.term)}){_count(low, high)}"
-
-
-def _runs(terms: list[Any]) -> list[str]:
-    parts: list[str] = []
-    run: list[Any] = []
-    for term in [*terms, None]:
-        if term is not None and _pattern(term) is not None:
-            run.append(term)
-            continue
-        if run:
-            parts.append(_rule(run[0] if len(run) == 1 else dsl.Sequence(run)))
-        run = []
-        if term is not None:
-            parts.append(_rule(term))
-    return parts
+def _runs(parts: list[_Part]) -> Iterator[_Part]:
+    """Parts of a sequence with neighbouring regular ones as one terminal, or the first would eat the second."""
+    for regular, run in itertools.groupby(parts, key=lambda part: part.pattern is not None):
+        found = [*run]
+        yield from [_joined(found, "", "")] if regular and len(found) > 1 else found

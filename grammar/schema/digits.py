@@ -10,31 +10,23 @@ import math
 from collections.abc import Iterable
 
 
-def range_pattern(low: int | None, high: int | None, places: int) -> str:
-    """Matches the spellings of the numbers from `low` to `high`, both included (None: no end), and nothing else.
+def range_pattern(low: int, high: int, places: int) -> str:
+    """Matches the spellings of the numbers from `low` to `high`, both included, and nothing else.
 
     >>> range_pattern(5, 12, 0)
     '(?:[5-9]|1[0-2])'
     """
-    parts = []
-    if low is None or low < 0:
-        least = 1 if high is None or high >= 0 else -high
-        parts.append("-" + _positive(least, None if low is None else -low, places))
-    if high is None or high >= 0:
-        parts.append(_positive(0 if low is None else max(low, 0), high, places))
-    return _either(parts)
+    parts = ["-" + _positive(max(1, -high), -low, places)] if low < 0 else []
+    return _either([*parts, *([_positive(max(low, 0), high, places)] if high >= 0 else [])])
 
 
 def listed_pattern(numbers: Iterable[int], places: int) -> str:
     """Matches the spellings of `numbers`."""
     texts = []
     for number in numbers:
-        whole, digits = spelled(number, 0), ""
-        if places:
-            sign = "-" if number < 0 else ""
-            whole = sign + str(abs(number) // 10**places)
-            digits = str(abs(number) % 10**places).zfill(places)
-        texts.append(whole + (_fraction(digits, digits) if digits else ""))
+        whole, rest = divmod(abs(number), 10**places)
+        digits = str(rest).zfill(places) if places else ""
+        texts.append(f"{'-' if number < 0 else ''}{whole}{_fraction(digits, digits)}")
     return _either(texts)
 
 
@@ -79,113 +71,81 @@ def _with_point(digits: str, written: int) -> str:
     return f"{digits[:-written]}\\.{digits[-written:]}" if written else digits
 
 
-def _positive(low: int, high: int | None, places: int) -> str:
+def _positive(low: int, high: int, places: int) -> str:
     """Numbers that are not negative."""
     scale = 10**places
-    first, above = divmod(low, scale)
-    zeros, nines = "0" * places, "9" * places
-    above_text = str(above).zfill(places) if places else ""
-    if high is None:
-        last = None
-    else:
-        last, below = divmod(high, scale)
-        below_text = str(below).zfill(places) if places else ""
-        if first == last:
-            return f"{first}{_fraction(above_text, below_text)}"
+    (first, above), (last, below) = divmod(low, scale), divmod(high, scale)
     if not places:
         return _whole(first, last)
-    parts = []
-    begin, end = first, last
-    if above:
-        parts.append(f"{first}{_fraction(above_text, nines)}")
-        begin += 1
-    if last is not None and below + 1 < scale:
-        parts.append(f"{last}{_fraction(zeros, below_text)}")
-        end = last - 1
-    if end is None or begin <= end:
-        parts.insert(1 if above else 0, f"{_whole(begin, end)}{_fraction(zeros, nines)}")
-    return _either(parts)
+    zeros, nines = "0" * places, "9" * places
+    above_text, below_text = str(above).zfill(places), str(below).zfill(places)
+    if first == last:
+        return f"{first}{_fraction(above_text, below_text)}"
+    parts = [f"{first}{_fraction(above_text, nines)}"] if above else []
+    begin, end = first + bool(above), last - (below + 1 < scale)
+    if begin <= end:
+        parts.append(f"{_whole(begin, end)}{_fraction(zeros, nines)}")
+    return _either([*parts, *([f"{last}{_fraction(zeros, below_text)}"] if end < last else [])])
 
 
 def _fraction(low: str, high: str) -> str:
     """The end of a number: a point and digits from `low` to `high`, or nothing if that is as good as `low`."""
     if not low:
         return ""
-    digits = f"\\.{_digits(low, high)}"
+    digits = f"\\.{_digits(low, high, short=True)}"
     return digits if low.strip("0") else f"(?:{digits})?"
 
 
-def _digits(low: str, high: str) -> str:
-    """At least one digit; those left out at the right are zeros. `low` <= `high`, of one length."""
-    if not low.strip("0") and not high.strip("9"):
-        return f"[0-9]{{1,{len(low)}}}"
-    if not high.strip("0"):
-        return f"0{{1,{len(low)}}}"
-    if low[0] == high[0]:
-        return low[0] + _more(low[1:], high[1:])
-    first, last = int(low[0]), int(high[0])
-    rest = low[1:]
-    parts = []
-    if rest.strip("0"):
-        parts.append(low[0] + _more(rest, "9" * len(rest)))
-        first += 1
-    end = []
-    if high[1:].strip("9"):
-        end.append(high[0] + _more("0" * len(rest), high[1:]))
-        last -= 1
-    if first <= last:
-        parts.append(_one(first, last) + (f"[0-9]{{0,{len(rest)}}}" if rest else ""))
-    return _either(parts + end)
-
-
-def _more(low: str, high: str) -> str:
-    """The digits after the first: none, if that is as good as `low`."""
-    if not low:
-        return ""
-    return _digits(low, high) if low.strip("0") else f"(?:{_digits(low, high)})?"
-
-
-def _whole(low: int, high: int | None) -> str:
+def _whole(low: int, high: int) -> str:
     """Whole numbers without leading zeros."""
     parts = []
-    while high is None or len(str(low)) < len(str(high)):
-        size = len(str(low))
-        if high is None and str(low).strip("0") in ("", "1") and str(low)[0] == "1" and low == 10 ** (size - 1):
-            parts.append(f"[1-9][0-9]{{{size - 1},}}" if size > 1 else "[1-9][0-9]*")
-            return _either(parts)
-        if high is not None and low == 10 ** (size - 1) and size + 1 < len(str(high)):
-            most = len(str(high)) - 1
+    most = len(str(high)) - 1
+    while (size := len(str(low))) <= most:
+        if low == 10 ** (size - 1) and size < most:  # all of several lengths
             parts.append(f"[1-9][0-9]{{{size - 1},{most - 1}}}")
-            low = 10**most
-            continue
-        parts.append(_same_length(str(low), "9" * size))
+            size = most
+        else:
+            parts.append(_digits(str(low), "9" * size))
         low = 10**size
-    parts.append(_same_length(str(low), str(high)))
-    return _either(parts)
+    return _either([*parts, _digits(str(low), str(high))])
 
 
-def _same_length(low: str, high: str) -> str:
-    """Digit strings from `low` to `high`, of one length."""
-    if not low:
-        return ""
-    rest = len(low) - 1
-    if low[0] == high[0]:
-        return low[0] + _same_length(low[1:], high[1:])
+def _digits(low: str, high: str, short: bool = False) -> str:
+    """Digit strings from `low` to `high`, of one length. `short`: zeros at the end may be left out, but for the first
+    digit."""
+    size, least = len(low), 1 if short else len(low)
+    if not high.strip("0"):
+        return _times("0", least, size)
+    if not low.strip("0") and not high.strip("9"):
+        return _times("[0-9]", least, size)
+
+    def behind(first: str, low: str, high: str) -> str:
+        may_end = short and not low.strip("0")
+        if may_end and not high.strip("9"):
+            return first + _times("[0-9]", 0, len(low))
+        more = _digits(low, high, short) if low else ""
+        return f"{first}(?:{more})?" if may_end else first + more
+
     first, last = int(low[0]), int(high[0])
+    if first == last:
+        return behind(low[0], low[1:], high[1:])
     parts, end = [], []
     if low[1:].strip("0"):
-        parts.append(low[0] + _same_length(low[1:], "9" * rest))
+        parts.append(behind(low[0], low[1:], "9" * (size - 1)))
         first += 1
     if high[1:].strip("9"):
-        end.append(high[0] + _same_length("0" * rest, high[1:]))
+        end.append(behind(high[0], "0" * (size - 1), high[1:]))
         last -= 1
     if first <= last:
-        parts.append(_one(first, last) + (f"[0-9]{{{rest}}}" if rest else ""))
+        one = str(first) if first == last else f"[{first}-{last}]"
+        parts.append(behind(one, "0" * (size - 1), "9" * (size - 1)))
     return _either(parts + end)
 
 
-def _one(first: int, last: int) -> str:
-    return str(first) if first == last else f"[{first}-{last}]"
+def _times(one: str, least: int, most: int) -> str:
+    if least == most:
+        return one if most == 1 else f"{one}{{{most}}}" if most else ""
+    return f"{one}{{{least},{most}}}"
 
 
 def _either(parts: list[str]) -> str:

@@ -6,10 +6,15 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 MAX_CODE = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)
+_LENGTHS = (
+    (0, 0x7F, 0, 0), (0x80, 0x7FF, 6, 0xC0), (0x800, 0xD7FF, 12, 0xE0), (0xE000, 0xFFFF, 12, 0xE0),
+    (0x10000, MAX_CODE, 18, 0xF0),
+)  # fmt: skip
+"""Code points that are as many bytes in UTF-8: the bits in all but the first byte, and the bits that mark that one."""
 Ranges = list[tuple[int, int]]
 """Code points from one to another, ends included; ascending and apart."""
 
@@ -211,38 +216,42 @@ def chain(items: Iterable[Shape]) -> Shape:
 def letters(ranges: Ranges) -> Shape:
     """One character of `ranges`, in UTF-8. Surrogates, which it cannot spell, are left out."""
     mask = 0
-    beyond: list[tuple[tuple[int, int], ...]] = []
-    low, high = _SURROGATES
-    apart = union(
-        (part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last)))
-    )
-    for first, last in apart:
-        for code in range(first, min(last, 0x7F) + 1):
-            mask |= 1 << code
-        beyond += map(tuple, _sequences(max(first, 0x80), last))
-    if not mask and not beyond:
+    tails: list[tuple[int, int, Shape]] = []
+    for low, high, shift, mark in _LENGTHS:
+        within = meet(ranges, [(low, high)])
+        found = _bytes(tuple(within), shift, mark)
+        mask |= found.mask
+        tails += found.tails
+    if not mask and not tails:
         raise Unmodelled
-    return Letters(mask, _tails(beyond))
+    return Letters(mask, tails)
 
 
-def _tails(sequences: Iterable[tuple[tuple[int, int], ...]]) -> list[tuple[int, int, Shape]]:
-    """Products of ranges of bytes, none a part of another, by their first bytes: each leads to one shape."""
-    behind: dict[int, list[tuple[tuple[int, int], ...]]] = {}
-    for (begin, end), *rest in sequences:
-        for byte in range(begin, end + 1):
-            behind.setdefault(byte, []).append(tuple(rest))
-    found: list[tuple[int, int, Shape]] = []
-    shapes: dict[tuple[tuple[tuple[int, int], ...], ...], Shape] = {}
-    for byte, rests in behind.items():
-        shape = shapes.get(key := tuple(rests))
-        if shape is None:
-            bits = [span(*rest[0]) for rest in rests if len(rest) == 1]
-            shape = shapes[key] = Chain([Letters(sum(bits)) if bits else Letters(0, _tails(rests))])
-        if found and found[-1][1:] == (byte - 1, shape):
-            found[-1] = (found[-1][0], byte, shape)
+@functools.lru_cache(4096)
+def _bytes(ranges: tuple[tuple[int, int], ...], shift: int, mark: int) -> Letters:
+    """One character by its bytes. The next one is `mark` and the bits of its code from `shift` on; a following one for
+    each six bits below."""
+    if not shift:
+        return Letters(sum(span(mark | first, mark | last) for first, last in ranges))
+    behind: dict[int, list[tuple[int, int]]] = {}
+    below = (1 << shift) - 1
+    for first, last in ranges:
+        for lead in range(first >> shift, (last >> shift) + 1):
+            part = max(first, lead << shift) & below, min(last, lead << shift | below) & below
+            behind.setdefault(lead, []).append(part)
+    tails: list[tuple[int, int, Shape]] = []
+    for lead, parts in behind.items():
+        shape = _tail(tuple(parts), shift - 6)
+        if tails and tails[-1][1:] == (mark | lead - 1, shape):
+            tails[-1] = (tails[-1][0], mark | lead, shape)
         else:
-            found.append((byte, byte, shape))
-    return found
+            tails.append((mark | lead, mark | lead, shape))
+    return Letters(0, tails)
+
+
+@functools.lru_cache(4096)
+def _tail(ranges: tuple[tuple[int, int], ...], shift: int) -> Shape:
+    return Chain([_bytes(ranges, shift, 0x80)])
 
 
 def span(first: int, last: int) -> int:
@@ -272,37 +281,6 @@ def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 def meet(ranges: Ranges, others: Ranges) -> Ranges:
     """Code points in both."""
     return complement([*complement(ranges), *complement(others)])
-
-
-def _sequences(first: int, last: int) -> list[list[tuple[int, int]]]:
-    """The UTF-8 of the code points from `first` to `last` as products of ranges of bytes."""
-    found: list[list[tuple[int, int]]] = []
-    todo = [(first, last)]
-    while todo:
-        first, last = todo.pop()
-        if first > last:
-            continue
-        cut = _cut(first, last)
-        if cut is None:
-            found.append(list(zip(chr(first).encode(), chr(last).encode(), strict=True)))
-        else:
-            todo += [(cut + 1, last), (first, cut)]
-    return found
-
-
-def _cut(first: int, last: int) -> int | None:
-    """The value at which the range must be cut so that each part is a product; None: it is one."""
-    for top in (0x7F, 0x7FF, 0xFFFF):
-        if first <= top < last:
-            return top
-    for size in (6, 12, 18):
-        block = (1 << size) - 1
-        if first & ~block != last & ~block:
-            if first & block:
-                return first | block
-            if last & block != block:
-                return (last & ~block) - 1
-    return None
 
 
 def parts(shape: Shape) -> Sequence[Shape]:

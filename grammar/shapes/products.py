@@ -42,13 +42,14 @@ State = tuple[frozenset[Any], ...]
 class Product(Words):
     """Texts of all of some shapes that are none of others."""
 
-    __slots__ = ("_begin", "_known", "_parts", "_steps", "_wrong", "bytes", "masks")
+    __slots__ = ("_begin", "_known", "_parts", "_steps", "_wrong", "kinds", "masks")
 
     def __init__(self, parts: Sequence[Shape], wrong: Sequence[Shape] = ()) -> None:
         """Raises `Unmodelled` for parts that are too large."""
         found = [shape for part in (*parts, *wrong) for shape in within(part, MAX_PART)]
         self.masks = frozenset().union(*map(_masks, found))
-        self.bytes = _alphabet(self.masks)
+        self.kinds = _kinds(self.masks)
+        """One byte for each kind that it tells apart, and all of that kind (bit b: byte b)."""
         self._parts, self._wrong = ([*map(_tracker, each)] for each in (parts, wrong))
         self._begin: State = tuple(frozenset(one.begin) for one in (*self._parts, *self._wrong))
         self._known: dict[State, list[bytes] | None] = {}
@@ -118,10 +119,10 @@ class Product(Words):
             _, length, _, here = heapq.heappop(heap)
             if not self._left(here):
                 return [self._keep(came, here)]
-            steps -= len(self.bytes) * max(1, sum(map(len, here)) // READINGS)
+            steps -= len(self.kinds) * max(1, sum(map(len, here)) // READINGS)
             if steps < 0:
                 return None
-            for byte in self.bytes:
+            for byte in self.kinds:
                 following = self._after(here, byte)
                 if following is None or following in came or self._known.get(following) == []:
                     continue
@@ -164,10 +165,11 @@ def _masks(shape: Shape) -> frozenset[int]:
 
 
 @functools.lru_cache(1024)
-def _alphabet(masks: frozenset[int]) -> bytes:
-    """One byte for each kind that any of `masks` tells apart."""
+def _kinds(masks: frozenset[int]) -> dict[int, int]:
+    """One byte for each kind that any of `masks` tells apart, and the kind."""
     kinds, some = [span(0, 255)], functools.reduce(int.__or__, masks, 0)
     for mask in masks:
         kinds = [part for kind in kinds for part in (kind & mask, kind & ~mask) if part]
     usual = (*_USUAL, *range(256))
-    return bytes(sorted((next(b for b in usual if kind >> b & 1) for kind in kinds if kind & some), key=usual.index))
+    found = {next(byte for byte in usual if kind >> byte & 1): kind for kind in kinds if kind & some}
+    return {byte: found[byte] for byte in sorted(found, key=usual.index)}

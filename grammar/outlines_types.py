@@ -39,14 +39,14 @@ _FIXED: dict[Any, Any] = {dsl.KleeneStar: (0, None), dsl.KleenePlus: (1, None), 
 _REPEATS = (*_FIXED, dsl.QuantifyExact, dsl.QuantifyMinimum, dsl.QuantifyMaximum, dsl.QuantifyBetween)
 
 
-class _Part(NamedTuple):
+class _Expression(NamedTuple):
     """A term as a pattern, None if there is a schema or a grammar in it, and as a Lark expression."""
 
     pattern: str | None
     lark: str
 
     @classmethod
-    def regular(cls, pattern: str) -> _Part:
+    def regular(cls, pattern: str) -> _Expression:
         return cls(pattern, regex(pattern))
 
 
@@ -98,20 +98,20 @@ def _chosen(term: Any) -> Any:
     return dsl.Alternatives([type_term(item) for item in term.items])
 
 
-def _part(term: Any, depth: int) -> _Part:
+def _part(term: Any, depth: int) -> _Expression:
     if depth > MAX_TERM_DEPTH:
         raise GrammarTooLarge("grammar", f"outlines terms must not nest deeper than {MAX_TERM_DEPTH} levels")
     match _chosen(term):
         case dsl.String(value=value):
-            return _Part(escaped(str(value)), literal(str(value)))
+            return _Expression(escaped(str(value)), literal(str(value)))
         case dsl.Regex(pattern=pattern):
-            return _Part.regular(portable(pattern))
+            return _Expression.regular(portable(pattern))
         case dsl.JsonSchema(schema=schema, whitespace_pattern=blank):
-            return _Part(
+            return _Expression(
                 None, inline_json(schema_text(schema), **({} if blank is None else {"whitespace_pattern": blank}))
             )
         case dsl.CFG(definition=definition):
-            return _Part(None, "%lark {\n" + ebnf_to_lark(definition).rstrip("\n") + "\n}")
+            return _Expression(None, "%lark {\n" + ebnf_to_lark(definition).rstrip("\n") + "\n}")
         case dsl.Alternatives(terms=terms):
             if not terms:
                 raise GrammarError("grammar", "an outlines alternative needs at least one member")
@@ -124,8 +124,8 @@ def _part(term: Any, depth: int) -> _Part:
     count = f"{{{low},{'' if high is None else high}}}"
     inner = _part(term.term, depth + 1)
     if inner.pattern is not None:
-        return _Part.regular(f"(?:{inner.pattern}){count}")
-    return _Part(None, '""' if high == 0 else f"({inner.lark}){count}")
+        return _Expression.regular(f"(?:{inner.pattern}){count}")
+    return _Expression(None, '""' if high == 0 else f"({inner.lark}){count}")
 
 
 def _bounds(term: Any) -> tuple[int, int | None]:
@@ -142,14 +142,14 @@ def _flat(term: Any) -> Iterator[Any]:
         yield from _flat(member) if isinstance(member, dsl.Sequence) else (member,)
 
 
-def _joined(parts: list[_Part], glue: str, lark_glue: str) -> _Part:
+def _joined(parts: list[_Expression], glue: str, lark_glue: str) -> _Expression:
     patterns = [f"(?:{part.pattern})" for part in parts if part.pattern is not None]
     if len(patterns) == len(parts):
-        return _Part.regular(glue.join(patterns))
-    return _Part(None, f"({lark_glue.join(part.lark for part in parts)})")
+        return _Expression.regular(glue.join(patterns))
+    return _Expression(None, f"({lark_glue.join(part.lark for part in parts)})")
 
 
-def _runs(parts: list[_Part]) -> Iterator[_Part]:
+def _runs(parts: list[_Expression]) -> Iterator[_Expression]:
     """Parts of a sequence with neighbouring regular ones as one terminal, or the first would eat the second."""
     for regular, run in itertools.groupby(parts, key=lambda part: part.pattern is not None):
         found = [*run]

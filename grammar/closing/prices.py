@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncengine.grammar.closing.spelling import UNREACHABLE, Spelling
+from asyncengine.grammar.closing.spelling import UNREACHABLE, cut
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -57,25 +57,31 @@ class Speller:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.spellings: dict[bytes, Spelling] = {}
+        self.spellings: dict[bytes, list[tuple[int, int]]] = {}
+        """Texts as `cut` has them."""
         self._units: dict[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None] = {}
 
     def tokens(self, text: bytes) -> list[int] | None:
-        """The fewest tokens for `text` (at most some `SHORT` bytes); None if there are none. Not to be changed."""
-        spelling = self._spelling(text)
-        return spelling.tokens if spelling.cost(0) < UNREACHABLE else None
+        """The fewest tokens for `text` (at most some `SHORT` bytes); None if there are none."""
+        spelling, at, found = self._spelling(text), 0, list[int]()
+        if spelling[0][0] >= UNREACHABLE:
+            return None
+        while at < len(spelling) - 1:
+            found.append(spelling[at][1])
+            at += len(self.vocabulary.token_bytes[found[-1]])
+        return found
 
     def cost(self, text: bytes, begin: int = 0) -> int:
         """The fewest tokens for `text` from byte `begin` on."""
-        return min(UNREACHABLE, self._spelling(text).cost(begin))
+        return min(UNREACHABLE, self._spelling(text)[begin][0])
 
-    def _spelling(self, text: bytes) -> Spelling:
+    def _spelling(self, text: bytes) -> list[tuple[int, int]]:
         spelling = self.spellings.get(text)
         if spelling is None:
             if len(self.spellings) >= MAX_KEPT:
                 self.spellings.clear()
-            spellings = [Spelling(said, self.vocabulary) for said in _with_blanks(text)]
-            spelling = self.spellings[text] = min(spellings, key=lambda spelling: spelling.cost(0))
+            cuts = [cut(said, self.vocabulary) for said in _with_blanks(text)]
+            spelling = self.spellings[text] = min(cuts, key=lambda found: found[0][0])
         return spelling
 
     @functools.cached_property
@@ -163,13 +169,13 @@ class Prices:
         return self._costs.keys()
 
     def cost(self, shape: nodes.Shape) -> int:
-        """Tokens of the cheapest text known; `UNREACHABLE` if there is none."""
-        return self._costs[shape]
+        """Tokens of the cheapest text known; `UNREACHABLE` if there is none, or none so far."""
+        return self._costs.get(shape, UNREACHABLE)
 
     def rest(self, shape: nodes.Shape, index: Any) -> int:
         """Tokens of the cheapest text behind a place in a shape (`tracker.Frame`)."""
         if isinstance(shape, nodes.Lexeme):
-            return 0
+            return 0 if index == 0 else self.cost(shape.body)
         if isinstance(shape, nodes.Literal):
             return self.speller.cost(shape.data, index + 1)
         if isinstance(shape, nodes.Chain):
@@ -177,7 +183,7 @@ class Prices:
         if isinstance(shape, nodes.Times):
             return self.times(shape, shape.least - index)
         if isinstance(shape, nodes.Unordered):
-            return sum(map(self.cost, shape.left(index)))
+            return min(UNREACHABLE, sum(map(self.cost, shape.left(index))))
         assert isinstance(shape, Words)
         return min(map(self.speller.cost, shape.endings(index)), default=UNREACHABLE)
 
@@ -196,10 +202,10 @@ class Prices:
     def times(self, shape: nodes.Times, count: int) -> int:
         """The cost of the body, `count` times in a row."""
         if count <= 1:
-            return self._costs.get(shape.body, UNREACHABLE) if count == 1 else 0
+            return self.cost(shape.body) if count == 1 else 0
         unit = self.unit_of(shape)
         if unit is None:
-            return min(UNREACHABLE, count * self._costs.get(shape.body, UNREACHABLE))
+            return min(UNREACHABLE, count * self.cost(shape.body))
         whole, rest = _split(shape, unit, count)
         return whole * len(unit.tokens) + len(unit.fewer[rest])
 
@@ -264,7 +270,7 @@ class Prices:
     def _text(self, shape: nodes.Shape) -> bytes | None:
         """The cheapest text, where it is very short."""
         found = b""
-        if self._costs.get(shape, UNREACHABLE) >= UNREACHABLE:
+        if self.cost(shape) >= UNREACHABLE:
             return None
         for piece in self.pieces(shape):
             if not isinstance(piece, bytes) or len(found) + len(piece) > SHORT // 8:
@@ -317,24 +323,12 @@ class Prices:
 
     def _value(self, shape: nodes.Shape) -> int:
         """The cost as far as those of its parts are settled."""
-        known = self._costs
-        if isinstance(shape, nodes.Unordered):
-            return min(UNREACHABLE, sum(known.get(item, UNREACHABLE) for item in shape.left(0)))
-        if isinstance(shape, nodes.Chain):
-            return sum(map(known.__getitem__, shape.items))
-        if isinstance(shape, nodes.Times):
-            return self.times(shape, shape.least)
-        if isinstance(shape, nodes.Lexeme):
-            return known.get(shape.body, UNREACHABLE)
         if isinstance(shape, nodes.Mark):
             return 1
-        if isinstance(shape, nodes.Literal):
-            return self.speller.cost(shape.data)
-        if isinstance(shape, Words):
-            return self.rest(shape, b"")
-        assert isinstance(shape, nodes.Letters)
-        text = self._one(shape)
-        return UNREACHABLE if text is None else self.speller.cost(text)
+        if isinstance(shape, nodes.Letters):
+            text = self._one(shape)
+            return UNREACHABLE if text is None else self.speller.cost(text)
+        return self.rest(shape, shape.begin)
 
     def _one(self, shape: nodes.Letters) -> bytes | None:
         """A character of a set."""

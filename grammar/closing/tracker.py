@@ -127,7 +127,7 @@ class Continuations:
                 if isinstance(item, Words) and b"" in item.words[:1]:
                     steps = [(None, path)]
             elif item is not None:
-                steps = following(item, -1 if isinstance(item, (nodes.Chain, nodes.Lexeme)) else 0, path)
+                steps = following(item, item.begin, path)
             elif path is not None:
                 steps = following(*path)
             else:

@@ -317,11 +317,11 @@ class Builder:
         needed = sum(needed for _, needed in members)
         if most is not None and max(least, needed + strange) > most:
             return
+        if not least and not needed and not strange:
+            self.rules.add(name, self._around("{}"))
         if most is None and least <= max(needed, 1):
             low = int(strange)
             if self._any_order and len(members) + strange <= MAX_KEYS and len(members) + (free is not None) > 1:
-                if not least and not needed and not strange:
-                    self.rules.add(name, self._around("{}"))
                 if free is not None or not strange:
                     self._in_any_order(name, members, free, strange)
                 return
@@ -330,13 +330,9 @@ class Builder:
         else:
             counted = self._counted(members, free, bounds, strange)
             self.rules.add(name, self._around("{}", counted))
-            if not least and not needed and not strange:
-                self.rules.add(name, self._around("{}"))
             return
         if low and free is None:
             return
-        if least == low == needed == 0:
-            self.rules.add(name, self._around("{}"))
         if free is not None and most != 0:
             if (key := (free, low, most)) not in self._tails:
                 more = self.rules.new([*self._comma, free])

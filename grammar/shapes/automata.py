@@ -32,6 +32,7 @@ class Words(Shape):
     """One of some texts. A state is what was said of it."""
 
     __slots__ = ("words",)
+    begin = b""
 
     def __init__(self, words: Collection[bytes]) -> None:
         self.words = sorted(set(words))

@@ -22,9 +22,10 @@ Token = tuple[str, str, int]
 """(kind, text, where it begins), see `lark.placed`."""
 
 
-def expression_shape(text: str) -> nodes.Shape:
-    """The shape of a terminal's expression without names. Raises `Unmodelled`."""
-    return _Parser([*placed(text)], None).whole()
+def expression_shape(text: str, json: bool = False) -> nodes.Shape:
+    """The shape of a terminal's expression without names; `json`: of patterns, as for `regex_shape`. Raises
+    `Unmodelled`."""
+    return _Parser([*placed(text)], None, json=json).whole()
 
 
 def lark_shape(text: str, embedded: list[nodes.Shape], vocabulary: Vocabulary) -> nodes.Shape:
@@ -167,8 +168,9 @@ class _Scope:
 class _Parser:
     """Reads one expression: of rules, where each text is a lexeme, or of a terminal."""
 
-    def __init__(self, tokens: list[Token], scope: _Scope | None, lexed: bool = True) -> None:
+    def __init__(self, tokens: list[Token], scope: _Scope | None, lexed: bool = True, json: bool = False) -> None:
         self._tokens = tokens
+        self._json = json
         self._scope = scope
         self._lexed = lexed and scope is not None
         self._at = 0
@@ -260,7 +262,7 @@ class _Parser:
                 return self._lexeme(self._text(said))
             case "regex":
                 pattern, _, flags = said[1:].rpartition("/")
-                return self._lexeme(regex_shape(pattern.replace("\\/", "/"), flags))
+                return self._lexeme(regex_shape(pattern.replace("\\/", "/"), flags, self._json))
         if kind == "other" and said in ("(", "["):
             inner = self._either()
             if not self._take(")" if said == "(" else "]"):

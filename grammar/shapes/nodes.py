@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 MAX_CODE = 0x10FFFF
 _LENGTHS = (
@@ -27,6 +28,8 @@ class Shape:
     """A set of texts. Compared by identity: shapes may lead into themselves."""
 
     __slots__ = ()
+    begin: Any = -1
+    """The index or state in front of it (`tracker.Frame`)."""
 
 
 class Letters(Shape):
@@ -65,6 +68,7 @@ class Either(Shape):
 
 class Times(Shape):
     __slots__ = ("body", "least", "most")
+    begin = 0
 
     def __init__(self, body: Shape, least: int, most: int | None) -> None:
         self.body = body
@@ -79,6 +83,7 @@ class Unordered(Shape):
     """
 
     __slots__ = ("again", "comma", "counts", "free", "items", "least", "members", "most", "needed", "one")
+    begin = 0
 
     def __init__(
         self,

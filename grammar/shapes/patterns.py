@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import re
 import string
-from collections.abc import Iterator
 from typing import Any
 
 import llguidance
@@ -17,24 +15,19 @@ from asyncengine.grammar.shapes.automata import Words
 
 
 @functools.cache
-def characters(name: str, in_json: bool) -> nodes.Ranges:
-    r"""The characters of `\d`, `\s`, `\w` or `\p{...}`; `in_json`: in the pattern of a schema, whose digits and words
-    are ASCII, as ECMAScript has them. 60 ms for the first `\w`. Not to be changed."""
-    text = f'%json {{"type":"string","pattern":"^\\{name}$"}}' if in_json else f"/{name}/"
+def characters(name: str) -> nodes.Ranges:
+    r"""The characters of `\d`, `\s`, `\w` or `\p{...}`. 60 ms for the first `\w`. Not to be changed."""
     matcher = llguidance.LLMatcher(
-        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(f"start: {text}"), log_level=0
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(f"start: /{name}/"), log_level=0
     )
     found: nodes.Ranges = []
-    if in_json:  # an escape of a control character begins with a backslash: these are the same in both
-        matcher.consume_tokens(list(b'"'))
-        found = [(low, min(high, 0x1F)) for low, high in characters(name, False) if low < 0x20]
     todo = [b""]
     for said in todo:  # grows while it is walked
         here = matcher.deep_copy()
         here.consume_tokens([*said])
         bits = int.from_bytes(here.compute_bitmask()[:32], "little")
         missing = _length(said[0]) - len(said) if said else 0
-        for byte in (byte for byte in range(256) if bits >> byte & 1 and not (in_json and byte == 0x5C)):
+        for byte in (byte for byte in range(256) if bits >> byte & 1):
             if missing == 1 or (not said and byte < 0x80):
                 code = ord((said + bytes([byte])).decode())
                 found.append((code, code))
@@ -52,11 +45,11 @@ sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes leaves a pattern to the library."""
 _DOTALL, _ANY_CASE = re.DOTALL.value, re.IGNORECASE.value
 _READ_FLAGS = re.UNICODE.value | re.VERBOSE.value | _DOTALL | _ANY_CASE
-MAX_APART = 256
-"""Alternatives of a pattern that are taken apart."""
 MAX_KEPT, MAX_KEPT_LENGTH = 2048, 2048
 """Patterns whose shapes are kept, and characters in each: the shape of 64,000 takes 2 MB."""
 _NEWLINE = [(10, 10)]
+_IN_JSON: dict[str, nodes.Ranges] = {r"\d": [(48, 57)], r"\w": [(48, 57), (65, 90), (95, 95), (97, 122)]}
+"""Classes that are ASCII in the pattern of a schema, as ECMAScript has them. Read only."""
 _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 _SAME = [(char, char.upper(), *{"k": "\u212a", "s": "\u017f"}.get(char, "")) for char in string.ascii_lowercase]
 """Characters that are the same where case does not matter."""
@@ -71,44 +64,21 @@ _CONTROL = r"\\u00(?:[01][0-9A-Fa-f]|7[Ff])"
 _ESCAPES = {34: b'\\"', 92: b"\\\\", 8: b"\\b", 12: b"\\f", 10: b"\\n", 13: b"\\r", 9: b"\\t"}
 
 
-def regex_shape(pattern: str, flags: str = "") -> nodes.Shape:
-    """Texts that `pattern` matches from end to end; `flags`: letters of those that hold in all of it. Raises
-    `Unmodelled`."""
-    return (_kept if len(pattern) <= MAX_KEPT_LENGTH else _read)(pattern, flags)
+def regex_shape(pattern: str, flags: str = "", json: bool = False) -> nodes.Shape:
+    """Texts that `pattern` matches from end to end; `flags`: letters of those that hold in all of it; `json`: the texts
+    as they may be written between the quotes of a JSON string. Raises `Unmodelled`."""
+    return (_kept if len(pattern) <= MAX_KEPT_LENGTH else _read)(pattern, flags, json)
 
 
-def _read(pattern: str, flags: str) -> nodes.Shape:
-    if not flags and (listed := _LISTED.fullmatch(pattern)) is not None:
+def _read(pattern: str, flags: str, json: bool) -> nodes.Shape:
+    if not flags and not json and (listed := _LISTED.fullmatch(pattern)) is not None:
         words = (re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL) for word in _WORD.findall(listed[1]))
         return Words([word.encode("utf-8", "replace") for word in words])
     parsed, properties = _parsed(f"(?{flags})" + pattern if flags else pattern)
-    return _Reader(False, properties).either([list(parsed)], parsed.state.flags)
+    return _Reader(json, properties).either([list(parsed)], parsed.state.flags)
 
 
 _kept = functools.lru_cache(MAX_KEPT)(_read)
-
-
-def searched_shape(pattern: str) -> nodes.Shape:
-    """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
-    parsed, properties = _parsed(pattern)
-    reader = _Reader(True, properties)
-    branches = [*itertools.islice(_apart(list(parsed)), MAX_APART)]
-    if len(branches) == MAX_APART:
-        raise nodes.Unmodelled
-    return nodes.Either([reader.found(branch, parsed.state.flags) for branch in branches])
-
-
-def _apart(items: list[Any]) -> Iterator[list[Any]]:
-    """The alternatives of a pattern: those of groups with an anchor, too, one by one."""
-    for at, (operator, argument) in enumerate(items):
-        options: list[Any] = argument[1] if str(operator) == "BRANCH" else []
-        if str(operator) == "SUBPATTERN" and not argument[1] | argument[2]:  # no flags of its own
-            options = [argument[-1]]
-        if options and (len(items) == 1 or "AT_" in repr(argument)):
-            for option in options:
-                yield from _apart([*items[:at], *option, *items[at + 1 :]])
-            return
-    yield items
 
 
 def json_letters(ranges: nodes.Ranges) -> nodes.Shape:
@@ -146,17 +116,6 @@ class _Reader:
 
     def either(self, branches: Any, flags: int) -> nodes.Shape:
         return nodes.Either([self._sequence(branch, flags) for branch in branches])
-
-    def found(self, items: list[Any], flags: int) -> nodes.Shape:
-        """The pattern with any text around it where it is not anchored."""
-        anything = nodes.Times(self._spelled([(0, nodes.MAX_CODE)]), 0, None)
-        before: list[nodes.Shape] = [anything]
-        after: list[nodes.Shape] = [anything]
-        if items and _anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
-            before, items = [], items[1:]
-        if items and _anchor(items[-1], "AT_END", "AT_END_STRING"):
-            after, items = [], items[:-1]
-        return nodes.Chain([*before, self._sequence(items, flags), *after])
 
     def _sequence(self, items: Any, flags: int) -> nodes.Shape:
         return nodes.chain(self._one(str(operator), argument, flags) for operator, argument in items)
@@ -202,7 +161,7 @@ class _Reader:
         for operator, argument in items:
             match str(operator):
                 case "LITERAL" if argument in _PRIVATE[: len(self._properties)]:
-                    found += characters(self._properties[argument - _PRIVATE[0]], self._json)
+                    found += characters(self._properties[argument - _PRIVATE[0]])
                 case "LITERAL":
                     found.append((argument, argument))
                 case "RANGE":
@@ -211,7 +170,8 @@ class _Reader:
                     _, _, name = str(argument).partition("CATEGORY_")
                     if (sign := _CATEGORIES.get(name.removeprefix("NOT_"))) is None:
                         raise nodes.Unmodelled
-                    those = characters(sign, self._json)
+                    own = _IN_JSON.get(sign) if self._json else None
+                    those = own or characters(sign)
                     found += nodes.complement(those) if name.startswith("NOT_") else those
                 case _:
                     raise nodes.Unmodelled
@@ -224,7 +184,3 @@ class _Reader:
 @functools.lru_cache(1024)
 def _spelled(json: bool, ranges: tuple[tuple[int, int], ...]) -> nodes.Shape:
     return (json_letters if json else nodes.letters)([*ranges])
-
-
-def _anchor(item: Any, *names: str) -> bool:
-    return str(item[0]) == "AT" and str(item[1]) in names

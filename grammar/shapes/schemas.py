@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
+from asyncengine.grammar.regexes import searched
 from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
 from asyncengine.grammar.schema.rules import Rules
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.lark import expression_shape, lark_shape, mark_shape
-from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape, searched_shape
+from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape
 from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -118,6 +120,10 @@ def _demands(part: dict[str, Any]) -> Iterator[nodes.Shape]:
     if "enum" in part:
         yield Words([json.dumps(one, ensure_ascii=False)[1:-1].encode("utf-8", "replace") for one in part["enum"]])
     if "pattern" in part:
-        yield searched_shape(part["pattern"])
+        try:
+            text = searched(part["pattern"])
+        except GrammarUnsupported:
+            raise nodes.Unmodelled from None
+        yield expression_shape(text, json=True)
     if "minLength" in part or "maxLength" in part:
         yield json_text(part.get("minLength", 0), part.get("maxLength"))

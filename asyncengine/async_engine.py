@@ -231,15 +231,19 @@ class AsyncEngine(EngineBase):
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
 
-    async def decide(self, state: Any, questions: Mapping[str, Any], **options: Unpack[RequestKeywords]) -> Decision:
+    async def decide(
+        self, state: Any, questions: Mapping[str, Any], *, assets: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Decision:  # fmt: skip
         """Answer typed `questions` about a `state` (text or JSON data) with probabilities, in a forward pass of each.
 
         `questions` maps names to {"type": "noul" | "choice" | "score", "instructions": ..., "criteria": ...}, or to
-        LangChain's objects of these shapes; `options` as `RequestOptions`. The state is computed once, all questions
-        are one request, and an answer is the same to the bit in any company. Raises as `generate`.
+        LangChain's objects of these shapes; `options` as `RequestOptions`. Where the model reads pictures, both may
+        hold content parts of a chat, and texts may name `assets`, pictures by name. The state is computed once, all
+        questions are one request, and an answer is the same to the bit in any company. Raises as `generate`.
         """
         wanted = RequestOptions.of(options)
-        call = DecisionCall(self.core, state, questions, wanted)
+        call = DecisionCall(self.core, state, questions, assets, wanted)
         # on a thread: the first call imports transformers, and each renders and encodes a prompt for every question
         async with self._stream(call.prepare, INLINE_CHARS + 1, None, wanted) as stream:
             return call.decision(await stream.result())

@@ -283,11 +283,12 @@ class EngineGroup(Mapping[str, AsyncEngine]):
             return await engine.chat(messages, params, **options)
 
     async def decide(
-        self, state: Any, questions: Mapping[str, Any], *, model: str | None = None, **options: Unpack[RequestKeywords]
-    ) -> Decision:
+        self, state: Any, questions: Mapping[str, Any], *, model: str | None = None,
+        assets: Mapping[str, Any] | None = None, **options: Unpack[RequestKeywords],
+    ) -> Decision:  # fmt: skip
         """`AsyncEngine.decide` of `model`; None: of the only one that generates."""
         async with self.using(model) as engine:
-            return await engine.decide(state, questions, **options)
+            return await engine.decide(state, questions, assets=assets, **options)
 
     @asynccontextmanager
     async def pin(

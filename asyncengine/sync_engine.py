@@ -123,9 +123,12 @@ class Engine(EngineBase):
         with self.stream_chat(messages, params, **options) as stream:
             return stream.result()
 
-    def decide(self, state: Any, questions: Mapping[str, Any], **options: Unpack[RequestKeywords]) -> Decision:
+    def decide(
+        self, state: Any, questions: Mapping[str, Any], *, assets: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestKeywords],
+    ) -> Decision:  # fmt: skip
         """Answers to typed questions about a state, with probabilities. As `AsyncEngine.decide`."""
-        call = DecisionCall(self.core, state, questions, RequestOptions.of(options))
+        call = DecisionCall(self.core, state, questions, assets, RequestOptions.of(options))
         with self._stream(call.prepare) as stream:
             return call.decision(stream.result())
 

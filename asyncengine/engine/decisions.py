@@ -11,16 +11,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.errors import InvalidParameter, RequestFailed, UnsupportedModel
+from asyncengine.images import ImageSpan
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Completion, Decision, DecisionAnswer
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.text.media import PARTS
 from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -33,18 +37,18 @@ MAX_QUESTIONS = 1000
 """Questions of one call, as in the largest of the services that take them."""
 MARK, SPLIT = "<|mark|>", "<|split|>"
 """Sentinels of decision templates: where an answer is read, and between texts that must not grow together."""
-_BREAK = "\ufdd0"
-"""A character that stands for no text (Unicode's noncharacters): it parts the names of control tokens in a caller's
-text, which is encoded in pieces there."""
+_BREAK, _PICTURE = "\ufdd0", "\ufdd1"
+"""Characters that stand for no text (Unicode's noncharacters): one parts the names of control tokens in a caller's
+text, which is encoded in pieces there, and between two of the other stands the number of a picture."""
 
 
 class DecisionPrompts:
     """Makes the prompts of one model's decisions. Thread-safe."""
 
-    def __init__(self, tokenizer: TextTokenizer, max_tokens: int) -> None:
-        """`max_tokens`: of a prompt. Raises `UnsupportedModel` without a transformers that knows decisions, and for
-        files of the model that it cannot read."""
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+    def __init__(self, tokenizer: TextTokenizer, max_tokens: int, images: ImagePrompts | None = None) -> None:
+        """`max_tokens`: of a prompt. `images`: of a model that reads pictures. Raises `UnsupportedModel` without a
+        transformers that knows decisions, and for files of the model that it cannot read."""
+        self._tokenizer, self._max_tokens, self._images = tokenizer, max_tokens, images
         try:
             # not from the package itself: several threads that import it first may find it half made
             from transformers.decision.configuration_utils import DecisionConfig
@@ -72,23 +76,36 @@ class DecisionPrompts:
         except ValueError as error:
             raise InvalidParameter("questions", str(error)) from error
 
-    def prompt(self, state: Any, question: Question) -> list[int]:
-        """Token ids of the prompt of `question` about a `state` from `parted`. Raises `InvalidParameter`,
-        `UnsupportedModel`, and `ContextLengthExceeded` for what is far too long."""
-        parts = {name: self.parted(getattr(question, name)) for name in ("instructions", "options", "descriptions")}
+    def prompt(self, state: Any, question: Question, pictures: Pictures) -> tuple[list[int], tuple[ImageSpan, ...]]:
+        """Token ids of the prompt of `question` about a `state` from `parted`, and the pictures among them. Raises
+        `InvalidParameter`, `UnsupportedModel`, and `ContextLengthExceeded` for what is far too long."""
+        fields = ("instructions", "options", "descriptions")
+        parts = {name: self.parted(getattr(question, name), pictures) for name in fields}
         asked = {"name": question.name, "type": question.type, "labels": list(question.labels), **parts}
         variables = {"state": state, "question": asked}
         own = self._config.chat_template
         empty = [{"role": "user", "content": ""}]
         text = self._tokenizer.render_chat(empty, template=own or self._general, **variables)
+        shown, collected = pictures.blocks(text), None if self._images is None else self._images.parts()
+        names = [block.get("where", "state") for block in shown if block["type"] != "text"]
+        if names and (own is not None or collected is None):
+            who = "this model reads" if own is None else "the decision template of this model takes"
+            raise InvalidParameter(names[0], f"is a picture, and {who} none")
         if own is None:
             known = "enable_thinking" in self._tokenizer.template_variables()
             thinking: dict[str, Any] = {"enable_thinking": False} if known else {}
-            text = self._tokenizer.render_chat([{"role": "user", "content": text}], **thinking)
+            chat = [{"role": "user", "content": shown if names else text}]
+            text = self._tokenizer.render_chat(chat, images=collected, **thinking)
         text, _, behind = text.partition(MARK)
         if MARK in behind:
             raise UnsupportedModel("its decision template reads answers at several positions, and one is read here")
         self._tokenizer.check_fits("state", text, self._max_tokens)
+        if self._images is None or collected is None or not names:
+            return self._encode(text), ()
+        pairs = zip(collected.parts, names, strict=True)
+        return self._images.encode(text, [replace(part, name=name) for part, name in pairs], self._encode)
+
+    def _encode(self, text: str) -> list[int]:
         pieces = text.replace(SPLIT, _BREAK).split(_BREAK)
         return [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
 
@@ -117,23 +134,55 @@ class DecisionPrompts:
         names = {each.content for each in added.values() if len(each.content.strip()) > 1} | {MARK, SPLIT}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
-    def parted(self, value: Any) -> Any:
-        """JSON data with the names of control tokens in its texts parted."""
+    def parted(self, value: Any, pictures: Pictures) -> Any:
+        """JSON data with the names of control tokens in its texts parted, and the places of `pictures`."""
         if isinstance(value, str):
-            text = value.replace(_BREAK, "")
+            text = pictures.placed(value.replace(_BREAK, "").replace(_PICTURE, ""))
             while self._control.search(text):  # a name may hold another one
                 text = self._control.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
             return text
         if isinstance(value, Mapping):
-            return {self.parted(key): self.parted(each) for key, each in value.items()}
-        return [self.parted(each) for each in value] if isinstance(value, (list, tuple)) else value
+            if value.get("type") in PARTS:
+                return pictures.add(value)
+            return {self.parted(key, pictures): self.parted(each, pictures) for key, each in value.items()}
+        return [self.parted(each, pictures) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class Pictures:
+    """Pictures of one call: content parts anywhere in its state or questions, and assets that texts name."""
+
+    def __init__(self, assets: Mapping[str, Any]) -> None:
+        """`assets`: pictures by the names that stand for them in texts (transformers'). Raises `InvalidParameter`."""
+        if not isinstance(assets, Mapping) or not all(isinstance(name, str) and name for name in assets):
+            raise InvalidParameter("assets", "must map names to pictures", assets)
+        self._parts: list[Mapping[str, Any]] = []
+        parts = {name: {"type": "image", "image": each, "where": f"assets[{name!r}]"} for name, each in assets.items()}
+        marks = {name: self.add(part) for name, part in parts.items()}
+        names = re.compile("|".join(map(re.escape, sorted(assets, key=len, reverse=True))) or "(?!)")
+        self.placed: Callable[[str], str] = partial(names.sub, lambda match: marks[match[0]])
+        """Makes of a text one with the places of the assets that it names."""
+
+    def add(self, part: Mapping[str, Any]) -> str:
+        """Keep a content part, whose `where` names it in errors; returns what stands in its place."""
+        self._parts.append(part)
+        return f"{_PICTURE}{len(self._parts) - 1}{_PICTURE}"
+
+    def blocks(self, text: str) -> list[Mapping[str, Any]]:
+        """The text as content parts, with the pictures whose places it holds."""
+        found = re.split(f"{_PICTURE}([0-9]+){_PICTURE}", text)
+        blocks = [self._parts[int(each)] if at % 2 else {"type": "text", "text": each} for at, each in enumerate(found)]
+        return [block for block in blocks if block.get("text") != ""]
 
 
 class DecisionCall:
     """One call of `decide`."""
 
-    def __init__(self, frontend: Frontend, state: Any, questions: object, options: RequestOptions) -> None:
+    def __init__(
+        self, frontend: Frontend, state: Any, questions: object, assets: Mapping[str, Any] | None,
+        options: RequestOptions,
+    ) -> None:  # fmt: skip
         self._frontend, self._state, self._questions, self._options = frontend, state, questions, options
+        self._pictures = Pictures({} if assets is None else assets)
         self._asked: list[Question] = []
         self._specs: list[RequestSpec] = []
 
@@ -141,14 +190,24 @@ class DecisionCall:
         """The one request that asks all questions. Raises `InvalidParameter`, `UnsupportedModel` and what
         `Frontend.prepare` raises."""
         frontend, prompts = self._frontend, self._frontend.decision_prompts()
-        check_plain("state", self._state)
+        state = self._plain(prompts)
         self._asked = prompts.questions(self._questions)
-        state = prompts.parted(self._state)
-        each = [(prompts.prompt(state, question), prompts.params(question)) for question in self._asked]
+        each = [
+            (*prompts.prompt(state, question, self._pictures), prompts.params(question)) for question in self._asked
+        ]
         arrival = frontend.loop.clock.now() if arrival is None else arrival
         prepared = frontend.validator.prepare_set(each, self._options, arrival)
         self._specs = prepared.specs
         return prepared
+
+    def _plain(self, prompts: DecisionPrompts) -> Any:
+        """The state as a template gets it. Raises `InvalidParameter` for what is none."""
+        try:
+            state = prompts.parted(self._state, self._pictures)
+            json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidParameter("state", f"must be text or JSON data: {error}") from error
+        return state
 
     def decision(self, completion: Completion) -> Decision:
         """The answers in the finished request, a sample each. Raises `RequestFailed` where one has none: a deadline or
@@ -181,11 +240,3 @@ def _head_of(folder: Path, adapter: str | None) -> dict[str, tuple[int, ...]] | 
         return None
     offsets = content.get("offsets") or {"noul": 0, "score": 2, "choice": 8}
     return {kind: tuple(range(first, content.get("num_verbalizers", 24))) for kind, first in offsets.items()}
-
-
-def check_plain(name: str, value: Any) -> None:
-    """Raises `InvalidParameter` for what is neither text nor JSON data."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidParameter(name, f"must be text or JSON data: {error}") from error

@@ -242,7 +242,7 @@ class Frontend:
         """The maker of prompts for decisions. Raises as `prepare`."""
         self._check_serves("decide")
         if self._decisions is None:
-            self._decisions = DecisionPrompts(self._tokenizer("state"), self.info.max_model_len)
+            self._decisions = DecisionPrompts(self._tokenizer("state"), self.info.max_model_len, self._images)
         return self._decisions
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,9 +43,11 @@ class ImagePrompts:
         """A collector of the pictures of one chat."""
         return ImageParts(self._limits)
 
-    def encode(self, text: str, parts: Sequence[ImagePart]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    def encode(
+        self, text: str, parts: Sequence[ImagePart], encode: Callable[[str], list[int]] | None = None
+    ) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Token ids of a rendered chat, with placeholders where its pictures are. Decodes and processes these: takes
-        long. Raises `InvalidParameter`."""
+        long. `encode`: makes the ids of the text; None: the tokenizer. Raises `InvalidParameter`."""
         marker = self._processor.marker
         pieces = text.split(marker)
         if len(pieces) - 1 != len(parts):
@@ -61,7 +64,8 @@ class ImagePrompts:
                 raise InvalidParameter(part.name, f"cannot be processed for this model: {reason}") from error
             images.append(image)
             chat += [own, following]
-        ids = self._tokenizer.encode("".join(chat), add_special_tokens=False)
+        encode = encode or partial(self._tokenizer.encode, add_special_tokens=False)
+        ids = encode("".join(chat))
         return ids, self._spans(ids, images)
 
     def _spans(self, ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[ImageSpan, ...]:

@@ -170,20 +170,25 @@ class RequestValidator:
         )
 
     def prepare_set(
-        self, prompts: Sequence[tuple[Sequence[int], SamplingParams]], options: RequestOptions, arrival: float
-    ) -> PreparedRequest:
-        """Specify one request of several prompts, each with parameters of its own that are whole and within limits: all
-        of them start or none, and they end together. Raises as `prepare`."""
+        self, prompts: Sequence[tuple[Sequence[int], tuple[ImageSpan, ...], SamplingParams]], options: RequestOptions,
+        arrival: float,
+    ) -> PreparedRequest:  # fmt: skip
+        """Specify one request of several prompts, each with its pictures and with parameters of its own that are whole
+        and within limits: all of them start or none, and they end together. Raises as `prepare`."""
         self.check_adapter(options.adapter)
         options = options.checked()
         label, members = options.request_id or f"req-{secrets.token_hex(8)}", len(prompts)
         mailbox, group, streams = Mailbox(), next(self._tickets), list[OutputStream]()
-        for index, (ids, params) in enumerate(prompts):
-            tokens = self._check_prompt(ids)
+        for index, (ids, images, params) in enumerate(prompts):
+            tokens = self._check_prompt(ids, images)
+            if images:
+                _check_images(params, images, len(tokens))
+                tokens = with_identity(tokens, images)
             spec = RequestSpec(
                 next(self._tickets) if index else group, tokens, params, self._check_length(len(tokens), params, False),
                 options, label, seed=sample_seed(params.seed, 0), arrival=arrival, index=index,
-                group=None if members == 1 else group, members=members, **self._deadlines(options, arrival),
+                group=None if members == 1 else group, members=members, images=images,
+                **self._deadlines(options, arrival),
             )  # fmt: skip
             streams.append(self._stream(spec, mailbox, None))
         return PreparedRequest(tuple(streams), mailbox)

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter
 from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.dialects.openai_shape import image_part
 from asyncengine.integrations.http.fields import Values, objects
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
@@ -52,7 +53,10 @@ def routes(serving: Serving) -> list[Route]:
 
 async def _systemone(values: Values, target: Target) -> Made:
     own = values["own"]
-    made = await target.engine.decide(own["state"], own["questions"], adapter=target.adapter)
+    assets = own.get("assets")
+    if isinstance(assets, dict):  # else the engine says what is wrong with them
+        assets = {name: _asset(f"assets[{name!r}]", each) for name, each in assets.items()}
+    made = await target.engine.decide(own["state"], own["questions"], assets=assets, adapter=target.adapter)
     answers = {name: answer.details for name, answer in made.answers.items()}
     usage = {"input_tokens": made.usage.prompt_tokens, "output_tokens": 0}
     return {"model": target.name, "answers": answers, "usage": usage}, (), made.usage
@@ -92,6 +96,13 @@ async def _decide(values: Values, target: Target) -> Made:
     return {"model": target.name, "answers": answers, "usage": usage}, (), made.usage
 
 
+def _asset(where: str, given: Any) -> Any:
+    """A picture as the engine takes it, of a data URL or {"data_base64": ...}."""
+    data = given.get("data_base64") if isinstance(given, dict) else given
+    data = as_text(where, data)
+    return data if data.startswith("data:") else f"data:;base64,{data}"
+
+
 # -------------------------------------------------------------------- input
 
 
@@ -121,13 +132,14 @@ def _item(where: str, each: Mapping[str, Any], calls: set[tuple[str, str]]) -> d
 
 
 def _content(where: str, given: Any) -> Any:
-    """A text, or the contents of parts: of a single one itself. Raises `InvalidParameter`, for pictures, too."""
+    """A text, or the contents of parts: of a single one itself. Raises `InvalidParameter`."""
     if isinstance(given, str):
         return given
-    contents = []
+    contents: list[Any] = []
     for name, part in objects(where, given, "a text, or a list of parts"):
-        if part.get("type") == "input_image":
-            raise InvalidParameter(name, "is a picture: decisions are made of text and JSON here")
+        if (picture := image_part(name, part)) is not None:
+            contents.append({**picture, "where": name})
+            continue
         part_type = as_choice(f"{name}.type", part.get("type"), list(PARTS))
         field = PARTS[part_type]
         value = part.get(field)

@@ -15,21 +15,23 @@ from pydantic import ConfigDict
 
 from asyncengine import Decision
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.dialects import openai_shape
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.messages import convert_message
 from asyncengine.integrations.langchain.outputs import PROVIDER, usage_metadata
 from asyncengine.integrations.vectors import DecisionFields
 
-_MEDIA = {"image_url", "input_image", "input_audio", "input_file", "video_url", "audio_url"}
+_MEDIA = {"input_audio", "input_file", "video_url", "audio_url"}
 """Types of OpenAI's media blocks; LangChain knows its own."""
 
 
 class AsyncEngineDecisions(DecisionFields, BaseDecisionModel):
     """Answers typed questions about a state with probabilities, in chains and middlewares.
 
-    See `DecisionFields` for its fields. Messages anywhere in a state become JSON, that of a user alone its text; media
-    and questions for boxes are refused by name. Answers to concurrent calls (`abatch`) come from one batch, and each is
-    the same to the bit as alone. Constructing is cheap; the engine is that of a `ChatAsyncEngine` of equal settings.
+    See `DecisionFields` for its fields. Messages anywhere in a state become JSON, that of a user alone its text.
+    Pictures go to models that read them; other media and questions for boxes are refused by name. Answers to concurrent
+    calls (`abatch`) come from one batch, and each is the same to the bit as alone. Constructing is cheap; the engine is
+    that of a `ChatAsyncEngine` of equal settings.
 
     Example:
         AutoModeMiddleware(tools=[delete_file], classifier=AsyncEngineDecisions(model="Qwen/Qwen3-8B"))
@@ -68,14 +70,14 @@ class AsyncEngineDecisions(DecisionFields, BaseDecisionModel):
 
 
 def _state(state: Any) -> Any:
-    """The state as JSON data. Raises `InvalidParameter` for media."""
+    """The state as JSON data and pictures. Raises `InvalidParameter` for other media."""
     found = _plain(state, "state")
     alone = isinstance(state, BaseMessage) and state.type == "human" and isinstance(found, dict)
     return found["content"] if alone else found
 
 
 def _questions(questions: Mapping[str, Any]) -> dict[str, Any]:
-    """The questions as JSON data. Raises `InvalidParameter` for media in them."""
+    """The same of the questions."""
     return {name: _plain(each.model_dump(), f"questions[{name!r}]") for name, each in questions.items()}
 
 
@@ -85,8 +87,10 @@ def _plain(value: Any, where: str) -> Any:
         made = [_plain(message, where) for message in convert_message(value, where)]
         return made[0] if len(made) == 1 else made
     if isinstance(value, Mapping):
+        if (picture := openai_shape.image_part(where, value)) is not None:
+            return {"where": where, **picture}
         if value.get("type") in _MEDIA or (is_data_content_block(dict(value)) and value["type"] != "text-plain"):
-            raise InvalidParameter(where, f"content of type {value['type']!r} cannot be used here: decisions read text")
+            raise InvalidParameter(where, f"is of type {value['type']!r}, which is not read: text and pictures are")
         return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each, f"{where}[{position}]") for position, each in enumerate(value)]

@@ -23,7 +23,7 @@ from transformers import pipeline
 
 from asyncengine import DEMO_MODEL, AsyncEngine, Engine, InvalidParameter, QueueFull, SamplingParams, UnsupportedModel
 from asyncengine.engine import prefix_store
-from asyncengine.engine.decisions import DecisionCall
+from asyncengine.engine.decisions import DecisionCall, Pictures
 from asyncengine.events import RequestDone
 from asyncengine.testing.leaks import assert_nothing_held
 from makers.demo_model.decisions import cases
@@ -133,11 +133,12 @@ async def test_control_tokens_in_a_text_stay_text(engine: AsyncEngine) -> None:
     assert names
     (question,) = prompts.questions({"q": {"type": "noul", "instructions": "".join(names)}})
     hostile = {f"key {names[0]}": ["".join(names), f"<|ma{names[0]}rk|>"]}
-    usual = prompts.prompt({"key": ["", ""]}, prompts.questions({"q": {"type": "noul"}})[0])
+    none = Pictures({})
+    usual, _ = prompts.prompt({"key": ["", ""]}, prompts.questions({"q": {"type": "noul"}})[0], none)
     control = {engine.core.tokenizer.get_vocab()[name] for name in names}  # type: ignore[union-attr]
-    assert [token for token in prompts.prompt(prompts.parted(hostile), question) if token in control] == [
-        token for token in usual if token in control
-    ]
+    assert [
+        token for token in prompts.prompt(prompts.parted(hostile, none), question, none)[0] if token in control
+    ] == [token for token in usual if token in control]
 
 
 @pytest.mark.parametrize(

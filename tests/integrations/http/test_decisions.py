@@ -167,7 +167,7 @@ async def test_systemone_has_the_form_of_transformers(engine: AsyncEngine, url: 
             ({"questions": {"a": {"type": "box"}}}, 422, "questions"),
             ({"state": None}, 422, "state"),
             ({"more": 1}, 422, "more"),
-            ({"assets": {"i": {"data_base64": ""}}}, 400, "assets"),
+            ({"assets": {"i": {"data_base64": ""}}}, 400, "assets['i']"),
         ):
             refused = await client.post("/v1/systemone", json={**body, **more})
             assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)

@@ -115,4 +115,7 @@ def draft_planner(config: SpeculationSettings) -> DraftPlanner | None:
     if config.draft_costs is not None:
         draft_costs = StepCosts(config.draft_costs, config.speculation_costs[0])
     costs = StepCosts(config.speculation_costs)
-    return DraftPlanner(costs, config.speculation_tokens, int(config.speculation_memory), draft_costs=draft_costs)
+    return DraftPlanner(
+        costs, config.speculation_tokens, int(config.speculation_memory), draft_costs=draft_costs,
+        falls_behind=config.draft_model is not None,
+    )  # fmt: skip

@@ -36,8 +36,8 @@ _PRIORS = (
     (0.60, 0.75, 0.75, 0.75, 0.75),
 )
 """Share of right tokens by source and level, measured on answers that quote, edit, extract and answer from passages."""
-_PRIOR_WEIGHT = 1.0
-"""Weight of the prior, in drafted tokens."""
+_PRIOR_WEIGHTS = (1.0, 1.0, 1.0, 8.0)
+"""Weight of each source's prior, in drafted tokens: what a model guesses is not a matter of one text."""
 _MEMORY = 0.99
 """Factor by which a drafted token makes earlier ones count less: texts change."""
 _RECOVERY = 0.998
@@ -92,8 +92,9 @@ class Acceptance:
     def _rates(self, source: Source) -> list[float]:
         """Share of right tokens by level of agreement."""
         usual = _PRIORS[source] if self._parent is None else self._parent._rates(source)
+        weight = _PRIOR_WEIGHTS[source]
         counts = zip(usual, self._right[source], self._tried[source], strict=True)
-        return [(rate * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + tried) for rate, right, tried in counts]
+        return [(rate * weight + right) / (weight + tried) for rate, right, tried in counts]
 
     def learn(self, draft: Draft, drafted: int, accepted: int) -> None:
         """Take in that the first `accepted` of `drafted` tokens were right; those behind a wrong one say nothing."""

@@ -7,7 +7,7 @@ predicts, and no page is taken from a request.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate, repeat
@@ -186,12 +186,14 @@ class DraftPlanner:
         answer_bytes: int = 0,
         make_proposer: MakeProposer | None = None,
         draft_costs: StepCosts | None = None,
+        falls_behind: bool = True,
     ) -> None:
         """`max_drafts`: of a row. `answer_bytes`: memory for earlier answers. `make_proposer`: None looks up.
-        `draft_costs`: of the draft model's steps, in the unit of `costs`; None: there is no draft model."""
+        `draft_costs`: of the draft model's steps, in the unit of `costs`; None: there is no draft model.
+        `falls_behind`: it has to compute the text that was written without it; the model's own head has not."""
         self.counters = SpeculationCounters(by_position=[0] * max_drafts)
         self._costs = costs
-        self._draft_costs = draft_costs
+        self._draft_costs, self._falls_behind = draft_costs, falls_behind
         self._max_drafts = max_drafts
         self._answers = EarlierAnswers(answer_bytes)
         self.make = make_proposer or partial(LookupProposer, answers=self._answers)
@@ -227,9 +229,12 @@ class DraftPlanner:
                     self.requests[candidates[place].key].acceptance.rest(Source.MODEL)
         # the likeliest guesses of all rows, as many as yield the most tokens per time
         guesses = sorted(guesses)[: len(costs) - 1]
-        making = accumulate((made for _, _, made in guesses), initial=0.0)
+        making = accumulate(self._making(guesses), initial=0.0)
         with_making = [cost + made for cost, made in zip(costs, making, strict=False)]
-        worth = best_prefix([-minus for minus, _, _ in guesses], with_making, num_sampling)[0]
+        worth, gain = best_prefix([-minus for minus, _, _ in guesses], with_making, num_sampling)
+        if gain < _MIN_MODEL_GAIN and any(made for _, _, made in guesses):
+            guesses = [guess for guess in guesses if not guess[2]]
+            worth = best_prefix([-minus for minus, _, _ in guesses], costs, num_sampling)[0]
         counts = Counter(place for _, place, _ in guesses[:worth])
         for place, draft in drafts.items():
             request = self.requests[candidates[place].key]
@@ -328,6 +333,19 @@ class DraftPlanner:
                 draft = draft._replace(tokens=draft.tokens[: draft.tokens.index(stop)])
         return draft, request.acceptance.chances(draft, limit)
 
+    def _making(self, guesses: Sequence[_Guess]) -> Iterator[float]:
+        """The cost of making each of these: those at one place of several rows are made in one pass."""
+        places, passes = Counter[int](), Counter[int]()
+        for _, row, made in guesses:
+            if not made or self._draft_costs is None:
+                yield 0.0
+                continue
+            number = places[row]
+            alone = passes[number]
+            yield self._draft_costs.of(alone + 1) - (self._draft_costs.of(alone) if alone else 0.0)
+            places[row] += 1
+            passes[number] += 1
+
     def _worth_asking(
         self, candidates: Sequence[Candidate], places: Sequence[int], costs: Sequence[float]
     ) -> list[_Guess]:
@@ -356,7 +374,8 @@ class DraftPlanner:
         chances = request.acceptance.chances(_OPEN, min(candidate.room, self._max_drafts, len(costs) - 1))
         # what was written while nobody asked it has to be computed by the draft model first: paid by what is to come
         ahead = min(candidate.spec.max_total - known, max(_MIN_AHEAD, known - len(candidate.spec.prompt)))
-        catching_up = self._draft_costs.of(known - request.caught_up) - self._draft_costs.of(1)
+        missing = known - request.caught_up if self._falls_behind else 1
+        catching_up = self._draft_costs.of(missing) - self._draft_costs.of(1)
         extra = 2 * max(0.0, catching_up) / max(1, ahead)
         with_making = [cost + number * making + extra * (number > 0) for number, cost in enumerate(costs)]
         count, gain = best_prefix(chances, with_making, 1.0)

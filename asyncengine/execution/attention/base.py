@@ -37,6 +37,8 @@ class LayerSpec:
     """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
     chunk: int | None = None
     """Position p sees none before its own chunk, which begins at p // chunk * chunk (Llama 4). None: it sees all."""
+    first: int = 0
+    """No position sees one before this one; only compiled kernels know it."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap) before masking (Gemma 2)."""
     both: bool = False

@@ -33,6 +33,7 @@ class _LayerGroup:
 
     window: int | None
     chunk: int | None
+    first: int
     num_heads: int
     num_kv_heads: int
 
@@ -110,16 +111,23 @@ class CompiledBackend(base.AttentionBackend):
         cos and sin [tokens, rotary dim] contiguous in the model's type.
         """
         spec = self._layers[layer]
-        tokens = qkv.shape[0]
-        query = qkv.new_empty((tokens, spec.num_heads * spec.key_dim))
-        out = qkv.new_empty((tokens, spec.num_heads * spec.value_dim))
+        query = self.write_merged(layer, qkv, heads, cos, sin)
+        out = qkv.new_empty((qkv.shape[0], spec.num_heads * spec.value_dim))
+        head_size = spec.key_dim * qkv.element_size()
+        self._attend(layer, query, spec.num_heads * head_size, head_size, out)
+        return out
+
+    def write_merged(
+        self, layer: int, qkv: torch.Tensor, heads: base.MergedHeads, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """The first three of these. -> queries [tokens, heads * key dim]."""
+        spec = self._layers[layer]
+        query = qkv.new_empty((qkv.shape[0], spec.num_heads * spec.key_dim))
         self._kernels.prepare_and_write(
             qkv, query, heads.q_norm, heads.k_norm, heads.epsilon, cos, sin,
             self._pools[layer].address, self._planned[layer].step,
         )  # fmt: skip
-        head_size = spec.key_dim * qkv.element_size()
-        self._attend(layer, query, spec.num_heads * head_size, head_size, out)
-        return out
+        return query
 
     def _attend(self, layer: int, query: torch.Tensor, token_size: int, head_size: int, out: torch.Tensor) -> None:
         address, step = self._pools[layer].address, self._planned[layer].step
@@ -175,7 +183,7 @@ class CompiledBackend(base.AttentionBackend):
         """Items to compute, [items, ITEM_FIELDS], and results to join, [joins, 3]."""
         decodes = np.flatnonzero(step.counts == 1)
         positions = step.starts[decodes]
-        begins = base.first_seen(spec.window, spec.chunk, positions)
+        begins = np.maximum(base.first_seen(spec.window, spec.chunk, positions), spec.first)
         first = begins // fields.SPLIT
         parts = positions // fields.SPLIT - first + 1
         if not self._worth_splitting(spec, step, positions + 1 - begins):
@@ -287,7 +295,7 @@ def _chunk_items(spec: base.LayerSpec, step: base.StepView, row: int) -> Int64Ar
     items[:, fields.COUNT] = counts
     items[:, fields.POSITION] = start + offsets
     items[:, fields.ROW] = row
-    items[:, fields.BEGIN] = base.first_seen(spec.window, spec.chunk, start + offsets)
+    items[:, fields.BEGIN] = np.maximum(base.first_seen(spec.window, spec.chunk, start + offsets), spec.first)
     items[:, fields.END] = np.minimum(start + offsets + counts + spec.later, start + count)
     items[:, fields.PARTIAL] = -1
     for first, end in blocks:
@@ -319,7 +327,7 @@ def _scratch_bytes(spec: base.LayerSpec) -> int:
 
 
 def _group_of(spec: base.LayerSpec) -> _LayerGroup:
-    return _LayerGroup(spec.window, spec.chunk, spec.num_heads, spec.num_kv_heads)
+    return _LayerGroup(spec.window, spec.chunk, spec.first, spec.num_heads, spec.num_kv_heads)
 
 
 def _dense(part: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def _worth_splitting(spec: LayerSpec, rows: ShortRows, decodes: Sequence[int], t
 
 def _first_seen(spec: LayerSpec, position: int) -> int:
     """The first position that `position` sees (`base.first_seen`)."""
-    first = 0 if spec.window is None else max(position - spec.window + 1, 0)
+    first = spec.first if spec.window is None else max(position - spec.window + 1, spec.first)
     return first if spec.chunk is None else max(first, position // spec.chunk * spec.chunk)
 
 

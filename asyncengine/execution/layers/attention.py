@@ -59,6 +59,8 @@ class AttentionConfig:
     """A logit of each head that takes part in the softmax and carries no value (gpt-oss)."""
     clip: float | None = None
     """Queries, keys and values are clamped to [-clip, clip] (OLMo 1)."""
+    first: int = 0
+    """No position sees one before this one."""
     output_gate: bool = False
     """The query projection gives each head's queries and, behind them, as many numbers whose sigmoid is multiplied with
     what that head attends to (Qwen3-Next)."""
@@ -144,8 +146,8 @@ class Attention:
         own = self.config
         self.spec = LayerSpec(
             index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=dim, value_dim=dim,
-            scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, both=config.both,
-            sinks=sinks, divided=self.share is not None,
+            scale=config.scale, window=config.window, chunk=config.chunk, first=config.first, softcap=config.softcap,
+            both=config.both, sinks=sinks, divided=self.share is not None,
         )  # fmt: skip
         self.gate = HeadGate(options, own.num_heads, dim) if config.output_gate else None
         self._kernels: Any = options.kernels
@@ -189,6 +191,18 @@ class Attention:
             attended = self._attended(self.gate.split(projected), step, angles)
             attended = self.gate.multiply(attended, projected)
         return self.out(gathered(self.share, attended), step.adapters)
+
+    def write(self, x: torch.Tensor, step: StepContext, angles: Angles) -> None:
+        """Keep the keys and values of x, to which others attend later; of layers without adapters, in one process."""
+        qkv = x.new_zeros(len(x), self.qkv.outputs)
+        self.qkv.weight.multiply_from(self.qkv.outputs - 2 * self.plan.kv_size, x, self.qkv.bias, qkv)
+        qkv = qkv if self.gate is None else self.gate.split(qkv)
+        write_merged: Any = None if self.merged is None else getattr(step.backend, "write_merged", None)
+        if write_merged is not None:
+            write_merged(self.index, qkv, self.merged, *self._prepare_in_place(qkv, angles))
+            return
+        _, key, value = self.prepare(qkv, angles)
+        step.backend.write(self.index, key, value)
 
     def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The merged projection of the heads that are here."""

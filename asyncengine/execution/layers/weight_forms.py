@@ -110,6 +110,10 @@ class WeightForm(ABC):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype; into `out`, whose rows may lie apart."""
 
+    def multiply_from(self, first: int, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """The same into `out`, of outputs from `first` on; a form that cannot leave out the others makes them, too."""
+        self.multiply(x, bias, out)
+
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         """The same in float32, in `memory` where a kernel writes there."""
         return self.multiply(x, bias).float()
@@ -195,6 +199,11 @@ class PackedWeight(WeightForm):
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
+
+    def multiply_from(self, first: int, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        panel = first // self._panels.WIDTH
+        first = panel * self._panels.WIDTH
+        self._panels.gemm(x, self.weight[panel:], out[:, first:], None if bias is None else bias[first:])
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._panels.read_rows(ids, self.weight, out)

@@ -286,6 +286,9 @@ class SpeculationSettings(checks.Settings):
     """Bytes of finished outputs kept to guess from, for requests of the same adapter and cache salt. None: none."""
     draft_model: Model | None = None
     """A smaller model with the same vocabulary that guesses as well: a folder, a hub id, or "demo/draft". On a CPU."""
+    mtp: bool = True
+    """Whether a head of the checkpoint that predicts further tokens (multi-token prediction) guesses, if it has one.
+    Not beside a draft model, and on a CPU."""
     speculation_costs: Costs | None = None
     """Seconds of steps of 1, 2, 8 and 32 tokens, or of 1, 8 and 32, by which it is decided how many guesses a step is
     worth. None: they are measured when the engine is built."""

@@ -69,6 +69,8 @@ class ModelInfo:
     """Backend of the attention kernels: "compiled", "torch", "flashinfer"; an encoder's, "of whole texts"."""
     no_speculation: str | None = None
     """Why nothing is guessed ahead; None: it is."""
+    no_mtp: str | None = "nothing is to be guessed"
+    """Why no head of the checkpoint that predicts further tokens guesses; None: one does."""
     no_images: str | None = "the model reads text alone"
     """Why chats may hold no pictures; None: they may."""
     no_routed_experts: str | None = "the model has no experts"
@@ -99,7 +101,7 @@ class ModelInfo:
         steady = "answers are the same in any company"
         if self.batch_variance is not None:
             steady = f"answers may depend on those computed beside them, as {self.batch_variance}"
-        guesses = "guesses ahead"
+        guesses = "guesses ahead" if self.no_mtp else "guesses ahead, by its own head too"
         if self.no_speculation is not None:
             same = self.no_speculation == self.batch_variance
             guesses = "nothing is guessed" + (", for the same reason" if same else f", as {self.no_speculation}")

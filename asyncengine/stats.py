@@ -65,7 +65,7 @@ class SpeculationStats:
     by_position: tuple[int, ...]
     """Accepted as the first, second, ... of their row."""
     drafted_by_model: int = 0
-    """Drafted tokens that a draft model made."""
+    """Drafted tokens that a draft model made, or the model's own head."""
     accepted_by_model: int = 0
 
 

@@ -50,6 +50,7 @@ def info_of(
         fused=tuple(runner.fused),
         attention=runner.attention_backend,
         no_speculation=runner.no_speculation,
+        no_mtp=None if getattr(runner, "mtp", None) else getattr(loaded, "no_mtp", None) or runner.no_speculation,
         batch_variance=runner.batch_variance,
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,

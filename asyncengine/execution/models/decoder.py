@@ -33,6 +33,7 @@ from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, StepContext
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 from asyncengine.execution.models.layer_plan import plan_layers
+from asyncengine.execution.models.mtp import MTPConfig, MTPHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    mtp: MTPConfig | None = None
+    """The head that predicts further tokens, where checkpoints may have one; its tensors are `ignored` otherwise."""
     ignored: tuple[str, ...] = field(default=())
     """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
 
@@ -145,6 +148,10 @@ class Decoder(CausalLM):
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
         self.specs = [own.spec for own in attentions if own.config.keys_of is None]
+        self.mtp: MTPHead | None = None
+        if config.mtp is not None:
+            self.mtp = MTPHead(options, config, config.mtp, len(self.specs), self.head.weight)
+            self.specs.append(self.mtp.attention.spec)
         self.states = [layer.state.spec for layer in self.layers if layer.state is not None]
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
@@ -247,11 +254,31 @@ class Decoder(CausalLM):
             inputs.width,
         )
 
+    def write_mtp(self, ids: torch.Tensor, before: torch.Tensor, step: StepContext) -> None:
+        """Have the head keep what it needs of ids [T], by the hidden states before them [T, width]."""
+        assert self.mtp is not None
+        self.mtp.write(self.embedded(ids, step)[0], before, step, self._mtp_angles(step))
+
+    def guess(self, ids: torch.Tensor, before: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [T, vocab] of the tokens behind ids [T], as the head guesses, what is taken for the hidden states of
+        ids), by the hidden states before them [T, width]."""
+        assert self.mtp is not None
+        x, hidden = self.mtp(self.embedded(ids, step)[0], before, step, self._mtp_angles(step))
+        return self._scaled(self.mtp.logits(x, self.head)), hidden
+
+    def _mtp_angles(self, step: StepContext) -> Angles:
+        assert self.mtp is not None
+        own = self.mtp.attention.config.rotary
+        axes = None if step.images is None else step.images.axes
+        return self._unrotated if own is None else self.rotary[own](step.positions, axes)
+
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[N, vocab] of hidden states [N, width], whose rows' adapters are `step.row_adapters`."""
         if not len(hidden):
             return hidden.new_empty(0, self.vocab_size)
-        logits = self.head(hidden, step.row_adapters)
+        return self._scaled(self.head(hidden, step.row_adapters))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
@@ -260,12 +287,16 @@ class Decoder(CausalLM):
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
         found = {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
+        if self.mtp is not None:
+            output, _ = next(self.head.slots())
+            found[output] = self.mtp.with_output(found[output])
         beyond = self._following[self.plan.run[-1]]
         return found if beyond is None else found | dict(beyond.slots())  # which may be the next stage's as well
 
     def _parts(self) -> list[tuple[Any, int | None]]:
         """Everything that has weights, and which layer it is."""
-        parts = (self.embedding, self.positions, self.inputs, *self.projections, *self.layers, self.norm, self.head)
+        parts = (self.embedding, self.positions, self.inputs, *self.projections, *self.layers, self.norm, self.head,
+                 self.mtp)  # fmt: skip
         places = {id(layer): place for place, layer in enumerate(self.layers)}
         places[id(self.norm)] = len(self.layers) - 1
         return [(part, places.get(id(part))) for part in parts if part is not None]
@@ -277,7 +308,7 @@ class Decoder(CausalLM):
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Places of tensors that a checkpoint may hold instead of some of those."""
-        for place, layer in enumerate(self.layers):
+        for place, layer in enumerate([*self.layers, *(self.mtp.layers if self.mtp is not None else ())]):
             others = () if layer.mlp is None else layer.mlp.other_slots()
             yield from ((name, self._here(slot, place)) for name, slot in others)
 
@@ -309,10 +340,11 @@ class Decoder(CausalLM):
         """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 9", ...]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
+        counts["mtp"] += self.mtp is not None
         counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())
         if self.recorded is not None and self.recorded.obstacle is None:
             counts["recorded_layers"] = len(self.layers)
-        return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
+        return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted((+counts).items()))]
 
     @property
     def key(self) -> Hashable:

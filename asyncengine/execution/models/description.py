@@ -41,6 +41,7 @@ from asyncengine.execution.models.formats import CheckpointSource, first_line
 from asyncengine.execution.models.multimodal import text_part
 from asyncengine.execution.models.pooling_files import read_pooling
 from asyncengine.execution.models.refusals import LENGTH_FIELDS, check_architectures, check_files, misnamed
+from asyncengine.execution.models.weights import why_no_head
 from asyncengine.pooling_spec import PoolingSpec
 from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
@@ -67,6 +68,8 @@ class ModelDescription:
     """Bits of a weight that the engine quantizes; None: weights keep their type."""
     stored: Mapping[str, str]
     """Storage types of the matrices that are quantized in their files, by name."""
+    no_mtp: str | None = None
+    """Why the head that predicts further tokens is not read; None: it is part of `structure`."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     """The settings of generation_config.json (temperature, top_p, top_k, ...), and over them the engine's own."""
 
@@ -97,8 +100,12 @@ def describe_model(
     with typed(checkpoint.folder):
         hf_config, structure, max_model_len = read_config(path_or_id, checkpoint, config)
         structure = _without_head(hf_config, structure) if headless else structure
+        device = device or resolve_device(config.device)
         if structure is not None and hf_config.model_type in MULTIMODAL:
             checkpoint = text_part(checkpoint, structure)
+        no_mtp = _why_no_mtp(structure, checkpoint, config, device, headless)
+        if structure is not None and no_mtp is not None:
+            structure = replace(structure, mtp=None)
         try:
             check_config(hf_config, checkpoint, structure)
         except UnsupportedModel as error:
@@ -106,7 +113,7 @@ def describe_model(
                 raise UnsupportedModel(f"{error}; without {setting} its layers are those written down here") from error
             raise
     described = _described(checkpoint, config, hf_config, structure, max_model_len, device)
-    return replace(described, generation_defaults=_generation_defaults(checkpoint, config))
+    return replace(described, no_mtp=no_mtp, generation_defaults=_generation_defaults(checkpoint, config))
 
 
 def describe_encoder(
@@ -178,6 +185,32 @@ def read_config(
     hf_config = load_config(checkpoint, config.trust_remote_code)
     length = _max_model_len(hf_config, config.max_model_len)
     return hf_config, with_head(None if refused else decoder_config_of(hf_config, length), content), length
+
+
+def _why_no_mtp(
+    structure: DecoderConfig | None, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device,
+    headless: bool,
+) -> str | None:  # fmt: skip
+    """Why a head that predicts further tokens is not read; None: it is."""
+    if structure is None or structure.mtp is None:
+        return "none is known of this family"
+    if config.load_format == "dummy":
+        text = checkpoint.config.get("text_config") or checkpoint.config
+        if not any(text.get(count) for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+            return "the model has none"
+    elif (reason := why_no_head(structure, checkpoint)) is not None:
+        return reason
+    if not config.mtp:
+        return "mtp is off"
+    if config.draft_model is not None:
+        return "there is a draft model"
+    if config.speculation != "auto" or headless:
+        return "nothing is to be guessed"
+    if device.type != "cpu" or config.attention_backend == "torch":
+        return "nothing can be guessed here"
+    if config.tensor_parallel > 1 or config.pipeline_parallel > 1:
+        return "several processes have the model"
+    return None
 
 
 def _max_model_len(hf_config: Any, wanted: int | None) -> int:

@@ -37,7 +37,7 @@ from asyncengine.execution.layers.stages import Stage, cut_layers
 from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.step import CausalLM
 from asyncengine.execution.models.checkpoint import open_checkpoint
-from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.description import ModelDescription, describe_encoder, describe_model, typed
 from asyncengine.execution.models.encoder import Encoder
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
@@ -151,6 +151,8 @@ class LoadedModel(Loaded):
     unsteady: str | None = None
     """Why a token's numbers may depend on the tokens that are computed beside it."""
     states: Sequence[StateSpec] = ()
+    no_mtp: str | None = None
+    """Why the head that predicts further tokens is not read."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,6 +205,7 @@ def load_model(
         unsteady=model.unsteady,
         mapped_bytes=model.options.memory.file_bytes if isinstance(model, Decoder) else 0,
         states=model.states,
+        no_mtp=described.no_mtp,
         left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
         placeholders=placeholders(described.hf_config),
     )
@@ -251,6 +254,10 @@ def _load_decoder(
     if ranks is not None and config.pipeline_parallel > 1:
         options = replace(options, ranks=None, stage=_stage_of(outline, config, ranks))
     decoder = Decoder(outline.config, options, described.max_model_len)
+    if decoder.mtp is not None and decoder.unsteady is not None:  # nothing could be guessed
+        assert isinstance(described.structure, DecoderConfig)
+        plain = replace(described, structure=replace(described.structure, mtp=None))
+        return _load_decoder(plain, config, bar, ahead, threads, ranks)
     if options.ranks is not None:
         weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
         split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)

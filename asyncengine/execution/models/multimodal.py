@@ -82,6 +82,8 @@ def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
             names[base + name.removeprefix(spelled[0])] = name
         elif name.startswith(spelled[1]):
             names[head + name.removeprefix(spelled[1])] = name
+        elif described.mtp is not None and name.startswith("mtp."):
+            names[name] = name
         else:
             others[name.removeprefix("model.").partition(".")[0]] += 1
     tensors = {name: whole.tensors[stored] for name, stored in names.items()}

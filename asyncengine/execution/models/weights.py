@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 from asyncengine.errors import ModelNotFound
+from asyncengine.execution.layers.kernels import LayerKernels
+from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.stored import NumberForm, StoredForm
@@ -106,6 +108,23 @@ def slots_of(decoder: Decoder, checkpoint: CheckpointSource) -> dict[str, Tensor
     if config.tied and _stored_name(checkpoint, head) and not _stored_name(checkpoint, table):
         slots[head] = slots.pop(table)
     return slots
+
+
+def why_no_head(described: DecoderConfig, checkpoint: CheckpointSource) -> str | None:
+    """Why the head of a decoder that predicts further tokens cannot be filled from a checkpoint; None: it can."""
+    alone = replace(described, layers=described.layers[:1], tied=False)
+    decoder = Decoder(alone, LayerOptions(torch.float32, torch.device("meta"), LayerKernels()), 1)
+    assert decoder.mtp is not None
+    own, slots = decoder.mtp.names(), slots_of(decoder, checkpoint)
+    held = {name: _stored_name(checkpoint, name) for name in slots if name in own}
+    if not any(held.values()):
+        return "the checkpoint has none"
+    wrong = [name for name, stored in held.items() if stored is None or not _fits(checkpoint, stored, slots[name])]
+    return f"the checkpoint's is of another form: it lacks {min(wrong)}" if wrong else None
+
+
+def _fits(checkpoint: CheckpointSource, name: str, slot: TensorSlot) -> bool:
+    return checkpoint.tensors[name].shape in (slot.shape, slot.other_shape)
 
 
 def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:

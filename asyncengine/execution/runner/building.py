@@ -32,6 +32,7 @@ from asyncengine.execution.runner.first_steps import GREEDY, first_lengths
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.execution.runner.images import ImageStore
 from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.execution.runner.mtp_guesser import MTPGuesser
 from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.stages import runner_of
@@ -231,6 +232,8 @@ def _build(
         runner.profile_run(_prompt_step(runner, config, 1))
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
+    if runner.mtp is not None:
+        _use_head(runner, runner.mtp, config)
     if draft is not None:
         _add_draft(runner, draft, config, cores)
     if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
@@ -334,6 +337,15 @@ def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, co
     runner.memory.draft, second.memory.forget = second.memory, runner.draft_model.forget
     runner.kv_bytes += second.kv_bytes
     runner.weights_bytes += second.weights_bytes
+
+
+def _use_head(runner: ModelRunner, mtp: MTPGuesser, config: EngineConfig) -> None:
+    """Measure rounds of the model's own head; where nothing can be guessed, steps are computed without."""
+    if runner.step_costs is None:
+        mtp.remove()
+        return
+    made = config.draft_costs or measure_steps(mtp.time_round, _followed(runner, config, True))
+    mtp.use(made, least_chance(runner.step_costs, made))
 
 
 def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool = False) -> tuple[float, ...]:

@@ -113,12 +113,15 @@ def prepare_update(
             checkpoint = text_part(checkpoint, described)
     if partial:
         described = replace(described, tied=decoder.config.tied)  # which may have been told by a tensor that stays
-    described = settle_tie(described, checkpoint)
+    described = settle_tie(replace(described, mtp=decoder.config.mtp), checkpoint)
     difference = _difference(replace(described, ignored=()), replace(decoder.config, ignored=()))
     if difference is not None:
         where, new, old = difference
         raise ModelNotFound(f"{checkpoint.folder} is of another model: its {where} is {new}, not {old}; load a new one")
     slots = slots_of(decoder, checkpoint)
+    own = set() if decoder.mtp is None else decoder.mtp.names()
+    if own.isdisjoint(f"{before}{name}" for name in checkpoint.tensors for before in ("", "model.")):
+        slots = {name: slot for name, slot in slots.items() if name not in own}  # trainers leave the head out
     names = assign(checkpoint, slots, described.ignored, partial=partial)
     _check_finite(checkpoint, names)
     return lambda: load_weights(checkpoint, slots, names, LoadProgress(False))

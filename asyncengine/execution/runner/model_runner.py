@@ -28,6 +28,7 @@ from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.graphs import Capture, DecodeGraphs
 from asyncengine.execution.runner.images import ImageStore
 from asyncengine.execution.runner.model_memory import ModelMemory
+from asyncengine.execution.runner.mtp_guesser import MTPGuesser
 from asyncengine.execution.runner.page_memory import CpuPageMemory
 from asyncengine.execution.runner.parts import launch_in_parts
 from asyncengine.execution.runner.pending import PendingStep, every_place
@@ -80,17 +81,17 @@ class ModelRunner:
         self.kv_bytes, self.attention_backend = backend.kv_bytes, backend.name
         self.state_bytes = state_bytes(model.states, model.dtype) if num_states else 0
         self.weights_bytes = model.weights_bytes
-        self.fused, self.stored = model.fused, model.stored
-        self.vocab_size = model.vocab_size
+        self.fused, self.stored, self.vocab_size = model.fused, model.stored, model.vocab_size
         self.no_speculation: str | None = "it was not asked for"
         self.step_costs: tuple[float, ...] | None = None  # seconds of steps of some sizes (`speculation.costs`)
         self.pooler = pooler
         self.draft_costs: tuple[float, ...] | None = None  # measured, of the draft model's passes
-        self.draft_model: Guesser | None = None  # it makes guesses that are left open
+        self.mtp = MTPGuesser.of(self, model.model, max_num_seqs)
+        self.draft_model: Guesser | None = self.mtp  # it makes guesses that are left open
         self.model: CausalLM | None = model.model
         self.backend, self.device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
-        self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
+        self.buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
@@ -198,12 +199,13 @@ class ModelRunner:
         if not pictured and self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
-            step = self._buffers.build(batch, self.last_token)
+            step = self.buffers.build(batch, self.last_token)
             routed = self._expert_type is not None and any(row.spec.params.return_routed_experts for row in batch.rows)
             routes: list[torch.Tensor] | None = [] if routed else None
             inputs, pending.failed = inputs_of(step, batch.rows, self.image_store if pictured else None)
             with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
-                logits = self.forward(inputs, routes)
+                forward = self.forward if self.mtp is None else partial(self.mtp.forward, batch.rows)
+                logits = forward(inputs, routes)
             if routes:
                 pending.routes = torch.stack(routes, dim=1).to(self._expert_type)
         self._conclude(pending, step, logits, masks)
@@ -230,7 +232,7 @@ class ModelRunner:
         rows = pending.batch.rows
         if self.image_store is not None and self.image_store.axes and any(row.spec.images for row in rows):
             return False  # positions of one axis are all that a graph has
-        step = self._buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
+        step = self.buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
         if step is None:
             return False
         self._write_adapters(step.adapters)
@@ -330,7 +332,7 @@ class ModelRunner:
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
         """The step, and logits [N, vocab] of its wanted rows."""
         assert isinstance(self.model, Decoder)
-        step = self._buffers.flatten(batch.rows)
+        step = self.buffers.flatten(batch.rows)
         hidden = graphs.run(step)
         own: StepAdapters = (None, None)
         if not step.wanted:

@@ -112,7 +112,7 @@ class StagedRunner(ModelRunner):
         """Begin the step's pass."""
         rows = pending.batch.rows
         self._write_adapters([row.adapter_slot for row in rows])
-        step = self._buffers.build(pending.batch, self.last_token)
+        step = self.buffers.build(pending.batch, self.last_token)
         step = replace(step, sample_logits=step.sample_logits.copy())  # the next step is made in the same memory
         pictured = any(row.spec.images for row in rows)
         inputs, pending.failed = inputs_of(step, rows, self.image_store if pictured else None)

@@ -61,7 +61,7 @@ class Runner:
     """A stand-in for a `ModelRunner` that takes what it is said to."""
 
     device: Device
-    may_cut = False
+    may_cut, mtp = False, None
 
     def __init__(self, model: Any, backend: Any, page_size: int, max_num_seqs: int, **_: Any) -> None:
         self.backend, self.kv_bytes = backend, backend.kv_bytes

@@ -234,6 +234,7 @@ def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig
         final_norm=None if made.final_norm is None else named(made.final_norm),
         head=inside.head,
         layer_inputs=inputs,
+        mtp=made.mtp and made.mtp.renamed(named),
         tied=made.tied or bool(getattr(config, "tie_word_embeddings", False)),
     )
 

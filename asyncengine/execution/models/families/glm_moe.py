@@ -17,6 +17,7 @@ from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of
+from asyncengine.execution.models.mtp import MTPConfig, head_layers
 
 _SHARED = "mlp.shared_experts."
 _FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
@@ -58,7 +59,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         "out_bias": config.attention_bias and not glm,
         "head_norm": norm if not glm or getattr(config, "use_qk_norm", False) else None,
     }
-    return llama_like(
+    made = llama_like(
         config,
         length,
         attention=attention,
@@ -70,6 +71,14 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         # a layer after the last, which predicts further tokens
         ignored=(_FREQUENCIES, rf"(.*\.)?layers\.{config.num_hidden_layers}\..*"),
     )
+    if not glm:
+        return made
+    after = f"model.layers.{config.num_hidden_layers}."
+    head = MTPConfig(
+        head_layers((replace(made.layers[-1], mlp=mixture),)), after, f"{after}enorm", f"{after}hnorm",
+        f"{after}eh_proj", f"{after}shared_head.norm",
+    )  # fmt: skip
+    return replace(made, mtp=head)
 
 
 def _ernie(config: Any, length: int) -> DecoderConfig:

@@ -15,6 +15,7 @@ from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of
+from asyncengine.execution.models.mtp import MTPConfig, head_layers
 
 _SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")
@@ -60,6 +61,11 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         vocab_size=config.vocab_size, width=config.hidden_size,
         layers=tuple(one(index) for index in range(config.num_hidden_layers)),
         norm=norm, rotary=(rotary_of(config, length, partial=True),), tied=bool(config.tie_word_embeddings),
+        mtp=MTPConfig(
+            head_layers((LayerConfig(attention, mixture or MLPConfig(config.intermediate_size, act)),)),
+            "mtp.layers.{}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm",
+            chains_normed=True,
+        ),
         ignored=(r"(.*\.)?rotary_emb\.inv_freq", r"mtp\..*"),
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ from asyncengine.execution.models.memory.caches import (
     two_pools,
     why_one_pool,
 )
+from asyncengine.execution.models.mtp import HEAD_BITS
 from asyncengine.execution.models.multimodal import TextPart
 from asyncengine.execution.models.vision.families import VISION
 from asyncengine.execution.models.weights import assign, settle_tie, slots_of, stored_forms
@@ -65,7 +66,7 @@ class Weights(NamedTuple):
     forms: dict[str, StoredForm]
     """Forms of the matrices that stay as they are stored, by path."""
     kept_bytes: int
-    """Bytes of these matrices."""
+    """Bytes of these matrices, and of a copy of the output layer."""
     elements: dict[str, int]
     """Numbers of all other tensors, by path."""
 
@@ -75,9 +76,15 @@ def outline_decoder(described: description.ModelDescription, config: EngineConfi
     assert isinstance(described.structure, DecoderConfig)
     structure = settle_tie(described.structure, described.checkpoint)
     decoder = Decoder(structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()), 1)
-    mixtures = [mixture.experts for layer in decoder.layers for mixture in layer.mixtures()]
+    layers = [*decoder.layers, *(() if decoder.mtp is None else decoder.mtp.layers)]
+    mixtures = [mixture.experts for layer in layers for mixture in layer.mixtures()]
     experts = [names for each in mixtures for names in each.side_by_side()]
-    return decoder, _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, config, experts)
+    weights = _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, config, experts)
+    path = structure.embedding if structure.tied else structure.head
+    if decoder.mtp is not None and described.bits is None and path not in weights.forms:
+        copy = _plain(weights.elements[path], described, HEAD_BITS)
+        weights = weights._replace(kept_bytes=weights.kept_bytes + copy)
+    return decoder, weights
 
 
 def outline_encoder(described: description.ModelDescription, config: EngineConfig) -> tuple[Encoder, Weights]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def decoder_of(model: GgufModel) -> Decoder:
     config = dict(model.config)
     described = decoder_config_of(AutoConfig.for_model(config.pop("model_type"), **config), LENGTH)
     assert described is not None
-    decoder = Decoder(described, LayerOptions(torch.float32, CPU, layer_kernels("auto", torch.float32, CPU)), LENGTH)
+    options = LayerOptions(torch.float32, CPU, layer_kernels("auto", torch.float32, CPU))
+    decoder = Decoder(replace(described, mtp=None), options, LENGTH)
     slots = decoder.slots()
     assert slots.keys() <= model.tensors.keys()
     with torch.inference_mode():

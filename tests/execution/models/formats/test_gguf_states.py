@@ -13,9 +13,11 @@ from support.gguf_models import make_model
 from support.long import by_turns
 from support.tiny_configs import changed
 
+from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.formats.gguf.model import GgufModel
 from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
+from asyncengine.execution.models.loading import load_model
 
 from .gguf_reading import check_decoder, check_tensors, comes_back, median_error
 
@@ -83,21 +85,46 @@ def put_value(writer: Any, key: str, value: Any) -> None:
     (writer.add_array if isinstance(value, list) else writer.add_uint32)(name, value)
 
 
-def test_layers_that_only_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+HEAD = {
+    "nextn.eh_proj": "fc", "nextn.enorm": "pre_fc_norm_embedding", "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm", "attn_norm": "layers.0.input_layernorm",
+    "post_attention_norm": "layers.0.post_attention_layernorm", "attn_q_norm": "layers.0.self_attn.q_norm",
+    "attn_k_norm": "layers.0.self_attn.k_norm", "attn_output": "layers.0.self_attn.o_proj",
+    **{f"attn_{part}": f"layers.0.self_attn.{part}_proj" for part in "qkv"},
+    **{f"ffn_{part}": f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_layer_that_predicts_further_tokens(whole: bool, tmp_path: Path) -> None:
+    """It is read as the checkpoint's head; where a part is missing, the model runs without, and says so."""
     config = CASES["qwen3.5"]()
-    layers = config.num_hidden_layers
+    layers, width = config.num_hidden_layers, config.hidden_size
+    generator, given = torch.Generator().manual_seed(3), dict[str, torch.Tensor]()
 
     def change(writer: Any) -> None:
         put_value(writer, "block_count", layers + 1)
         put_value(writer, "nextn_predict_layers", 1)
-        for name in ("attn_q.weight", "nextn.eh_proj.weight", "nextn.enorm.weight"):
-            writer.add_tensor(f"blk.{layers}.{name}", torch.zeros(2, 3).numpy())
+        attention = config.layer_types.index("full_attention")  # the head has a layer like it
+        for stem, name in HEAD.items():
+            like = f"model.layers.{attention}.{name.removeprefix('layers.0.')}.weight"
+            shape = written_shapes.get(like, (width, 2 * width) if name == "fc" else (width,))
+            given[f"mtp.{name}.weight"] = torch.randint(-8, 8, shape, generator=generator) / 8
+            if whole or "hnorm" not in stem:
+                added = 1.0 if "norm" in stem else 0.0
+                writer.add_tensor(f"blk.{layers}.{stem}.weight", (given[f"mtp.{name}.weight"] + added).numpy())
+        writer.add_tensor(f"blk.{layers}.nextn.shared_head_head.weight", torch.zeros(2, 3).numpy())
 
+    written_shapes = {name: tuple(tensor.shape) for name, tensor in write("qwen3.5", tmp_path / "plain")[1].items()}
     _, written = write("qwen3.5", tmp_path, change)
     model = GgufModel(tmp_path / "m.gguf")
-    check_tensors(model, written)
     assert model.config["num_hidden_layers"] == layers
     assert model.config["layer_types"] == config.layer_types
+    check_tensors(model, written | {name: given[name] for name in given if name in model.tensors})
+    assert len(model.tensors) == len(written) + len(HEAD) - (not whole)
+    loaded = load_model(str(tmp_path / "m.gguf"), EngineConfig(dtype="float32", show_progress=False))
+    reason = "the checkpoint's is of another form: it lacks mtp.pre_fc_norm_hidden.weight"
+    assert loaded.no_mtp == (None if whole else reason)
 
 
 def test_qwen35_as_ollama_makes_it(tmp_path: Path) -> None:

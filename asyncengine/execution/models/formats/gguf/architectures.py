@@ -77,6 +77,8 @@ class Architecture:
     outer: Mapping[str, str] = field(default_factory=lambda: names.OUTER)
     """Tensors outside of layers, as `layer`."""
     prefix: str = "model.layers.{}."
+    head: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Tensors of the layer behind the last, as `outer`, where it predicts further tokens and is read."""
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Keys of the header with a number for each layer that is a tensor in transformers: (name, shape)."""
 
@@ -296,7 +298,7 @@ MIXTRAL_ROW = Architecture("mixtral", names.MIXTRAL, "num_local_experts num_expe
 """llama.cpp's name for Mixtral is llama, too: a header with experts is."""
 _QWEN35_MOE_ROW = Architecture(
     "qwen3_5_moe_text", names.QWEN35_MOE, f"{_QWEN_KEYS} {_EXPERTS} shared_expert_intermediate_size", _qwen,
-    partial=True, norm_offset=1.0, moved=_qwen35_moved, state=_QWEN_SIZES,
+    partial=True, norm_offset=1.0, moved=_qwen35_moved, state=_QWEN_SIZES, head=names.QWEN_HEAD,
 )  # fmt: skip
 _NEMOTRON_ROW = Architecture(
     "nemotron_h", names.NEMOTRON, _NEMOTRON_KEYS, _nemotron, "layer_norm_epsilon", "unrotated", moved=halves,
@@ -351,7 +353,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "seed_oss": Architecture("seed_oss", names.SEED, f"{_BIASES} attention_out_bias"),
     "qwen35": Architecture(
         "qwen3_5_text", names.QWEN, _QWEN_KEYS, _qwen, partial=True, norm_offset=1.0, moved=_qwen35_moved,
-        state=_QWEN_SIZES,
+        state=_QWEN_SIZES, head=names.QWEN_HEAD,
     ),
     "qwen35moe": _QWEN35_MOE_ROW,
     # but for the order of rows in transformers' checkpoints, Qwen3-Next is Qwen 3.5

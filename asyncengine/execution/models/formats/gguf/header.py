@@ -88,7 +88,7 @@ class Header(dict[str, Any]):
                 raise ModelNotFound(f"{path}: {name} must be {what.words}, got {shorten(repr(found), 60)}")
             self[key] = shortest(float(value)) if what is REAL else value
         self.layers = max(self.get("block_count", 0) - self.get("nextn_predict_layers", 0), 0)
-        """Number of layers without those that only predict further tokens, which are not read."""
+        """Number of layers without those that only predict further tokens."""
 
     def __missing__(self, key: str) -> Any:
         raise ModelNotFound(f"{self.path}: {self.architecture}.{key} is missing")

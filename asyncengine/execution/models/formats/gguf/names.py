@@ -102,6 +102,12 @@ QWEN_STATE = {
 }  # fmt: skip
 QWEN = {name: there for name, there in {**HEAD_NORMS, **QWEN_STATE}.items() if name != "ffn_norm"}
 QWEN35_MOE = {name: there for name, there in {**QWEN_MOE, **QWEN_STATE}.items() if name != "ffn_norm"}
+QWEN_HEAD = {
+    "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding", "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}  # fmt: skip
+HEAD_LAYER = "mtp.layers.0."
+"""The beginning of transformers' names of other tensors of that layer."""
 QWEN3_NEXT_FUSED = {**FUSED, "ssm_in": ("attn_qkv", "attn_gate"), "ssm_ba": ("ssm_beta", "ssm_alpha")}
 LFM = {
     "attn_norm": "operator_norm", **each("attn_{}", "self_attn.{}_proj", "q k v"), "attn_output": "self_attn.out_proj",

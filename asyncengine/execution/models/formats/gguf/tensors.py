@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, StoredMatrix, dense
 from asyncengine.execution.models.formats import StoredTensor
+from asyncengine.execution.models.formats.gguf import names
 from asyncengine.execution.models.formats.gguf.architectures import Architecture, Moved
 from asyncengine.execution.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.execution.models.formats.gguf.header import Header
@@ -182,7 +183,7 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
             continue
         split = NAME.fullmatch(whole)
         name = split and TensorName(int(split[1]) if split[1] else None, split[2], split[3] or "")
-        if name is not None and name.layer in layers:
+        if name is not None and name.layer in layers and not _of_first_head(header, row, name):
             continue  # it predicts further tokens
         parts = [] if name is None else _parts(header, row, name, place)
         if not parts:
@@ -209,13 +210,21 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
     return {**{there: _joined(header, row, there, parts) for there, parts in joined.items()}, **found}
 
 
+def _of_first_head(header: Header, row: Architecture, name: TensorName) -> bool:
+    """Whether a tensor is one of the first head that predicts further tokens, if it is read."""
+    return bool(row.head) and name.layer == header.layers and (name.stem in row.head or "nextn" not in name.stem)
+
+
 def _parts(
     header: Header, row: Architecture, name: TensorName, place: TensorPlace
 ) -> list[tuple[str, str, TensorName, TensorPlace]]:
     """The tensors of transformers' that a tensor of the file holds or is part of: each one's name there, its part ("",
     "#", "#0" or "#1"), the name that it would have alone in the file, and its place. Empty if the architecture has no
     such tensor."""
+    if name.layer == header.layers and name.stem in row.head:
+        return [(f"{row.head[name.stem]}.{name.suffix}", "", name, place)]
     table, before = (row.outer, "") if name.layer is None else (row.layer, row.prefix.format(name.layer))
+    before = names.HEAD_LAYER if name.layer == header.layers else before
     stems: tuple[str, ...] = (name.stem,) if name.stem in table else row.fused.get(name.stem, ())
     if not stems or (name.layer is None and name.stem not in table):
         return []

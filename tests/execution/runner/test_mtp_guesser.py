@@ -1,0 +1,163 @@
+"""The head's guesses are those of the published formula, whatever the steps in which a text was computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.drive import prompts
+from support.mtp_models import VOCAB, random_tensors, save, structure_of
+
+from asyncengine import SamplingParams
+from asyncengine.config import EngineConfig
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
+from asyncengine.request_spec import RequestSpec
+from asyncengine.step import OPEN, Batch, Row, StateUse
+
+FAMILIES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+(TEXT,) = prompts([23], VOCAB - 1)
+
+
+class Oracle:
+    """The head in plain torch: entries of (hidden state, next token's embedding), one causal layer, the output layer.
+
+    Attention and feed-forward parts of one layer are written out; rotation is by the position of the hidden state.
+    """
+
+    def __init__(self, family: str, tensors: dict[str, torch.Tensor]) -> None:
+        self.structure, self.tensors = structure_of(family), tensors
+        assert self.structure.mtp is not None
+        self.config = self.structure.mtp
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight = self.tensors[f"{name}.weight"] + self.structure.norm.offset
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.structure.norm.epsilon) * weight
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.tensors[f"{name}.weight"].T
+        return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
+
+    def merged(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        embedded = self.tensors[f"{self.structure.embedding}.weight"][tokens]
+        both = self.norm(self.config.token_norm, embedded), self.norm(self.config.hidden_norm, hidden)
+        return self.linear(self.config.projection, torch.cat(both, dim=-1))
+
+    def attend(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        own = self.config.layers[0].attention
+        assert own is not None
+        count, dim = len(x), own.head_dim
+        query, key, value = (self.linear(prefix + name, x).view(count, -1, dim) for name in own.qkv)
+        gate = None
+        if own.output_gate:
+            query, gate = query.view(count, own.num_heads, 2, dim).unbind(2)
+        if own.head_norm is not None:
+            query, key = self.norm(prefix + own.norm_names[0], query), self.norm(prefix + own.norm_names[1], key)
+        if own.rotary is not None:
+            rates = torch.tensor(self.structure.rotary[own.rotary].frequencies)
+            query, key = turned(query, rates), turned(key, rates)
+        group = own.num_heads // own.num_kv_heads
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * own.scale
+        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        mixed = mixed if gate is None else mixed * gate.sigmoid()
+        return self.linear(prefix + own.out, mixed.flatten(1))
+
+    def feed(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        """A gated mixture with a shared expert, by DeepSeek V3's router or by softmax; or one gated part."""
+        if f"{prefix}mlp.gate.weight" not in self.tensors:
+            return self.gated(f"{prefix}mlp.", x)
+        logits = self.linear(f"{prefix}mlp.gate", x)
+        correction = self.tensors.get(f"{prefix}mlp.gate.e_score_correction_bias")
+        scores = logits.softmax(-1) if correction is None else logits.sigmoid()
+        chosen = (scores if correction is None else scores + correction).topk(2).indices
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for row in range(len(x)):
+            for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
+                out[row] += weight * self.gated(f"{prefix}mlp.experts.{expert}.", x[row])
+        if f"{prefix}mlp.shared_expert_gate.weight" in self.tensors:
+            gate = self.linear(f"{prefix}mlp.shared_expert_gate", x).sigmoid()
+            return out + gate * self.gated(f"{prefix}mlp.shared_expert.", x)
+        return out + self.gated(f"{prefix}mlp.shared_experts.", x)
+
+    def gated(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.linear(f"{prefix}up_proj", x), self.linear(f"{prefix}gate_proj", x)
+        return self.linear(f"{prefix}down_proj", torch.nn.functional.silu(gate) * up)
+
+    def run(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, what further guesses take for hidden states) of entries (hidden[i], tokens[i])."""
+        prefix, stream = self.config.layer.format(0), self.merged(hidden, tokens)
+        stream = stream + self.attend(prefix, self.norm(f"{prefix}input_layernorm", stream))
+        stream = stream + self.feed(prefix, self.norm(f"{prefix}post_attention_layernorm", stream))
+        x = self.norm(self.config.final_norm, stream)
+        return self.linear(self.structure.head, x), x if self.config.chains_normed else stream
+
+
+def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """The first dimensions of x [positions, heads, dims] rotated, halves of them being pairs."""
+    angles = torch.arange(len(x))[:, None, None] * rates
+    first, second, rest = x.split([len(rates), len(rates), x.shape[-1] - 2 * len(rates)], dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_guesses_are_those_of_the_formula(family: str, tmp_path: Path) -> None:
+    """A prompt in chunks, decode steps, and steps with drafts of which some are wrong; then a chain of guesses."""
+    tensors = random_tensors(family)
+    folder = save(tmp_path / "model", family, tensors)
+    config = EngineConfig(dtype="float32", kv_cache_memory="4MiB", page_size=4, max_num_seqs=4, show_progress=False)
+    runner = build_runner(load_model(str(folder), config), config)
+    model, mtp = runner.model, runner.mtp
+    assert isinstance(model, Decoder)
+    assert mtp is not None
+    assert model.mtp is not None
+    model.mtp.output = None  # the formula has no copy in 4 bits
+    mtp.use((1e-6,) * 3, 0.0)
+    states: list[torch.Tensor] = []
+    keep = model.hidden_states
+
+    def noted(ids: torch.Tensor, step: Any, *others: Any) -> torch.Tensor:
+        states.append(keep(ids, step, *others))
+        return states[-1]
+
+    model.hidden_states = noted  # type: ignore[method-assign]
+    seen: list[torch.Tensor] = []
+    guess = model.guess
+
+    def watched(*given: Any) -> Any:
+        logits, hidden = guess(*given)
+        seen.append(logits)
+        return logits, hidden
+
+    model.guess = watched  # type: ignore[method-assign]
+    spec = RequestSpec(1, tuple(TEXT[:9]), SamplingParams(temperature=0.0), 64)
+    pages, slot = list(range(3, 20)), 2
+
+    def step(start: int, count: int, drafts: tuple[int, ...] = (), source: int = 1, samples: bool = True) -> None:
+        state = StateUse(1, source, guesses=(2, 3, 4)[: len(drafts)]) if runner.num_states else None
+        tokens = TEXT[: start + count]
+        row = Row(spec, slot, start, count + len(drafts), tokens, False, pages, samples, state=state, drafts=drafts)
+        runner.launch(Batch(1, (row,))).wait()
+
+    step(0, 4, source=0, samples=False)
+    step(4, 5)
+    step(9, 1)
+    step(10, 1, drafts=(TEXT[11], TEXT[12], (TEXT[13] + 1) % VOCAB))  # of which the first two stand
+    step(13, 1, source=4)
+    hidden = torch.cat((states[0], states[1], states[2], states[3][:3], states[4]))
+    step(14, 1, drafts=(OPEN,) * 3)
+    assert len(seen) == 3
+    oracle = Oracle(family, tensors)
+    before, tokens = hidden, TEXT[1:15]
+    for logits in seen:
+        expected, chained = oracle.run(before, torch.tensor(tokens))
+        torch.testing.assert_close(logits[0], expected[-1], rtol=1e-5, atol=1e-5)
+        before, tokens = torch.cat((before, chained[-1:])), [*tokens, int(expected[-1].argmax())]
+    runner.close()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import llguidance
@@ -56,9 +56,6 @@ _ADVICE = {
 MAX_MESSAGE = 240
 """Most characters of a library's text that reach the user."""
 
-Feature = tuple[str, str]
-"""(keyword, JSON pointer to it)"""
-
 
 def explain(grammar: Grammar, message: str) -> GrammarError:
     """The error to raise for `message`, which a library gave when it compiled or ran `grammar`.
@@ -74,9 +71,9 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
     if any(sign in lower for sign in _IMPOSSIBLE):
         return GrammarImpossible("grammar", f"{_ADVICE['impossible']} ({shown})")
     if any(sign in lower for sign in _NO_AUTOMATON):
-        features = [feature for schema in schemas_of(grammar) for feature in _patterns(schema, message)]
+        features = [("pattern", place) for place in _patterns(grammar, lambda pattern: _suspect(pattern, message))]
         return GrammarUnsupported("grammar", features or [("look-around or back-reference", "")], shown)
-    places = [place for schema in schemas_of(grammar) for place in _malformed(schema, message)]
+    places = _patterns(grammar, lambda pattern: f"    {pattern}\n" in message)
     return GrammarError("grammar", f"cannot be compiled{f' at {places[0]}' if places else ''}: {shown}")
 
 
@@ -90,21 +87,14 @@ def summary(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
-def _patterns(schema: Any, message: str) -> list[Feature]:
-    """Patterns with a construct no automaton has, and any the message quotes (an anchor in mid-pattern)."""
-    return [
-        ("pattern", f"{place}/pattern")
-        for place, node in subschemas(schema)
-        if isinstance(pattern := node.get("pattern"), str) and _suspect(pattern, message)
-    ]
-
-
-def _malformed(schema: Any, message: str) -> list[str]:
-    """Pointers to the patterns the message quotes."""
-    return [f"{place}/pattern" for place, node in subschemas(schema) if f"    {node.get('pattern')}\n" in message]
+def _patterns(grammar: Grammar, is_meant: Callable[[str], bool]) -> list[str]:
+    """Pointers to the patterns of its schemas that are meant."""
+    found = ((place, node.get("pattern")) for schema in schemas_of(grammar) for place, node in subschemas(schema))
+    return [f"{place}/pattern" for place, pattern in found if isinstance(pattern, str) and is_meant(pattern)]
 
 
 def _suspect(pattern: str, message: str) -> bool:
+    """It has a construct that no automaton has, or the message quotes it (an anchor in mid-pattern)."""
     return unsupported_feature(pattern) is not None or (len(pattern) > 1 and f"/{pattern}/" in message)
 
 

@@ -158,25 +158,15 @@ class GrammarService:
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
-            outcome = self._cached(key, order)
-            if outcome is None:
+            known = self.cache.get(key)
+            outcome = None if known is None else _outcome(known, order)
+            broken = isinstance(outcome, GrammarError) and not isinstance(known, GrammarError)
+            if broken:  # under somebody's output: compile it again
+                self.cache.drop(key)
+            if outcome is None or broken:
                 self._wait(ticket, key, spec, order, done)
-        if outcome is not None:
-            done(ticket, outcome)
-
-    def _cached(self, key: str, order: GrammarOrder) -> GrammarMatcher | Exception | None:
-        """A matcher, or why there is none, if that is known without compiling. Holds the lock."""
-        known = self.cache.get(key)
-        if known is None or isinstance(known, GrammarError):
-            return known and _again(known)
-        try:
-            _check_budget(known, order.budget, order.on_budget)
-            return Matcher(known, order.budget, order.on_budget)
-        except BudgetTooSmall as error:
-            return error
-        except GrammarError:  # it broke under somebody's output: compile it again
-            self.cache.drop(key)
-            return None
+                return
+        done(ticket, outcome)
 
     def _wait(self, ticket: int, key: str, spec: Grammar, order: GrammarOrder, done: GrammarDone) -> None:
         """Join or begin the job of `key`. Holds the lock."""

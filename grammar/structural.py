@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import GrammarError
@@ -111,23 +111,24 @@ def tool_call_schema(tools: Any, tool_choice: Any, parallel: bool) -> dict[str, 
         functions = [function for function in functions if function[0] == wanted]
         if not functions:
             raise GrammarError("tool_choice", "names no tool of the list", wanted)
-    calls = []
-    definitions = {}
-    for index, (name, parameters) in enumerate(functions):
-        definitions[f"tool_{index}"] = moved(parameters, f"#/$defs/tool_{index}")
-        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool_{index}"}}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+    calls, definitions = call_schemas(functions, "arguments")
     call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if parallel:
         call = {"type": "array", "items": call, "minItems": 1}
     return {**call, "$defs": definitions}
+
+
+def call_schemas(
+    functions: Iterable[tuple[str, Mapping[str, Any]]], key: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Schemas of calls of functions (name, parameters) with the arguments as `key`, and the definitions in them."""
+    calls, definitions = list[dict[str, Any]](), dict[str, Any]()
+    for index, (name, parameters) in enumerate(functions):
+        definitions[f"tool_{index}"] = moved(dict(parameters), f"#/$defs/tool_{index}")
+        properties = {"name": {"const": name}, key: {"$ref": f"#/$defs/tool_{index}"}}
+        calls.append({"type": "object", "properties": properties, "required": ["name", key]})
+        calls[-1]["additionalProperties"] = False
+    return calls, definitions
 
 
 def _function(tool: Any) -> tuple[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from asyncengine.grammar.lower import fragment, inline_json
 from asyncengine.grammar.marks import Markers, literal_pattern, sequence
 from asyncengine.grammar.schema.arguments import Members
 from asyncengine.grammar.schemas import moved
+from asyncengine.grammar.structural import call_schemas
 
 ANY = "/(?s:.*)/"
 
@@ -157,15 +158,11 @@ class AnswerGrammar:
         assert final is not None
         assert form is not None
         key = re.findall(r'"(\w+)"', form.name_close)[-1]
-        definitions = {"final": moved(json.loads(final.text), "#/$defs/final")}
-        options: list[dict[str, object]] = [{"$ref": "#/$defs/final"}]
-        for i, tool in enumerate(calls):
-            definitions[f"arguments_{i}"] = moved(dict(tool.schema), f"#/$defs/arguments_{i}")
-            properties = {"name": {"const": tool.name}, key: {"$ref": f"#/$defs/arguments_{i}"}}
-            options.append({"type": "object", "properties": properties, "required": ["name", key]})
-            options[-1]["additionalProperties"] = False
+        one_call, definitions = call_schemas(((tool.name, tool.schema) for tool in calls), key)
+        definitions["final"] = moved(json.loads(final.text), "#/$defs/final")
+        options = [{"$ref": "#/$defs/final"}, *one_call]
         if form.list_for_several and self._answer.several:
-            options.append({"type": "array", "items": {"anyOf": options[1:]}, "minItems": 1})
+            options.append({"type": "array", "items": {"anyOf": one_call}, "minItems": 1})
         lenient = final.unsupported != "error" or not all(tool.strict for tool in calls)
         schema = {"anyOf": options, "$defs": definitions}
         strict = final.formats == "strict"

@@ -37,16 +37,11 @@ def plain_json(field: str, value: object) -> Any:
         raise InvalidParameter(field, f"must be plain JSON data: {error}") from error
     level = [copy]
     for _ in range(MAX_DEPTH + 1):
-        level = [child for item in level for child in _inside(item)]
+        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [child for children in nested for child in children]
     if level:
         raise InvalidParameter(field, f"is nested deeper than {MAX_DEPTH}")
     return copy
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 def with_json_types(about: str, schema: Schema) -> Schema:

@@ -101,17 +101,16 @@ class Speller:
     def unit(self, texts: Sequence[bytes], sets: Sequence[int]) -> Unit | None:
         """The best unit for a repetition whose rounds are any of `texts` or one letter of any of `sets`."""
         key = tuple(texts), tuple(sets)
-        if key not in self._units:
-            if len(self._units) >= MAX_KEPT // 4:
-                self._units.clear()
-            pairs = [[one, two] for one in texts[:MAX_PAIRED] for two in texts[:MAX_PAIRED] if one != two]
-            found = [unit for said in ([text] for text in texts) if (unit := self._unit(said)) is not None]
-            found += [unit for said in pairs if (unit := self._unit(said)) is not None]
-            found += [unit for letters in sets if (unit := self._dense(letters)) is not None]
-            best = min(found, key=lambda unit: (len(unit.tokens) / unit.rounds, unit.rounds), default=None)
-            self._units[key] = best
-            return best
-        return self._units.get(key)
+        if key in self._units:
+            return self._units.get(key)
+        if len(self._units) >= MAX_KEPT // 4:
+            self._units.clear()
+        pairs = [[one, two] for one in texts[:MAX_PAIRED] for two in texts[:MAX_PAIRED] if one != two]
+        units = (*map(self._unit, [*([text] for text in texts), *pairs]), *map(self._dense, sets))
+        found = (unit for unit in units if unit is not None)
+        best = min(found, key=lambda unit: (len(unit.tokens) / unit.rounds, unit.rounds), default=None)
+        self._units[key] = best
+        return best
 
     def _unit(self, texts: list[bytes]) -> Unit | None:
         """`texts`, each a round, in turn as often as it is cheapest by the round."""

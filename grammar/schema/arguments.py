@@ -174,9 +174,10 @@ class ArgumentBuilder(Builder):
             return super()._pair(key, value)
         if not self._outer and own.values == "python":
             return self.rules.shared(*([*quoted, *self._colon, self.node(value)] for quoted in self._quoted(key)))
-        raw_close = own.key_close.split()[:1]
-        wrong = not key or key != key.strip() or raw_close[0][0] in key or "\n" in key
-        if wrong if own.values == "raw" else not re.fullmatch(BARE_KEY, key):
+        fits = re.fullmatch(BARE_KEY, key) is not None
+        if own.values == "raw":
+            fits = key.strip() == key != "" and own.key_close.split()[0][0] not in key and "\n" not in key
+        if not fits:
             raise GrammarUnsupported("grammar", [("properties", f"/properties/{escape(key)}")])
         opening = own.key_open if self._outer else ""
         heads = [self._said(f"{opening}{key}{close}") for close in (own.key_close, own.string_key_close) if close]

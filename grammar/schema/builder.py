@@ -198,14 +198,11 @@ class Builder:
             self._list(name, [self.node(item) for item in items], self.node(rest), least, most)
 
     def _list(self, name: Name, items: list[Name], rest: Name, least: int, most: int | None) -> None:
+        items = items or [rest]
         width = len(items)
         if least == 0:
             self.rules.add(name, self._around("[]"))
         if most == 0:
-            return
-        if width == 0:
-            more = self.rules.new([*self._comma, rest])
-            self.rules.add(name, self._around("[]", rest, *repeat(more, max(0, least - 1), most, 1)))
             return
         tail = repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
         for index in range(width - 1, 0, -1):

@@ -7,6 +7,7 @@ too: `{"exclusiveMinimum": 0.3}` is not met by 0.3000000000000000000001, which i
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -101,17 +102,16 @@ class Numbers:
 
     def ends(self) -> tuple[int | None, int | None]:
         """First and last number, counted in units of the last place (`places`) and at multiples of `step`."""
-        scale, unit = 10**self.places, self.unit
-        low = high = None
-        if self.low is not None:
-            bound, is_open = self._inside(self.low, self.low_open, math.inf)
-            low = math.ceil(bound * scale / unit)
-            low = (low + (is_open and low * unit == bound * scale)) * unit
-        if self.high is not None:
-            bound, is_open = self._inside(self.high, self.high_open, -math.inf)
-            high = math.floor(bound * scale / unit)
-            high = (high - (is_open and high * unit == bound * scale)) * unit
+        low = None if self.low is None else self._first(self.low, self.low_open)
+        high = None if self.high is None else -self._first(-self.high, self.high_open)
         return low, high
+
+    def _first(self, bound: Fraction, is_open: bool) -> int:
+        """The first number above a bound, counted so."""
+        scale, unit = 10**self.places, self.unit
+        bound, is_open = self._inside(bound, is_open)
+        first = math.ceil(bound * scale / unit)
+        return (first + (is_open and first * unit == bound * scale)) * unit
 
     def _parts(self) -> list[Numbers]:
         """Whole numbers, and apart from them fractions, which a double has up to 2**53 only: 2**53 + 2.9 is read as
@@ -131,14 +131,14 @@ class Numbers:
             return 1
         return int((_lcm(self.step, Fraction(1)) if self.integer else self.step) * 10**self.places)
 
-    def _inside(self, bound: Fraction, is_open: bool, direction: float) -> tuple[Fraction, bool]:
-        """An open bound that our digits tell apart from its neighbours and a double does not: the next double."""
+    def _inside(self, bound: Fraction, is_open: bool) -> tuple[Fraction, bool]:
+        """An open lower bound that our digits tell apart from its neighbours and a double does not: the next double."""
         if not is_open or not self.places or abs(bound) > 10**300:
             return bound, is_open
         near = float(bound)
         if Fraction(math.ulp(near)) * 10**self.places <= 1:
             return bound, is_open
-        return Fraction(repr(math.nextafter(near, direction))), False
+        return Fraction(repr(math.nextafter(near, math.inf))), False
 
     @property
     def empty(self) -> bool:
@@ -241,16 +241,7 @@ def number_text(value: int | float) -> str:
 
 def places(value: Fraction) -> int:
     """Digits after the point of a decimal number."""
-    rest, found = value.denominator, 0
-    while rest % 10 == 0:
-        rest, found = rest // 10, found + 1
-    twos = (rest & -rest).bit_length() - 1
-    rest >>= twos
-    fives = 0
-    while rest % 5 == 0:
-        rest, fives = rest // 5, fives + 1
-    assert rest == 1, "not a decimal number"
-    return found + max(twos, fives)
+    return next(digits for digits in itertools.count() if 10**digits % value.denominator == 0)
 
 
 def text_of(value: Fraction | None) -> str:

@@ -63,17 +63,6 @@ def _slash(match: re.Match[str]) -> str:
     return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(match.group(), match.group())
 
 
-def tokens(text: str) -> Iterator[tuple[str, str]]:
-    """(kind, text) of a Lark text: string, regex, json (the value after `%json`), keyword, name, number, mark (a
-    special token), other.
-
-    The text after `%json` must be JSON: `GrammarError` if it is none, `GrammarTooLarge` if it nests beyond Python's
-    recursion limit. Anything else malformed passes as `other`.
-    """
-    for kind, token, _ in placed(text):
-        yield kind, token
-
-
 def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
     """`text` with each `%json {...}` replaced by what `replacement` makes of the value; None leaves it as it is."""
     out = []
@@ -87,7 +76,12 @@ def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
 
 
 def placed(text: str) -> Iterator[tuple[str, str, int]]:
-    """(kind, text, where it begins), see `tokens`."""
+    """(kind, text, where it begins) of a Lark text: string, regex, json (the value after `%json`), keyword, name,
+    number, mark (a special token), other.
+
+    The text after `%json` must be JSON: `GrammarError` if it is none, `GrammarTooLarge` if it nests beyond Python's
+    recursion limit. Anything else malformed passes as `other`.
+    """
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -117,7 +111,7 @@ def checked_lark(text: object) -> str:
     check_text(text)
     if re.search(r"(?m)^[ \t]*[?!]?start\b", text) is None:
         raise GrammarError("grammar", "a Lark grammar needs a rule named start")
-    if "max_tokens" in text and any(token == ("name", "max_tokens") for token in tokens(text)):
+    if "max_tokens" in text and any(token[:2] == ("name", "max_tokens") for token in placed(text)):
         raise GrammarError("grammar", "max_tokens inside a Lark grammar is not supported: a step could not be undone")
     return text
 

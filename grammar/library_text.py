@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -74,19 +72,13 @@ def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
-    with named_tool(own.get("tool") if isinstance(own, dict) else None):
+    tool = own.get("tool") if isinstance(own, dict) else None
+    try:
         rules, start = _rules(schema_object(text, lenient), {}, lenient, checkpoint)
+    except GrammarUnsupported as error:
+        if tool is None:
+            raise
+        detail = f"{error.detail}, in tool {tool!r}" if error.detail else f"in tool {tool!r}"
+        raise GrammarUnsupported(error.field, error.features, detail) from error
     schemas.append((rules, start))
     return "%lark {\n" + rules.lark(start) + "}"
-
-
-@contextlib.contextmanager
-def named_tool(name: str | None) -> Iterator[None]:
-    """Have a refusal of what cannot be enforced name the tool whose schema asks for it."""
-    try:
-        yield
-    except GrammarUnsupported as error:
-        if name is None:
-            raise
-        detail = f"{error.detail}, in tool {name!r}" if error.detail else f"in tool {name!r}"
-        raise GrammarUnsupported(error.field, error.features, detail) from error

@@ -25,7 +25,7 @@ from typing import Any
 
 from asyncengine.errors import GrammarTooLarge
 from asyncengine.grammar.canonical import parse_json
-from asyncengine.grammar.lark import tokens
+from asyncengine.grammar.lark import placed
 from asyncengine.grammar.schemas import children, resolve, subschemas
 from asyncengine.grammar.spec import Grammar
 
@@ -225,7 +225,7 @@ def _check_tree(value: Any, max_depth: int, check: _Patterns, long: bool) -> Non
 def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
     depth = 0
     previous = ""
-    found = list(tokens(text))
+    found = [(kind, token) for kind, token, _ in placed(text)]
     alternatives = sum(token == "|" for _, token in found)
     if alternatives > MAX_ALTERNATIVES:
         raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)

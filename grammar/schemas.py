@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote, urljoin
 
 from asyncengine.errors import GrammarError, GrammarImpossible
 from asyncengine.grammar.canonical import canonical_json, parse_json
-from asyncengine.grammar.lark import tokens
+from asyncengine.grammar.lark import placed
 from asyncengine.grammar.spec import Grammar
 
 ONE = (
@@ -315,7 +315,7 @@ def schemas_of(grammar: Grammar) -> Iterator[Any]:
     if grammar.kind == "json_schema":
         yield json.loads(grammar.text)
     elif grammar.kind == "lark":
-        yield from (json.loads(text) for kind, text in tokens(grammar.text) if kind == "json")
+        yield from (json.loads(text) for kind, text, _ in placed(grammar.text) if kind == "json")
 
 
 def is_json(spec: Any) -> bool:

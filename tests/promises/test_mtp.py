@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.long import LONG
-from support.mtp_models import planted, random_tensors, save
+from support.mtp_models import WIDTH, planted, random_tensors, save
 
 from asyncengine import AsyncEngine, Engine, SamplingParams
+from asyncengine.assembly.wiring import needed_memory
+from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
+from asyncengine.engine import prefix_store
 from asyncengine.grammar import Grammar
 from asyncengine.speculation.acceptance import NOTHING, Draft
 
@@ -169,3 +173,68 @@ async def test_weights_without_a_head_update_a_model_that_has_one(tmp_path: Path
         await engine.update_weights(str(folder))
         assert await answers(engine, 8) == before
         assert made_by_head(engine)[0] > 100
+
+
+def save_adapter(folder: Path) -> Path:
+    """A LoRA adapter of the tiny models' queries and outputs of attention."""
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for layer in range(2):
+        for name in ("q_proj", "o_proj"):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(4, WIDTH, generator=generator) / 8
+            tensors[f"{path}.lora_B.weight"] = torch.randn(WIDTH, 4, generator=generator) / 2
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+async def test_adapters_are_exact_beside_a_head(tmp_path: Path) -> None:
+    """Rows with an adapter among others without, whose steps the head sees in part."""
+    folder = save(tmp_path / "model", "glm4_moe", planted("glm4_moe", "token"))
+    adapters = {"a": str(save_adapter(tmp_path / "adapter"))}
+
+    async def asked(engine: AsyncEngine) -> list[Any]:
+        names = ("a", None, "a", None)
+        given = [(prompt, name, SamplingParams(max_tokens=40, temperature=heat, seed=2, logprobs=True))
+                 for heat in (0.0, 0.9) for prompt, name in zip(PROMPTS, names, strict=True)]  # fmt: skip
+        found = await asyncio.gather(*(engine.generate(prompt, one, adapter=name) for prompt, name, one in given))
+        return [(one.token_ids, one.logprobs) for one in found]
+
+    async with await opened(folder, mtp=False, adapters=adapters) as engine:
+        expected = await asked(engine)
+    async with await opened(folder, adapters=adapters) as engine:
+        assert await asked(engine) == expected
+        assert made_by_head(engine)[1] > 50
+
+
+async def test_entries_come_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix that another engine has computed and kept holds the head's entries as well."""
+    monkeypatch.setattr(prefix_store, "WORTH", 1e9)  # tiny models compute faster than any disk reads
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
+    folder = save(tmp_path / "model", "glm4_moe", planted("glm4_moe", "hidden"))
+    prompt, params = [3 + place * 7 % 50 for place in range(200)], SamplingParams(max_tokens=40, temperature=0.0)
+    found = []
+    for _ in range(2):
+        async with await opened(folder, kv_cache_dir=tmp_path / "kv") as engine:
+            answer = await engine.generate(prompt, params)
+            found.append(answer.token_ids)
+            drafted, accepted = made_by_head(engine)
+            assert accepted > 0.9 * drafted > 20
+    assert found[0] == found[1]
+    assert answer.usage.restored_tokens >= 160
+
+
+def test_memory_of_a_head_is_counted(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "glm4_moe", random_tensors("glm4_moe"))
+    taken, told = [], []
+    for mtp in (False, True):
+        config = EngineConfig(mtp=mtp, kv_cache_memory="1MiB", dtype="float32")
+        told.append(needed_memory(str(folder), config, "cpu")[0])
+        with Engine.from_pretrained(str(folder), mtp=mtp, kv_cache_memory="1MiB", dtype="float32") as engine:
+            taken.append(engine.info.weight_bytes)
+            assert engine.info.num_pages == 2**20 // (
+                16 * 2 * 2 * 16 * 4 * (2 + mtp)
+            )  # tokens, keys and values, heads, sizes
+    assert taken[1] - taken[0] == pytest.approx(told[1] - told[0], rel=0.1)

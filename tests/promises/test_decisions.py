@@ -26,7 +26,6 @@ from asyncengine.engine import prefix_store
 from asyncengine.engine.decisions import DecisionCall, Pictures
 from asyncengine.events import RequestDone
 from asyncengine.testing.leaks import assert_nothing_held
-from makers.demo_model.decisions import cases
 
 QUESTIONS: dict[str, Any] = {
     "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "money back"}},
@@ -276,15 +275,6 @@ for thread in threads: thread.join()
 assert len(made) == 24
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-async def test_the_demo_model_decides_what_it_has_learned(engine: AsyncEngine) -> None:
-    """The example of the documentation is better than chance by far, about names that no training had."""
-    made = list(cases(200, 6))
-    found = await asyncio.gather(*(engine.decide(each["state"], {"q": each["question"]}) for each in made))
-    right = [(each["q"].value > 0.5) == case["answer"] for each, case in zip(found, made, strict=True)]
-    assert sum(right) > 0.88 * len(right)
-    assert 80 < sum(case["answer"] for case in made) < 120
 
 
 def test_a_plain_thread_decides() -> None:

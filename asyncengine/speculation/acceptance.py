@@ -33,7 +33,7 @@ _PRIORS = (
     (0.30, 0.60, 0.72, 0.85, 0.93),
     (0.20, 0.20, 0.40, 0.70, 0.85),
     (0.40, 0.60, 0.75, 0.90, 0.95),
-    (0.60, 0.75, 0.75, 0.75, 0.75),
+    (0.60, 0.60, 0.60, 0.60, 0.60),
 )
 """Share of right tokens by source and level, measured on answers that quote, edit, extract and answer from passages."""
 _PRIOR_WEIGHTS = (1.0, 1.0, 1.0, 8.0)

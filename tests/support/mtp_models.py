@@ -38,15 +38,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **_SHAPE, **_LINEAR, **_MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 48,
     },
-    "nemotron_h": {
-        **_SHAPE, "hybrid_override_pattern": "M*-E", "mtp_hybrid_override_pattern": "*E", "layer_norm_epsilon": 1e-5,
-        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
-        "use_bias": False, "use_conv_bias": True, "mlp_bias": False, "mamba_hidden_act": "silu",
-        "mlp_hidden_act": "relu2", "time_step_min": 0.0, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48, "moe_latent_size": None, "n_group": 1,
-        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
-        "chunk_size": 16,
-    },
 }  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_l
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, head_dim_of
 from asyncengine.execution.models.families.mamba import check_silu
-from asyncengine.execution.models.mtp import MTPConfig, head_layers
 
 KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 _LEAST = 1e-20
@@ -64,14 +63,6 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     parts: dict[str, Any] = dict(zip(KINDS, layers, strict=True))
     if unknown := [kind for kind in config.layers_block_type if kind not in parts]:
         raise unknown_layers(config.model_type, unknown[0], KINDS)
-    ends = getattr(config, "mtp_layers_block_type", None)
-    ends = ends or [_LETTERS.get(letter) for letter in getattr(config, "mtp_hybrid_override_pattern", None) or "*E"]
-    predicting = tuple(_layer(*parts[kind]) for kind in map(_today, ends) if kind in parts)
-    first, last = "mtp.layers.0.", f"mtp.layers.{len(ends) - 1}."
-    mtp = MTPConfig(
-        head_layers(predicting), "mtp.layers.{}.", f"{first}enorm", f"{first}hnorm", f"{first}eh_proj",
-        f"{last}final_layernorm", chains_normed=True,
-    )  # fmt: skip
     return DecoderConfig(
         vocab_size=config.vocab_size,
         width=config.hidden_size,
@@ -81,14 +72,8 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         layer="backbone.layers.{}.",
         final_norm="backbone.norm_f",
         tied=bool(config.tie_word_embeddings),
-        mtp=mtp if len(predicting) == len(ends) and predicting[0].attention is not None else None,
         ignored=(r"mtp.*",),
     )
-
-
-def _today(kind: str | None) -> str | None:
-    """Today's name of a kind of layers."""
-    return {"attention": "full_attention", "mamba": "linear_attention"}.get(kind or "", kind)
 
 
 def _mixture(config: Any, dense: MLPConfig) -> MoEConfig:

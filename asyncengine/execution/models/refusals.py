@@ -31,6 +31,8 @@ _ENDINGS = {
     "ForAudioClassification": "is a classifier of sound: it writes no text",
 }
 _GENERATOR = "Pass a model for text generation"
+_DRAFTERS = ("Eagle", "DFlash", "Medusa", "MLPSpeculator")
+"""In the names of architectures that guess for one model, by its hidden states."""
 
 
 def check_files(folder: Path, writes: bool = True) -> None:
@@ -53,6 +55,11 @@ def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = 
     """
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
+        if isinstance(name, str) and any(drafter in name for drafter in _DRAFTERS):
+            raise UnsupportedModel(
+                f"{folder} ({name}) guesses by the hidden states of the model that it was trained for, which is not "
+                "done here: a draft model is a smaller model of the same vocabulary"
+            )
         for ending, what in _ENDINGS.items():
             if isinstance(name, str) and name.endswith(ending) and (writes or ending not in _WITHOUT_HEAD):
                 raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")

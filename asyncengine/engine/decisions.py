@@ -142,7 +142,7 @@ class DecisionPrompts:
                 text = self._control.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
             return text
         if isinstance(value, Mapping):
-            if value.get("type") in PARTS:
+            if value.get("type") in PARTS and value["type"] in value:  # else it is data that has a type
                 return pictures.add(value)
             return {self.parted(key, pictures): self.parted(each, pictures) for key, each in value.items()}
         return [self.parted(each, pictures) for each in value] if isinstance(value, (list, tuple)) else value
@@ -201,7 +201,7 @@ class DecisionCall:
         return prepared
 
     def _plain(self, prompts: DecisionPrompts) -> Any:
-        """The state as a template gets it. Raises `InvalidParameter` for what is none."""
+        """The state with its pictures taken out. Raises `InvalidParameter` for what is neither text nor JSON data."""
         try:
             state = prompts.parted(self._state, self._pictures)
             json.dumps(state, allow_nan=False)

@@ -111,6 +111,12 @@ async def test_bad_pictures_are_named(state: Any, assets: Any, says: str, folder
         assert says in str(error.value)
 
 
+async def test_data_with_a_type_is_no_picture() -> None:
+    async with await AsyncEngine.from_pretrained(DEMO_MODEL, kv_cache_memory="8MB") as engine:
+        made = await engine.decide({"type": "image", "src": "logo.png"}, {"q": QUESTIONS["much"]})
+        assert made.answers != (await engine.decide({"type": "image"}, {"q": QUESTIONS["much"]})).answers
+
+
 async def test_a_model_of_text_refuses_a_picture(assets: dict[str, Any]) -> None:
     async with await AsyncEngine.from_pretrained(DEMO_MODEL, kv_cache_memory="8MB") as engine:
         for state, name in (("Is img-1 red?", "assets['img-1']"), ([{"type": "image", "image": b"x"}], "state")):

@@ -28,20 +28,15 @@ import torch
 from asyncengine import AsyncEngine
 from asyncengine.speculation.acceptance import NOTHING, Draft
 from asyncengine.step import Row
+from benchmarks import random_model
 from benchmarks.speculation import PROMPT, timed
 
 _SIZES = {
-    "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": None,
+    **random_model.SHAPES["qwen3.5-0.8b"], "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": None,
     "partial_rotary_factor": 0.25, "rope_theta": 1e7,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3.5-0.8b": {
-        **_SIZES, "model_type": "qwen3_5_text", "full_attention_interval": 4, "mtp_num_hidden_layers": 1,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    },
+    "qwen3.5-0.8b": {**_SIZES, "mtp_num_hidden_layers": 1},
     # the same size with attention in all layers, and a mixture of experts in the head
     "attention-0.8b": {
         **_SIZES, "model_type": "glm4_moe", "first_k_dense_replace": 24, "n_routed_experts": 2, "n_shared_experts": 0,

@@ -209,9 +209,9 @@ class StateGroup:
         made: int = 0,
         trail: int | None = None,
     ) -> None:
-        """The step has retired in which `use` left states between guesses, of which so many were `made` and `accepted`.
-        `working`: the request's state, which goes on from there; None: it has none, or what was computed does not
-        count. `trail`: how many accepted guesses end at the last page that they fill of its answer; None: at none."""
+        """Take back the slots between guesses of a retired step, of which `made` were computed and `accepted` right.
+        `working`: the request's state, which goes on from the last right one; None: the result does not count.
+        `trail`: number of accepted guesses up to the last page that they fill of its answer; None: they fill none."""
         free = set(use.guesses)
         self._guessed -= free
         if working is not None:

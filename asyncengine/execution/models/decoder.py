@@ -260,8 +260,8 @@ class Decoder(CausalLM):
         self.mtp.write(self.embedded(ids, step)[0], before, step, self._mtp_angles(step))
 
     def guess(self, ids: torch.Tensor, before: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [T, vocab] of the tokens behind ids [T], as the head guesses, what is taken for the hidden states of
-        ids), by the hidden states before them [T, width]."""
+        """Run the head on ids [T] and the hidden states of the positions before them [T, width]. Returns (logits of the
+        next tokens [T, vocab], hidden states to run it on again [T, width])."""
         assert self.mtp is not None
         x, hidden = self.mtp(self.embedded(ids, step)[0], before, step, self._mtp_angles(step))
         return self._scaled(self.mtp.logits(x, self.head)), hidden

@@ -256,6 +256,7 @@ def _load_decoder(
     decoder = Decoder(outline.config, options, described.max_model_len)
     if decoder.mtp is not None and decoder.unsteady is not None:  # nothing could be guessed
         assert isinstance(described.structure, DecoderConfig)
+        del decoder  # its memory
         plain = replace(described, structure=replace(described.structure, mtp=None))
         return _load_decoder(plain, config, bar, ahead, threads, ranks)
     if options.ranks is not None:

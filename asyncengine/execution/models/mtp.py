@@ -48,7 +48,7 @@ class MTPConfig:
     """The matrix that makes one of the normed embedding and the normed hidden state, in this order."""
     final_norm: str
     chains_normed: bool = False
-    """Whether what is taken for the hidden state of a guess has gone through `final_norm`."""
+    """Whether the hidden state that is fed back for a further guess is the one behind `final_norm`."""
 
     def renamed(self, named: Callable[[str], str]) -> MTPConfig:
         """The same under other names."""
@@ -110,7 +110,7 @@ class MTPHead:
     def __call__(
         self, embedded: torch.Tensor, hidden: torch.Tensor, step: StepContext, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the output layer reads, what is taken for hidden states of these tokens), of the same."""
+        """Run the layers on the same. Returns (inputs of the output layer, hidden states to feed back), [T, width]."""
         stream = self._merged(embedded, hidden)
         x = self._normed(stream)
         for layer, following in zip(self.layers, self._following, strict=True):

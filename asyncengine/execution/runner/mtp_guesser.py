@@ -172,9 +172,9 @@ class MTPGuesser:
     def round(
         self, rows: Sequence[Row], places: Sequence[Row], before: torch.Tensor
     ) -> tuple[list[int], list[float], torch.Tensor]:
-        """(a token for each of `places`, how likely each is, what is taken for the hidden states of the inputs).
-
-        `rows` have as many tokens together, `before` [tokens, width] are the hidden states before them."""
+        """Run the head once over `rows`, and sample a token for each of `places`, as many as rows have tokens together.
+        `before` [tokens, width]: hidden states of the positions before these. Returns (tokens, their probabilities,
+        hidden states [tokens, width] to feed back)."""
         runner, model = self._runner, self._model
         step = runner.buffers.build(Batch(0, tuple(rows)), runner.last_token)
         context = runner.context_of(inputs_of(step, rows, None)[0])

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from types import NoneType
@@ -30,15 +30,17 @@ SAMPLING_FIELDS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
 )  # fmt: skip
+_MAX_TOKENS = (
+    f"Most tokens to generate [{MOST_TOKENS}, for some answers have no end; less where the context is shorter]"
+)
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str], docs: Mapping[str, str]
-) -> None:
-    """A group of flags, one for each named field, with its text of `docs`. A flag that is not given leaves the field's
-    default alone."""
+def add_flags(parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str]) -> None:
+    """A group of flags, one for each named field. A flag that is not given leaves the field's default alone."""
     group = parser.add_argument_group(title)
-    hints, checks = get_type_hints(settings), settings.checks()
+    hints, checks, docs = get_type_hints(settings), settings.checks(), field_docs(settings)
+    limit = f"[{MOST_TOKENS}, for some answers have no end; less where the context is shorter]"
+    docs = {**docs, "max_tokens": f"Most tokens to generate {limit}"}
     for one in [each for each in fields(settings) if each.name in names]:
         text = docs.get(one.name, "")
         if isinstance(one.default, (bool, int, float, str)):
@@ -113,21 +115,24 @@ def literal(text: str) -> Any:
     return text
 
 
-@functools.cache
 def field_docs(settings: type) -> dict[str, str]:
     """The string literal under each field of a class, its bases' included, on one line.
 
     Empty where the source is not at hand.
     """
+    return {name: text for owner in settings.__mro__[-2::-1] for name, text in _own_docs(owner).items()}
+
+
+@functools.cache
+def _own_docs(owner: type) -> dict[str, str]:
     docs: dict[str, str] = {}
-    for owner in settings.__mro__[-2::-1]:  # without `object`
-        try:
-            (definition,) = ast.parse(inspect.getsource(owner)).body
-        except (OSError, SyntaxError):
-            return {}
-        assert isinstance(definition, ast.ClassDef)
-        for pair in pairwise(definition.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
-                    docs[name] = " ".join(text.split())
+    try:
+        (definition,) = ast.parse(inspect.getsource(owner)).body
+    except (OSError, SyntaxError):
+        return docs
+    assert isinstance(definition, ast.ClassDef)
+    for pair in pairwise(definition.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                docs[name] = " ".join(text.split())
     return docs

@@ -7,18 +7,20 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DEMO_EMBEDDER", "DEMO_MODEL", "DEMO_RERANKER", "DEMO_VISION", "AdapterError", "AdapterInUse", "AdapterInfo",
-    "AdapterNotFound", "AsyncEngine", "BudgetTooSmall", "ChatKeywords", "Chunk", "Classification", "Classifications",
-    "Completion", "ContextLengthExceeded", "Decision", "DecisionAnswer", "Embeddings", "Engine", "EngineAsleep",
-    "EngineClosed", "EngineConfig", "EngineDead", "EngineError", "EngineGroup", "EngineHandle", "EngineStats",
-    "FinishReason", "FleetError", "GrammarError", "GrammarImpossible", "GrammarTimeout", "GrammarTooLarge",
-    "GrammarUnsupported", "InvalidParameter", "LogprobEntry", "ModelInfo", "ModelNotFound", "OutOfMemory", "Policy",
-    "QueueFull", "Ranked", "Ranking", "RequestFailed", "RequestKeywords", "RequestTimeout", "Sample", "SamplingParams",
-    "SyncTokenStream", "Timings", "TokenLogprob", "TokenStream", "ToolCall", "ToolCallDelta", "UnsupportedModel",
-    "Usage", "VectorKeywords", "WeightedFair", "WrongLoop", "WrongProcess", "shared_engine", "submitted",
+    "AdapterNotFound", "AsyncEngine", "BudgetTooSmall", "ChatKeywords", "Chunk", "Classification",
+    "Classifications", "Completion", "ContextLengthExceeded", "Decision", "DecisionAnswer", "Embeddings", "Engine",
+    "EngineAsleep", "EngineClosed", "EngineConfig", "EngineDead", "EngineError", "EngineGroup", "EngineHandle",
+    "EngineStats", "FinishReason", "FleetError", "GrammarError", "GrammarImpossible", "GrammarTimeout",
+    "GrammarTooLarge", "GrammarUnsupported", "InvalidParameter", "LogprobEntry", "ModelInfo", "ModelNotFound",
+    "OutOfMemory", "Policy", "PrefixCacheReset", "QueueFull", "Ranked", "Ranking", "RequestFailed",
+    "RequestKeywords", "RequestTimeout", "Sample", "SamplingParams", "SyncTokenStream", "Timings", "TokenLogprob",
+    "TokenStream", "ToolCall", "ToolCallDelta", "UnsupportedModel", "Usage", "VectorKeywords", "WeightedFair",
+    "WrongLoop", "WrongProcess", "shared_engine", "submitted",
 ]  # fmt: skip
 
 _NAMES = {
     "async_engine": "AsyncEngine",
+    "cache_news": "PrefixCacheReset",
     "config": "EngineConfig",
     "demo": "DEMO_EMBEDDER DEMO_MODEL DEMO_RERANKER DEMO_VISION",
     "engine_group": "EngineGroup",
@@ -50,6 +52,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from asyncengine.async_engine import AsyncEngine
+    from asyncengine.cache_news import PrefixCacheReset
     from asyncengine.config import EngineConfig
     from asyncengine.demo import DEMO_EMBEDDER, DEMO_MODEL, DEMO_RERANKER, DEMO_VISION
     from asyncengine.engine_group import EngineGroup

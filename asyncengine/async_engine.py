@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 import anyio.to_thread
 
 from asyncengine.assembly.load_once import Build, LoadOnce, loader_of
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.checks import as_seconds, check_patience
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
@@ -305,6 +306,11 @@ class AsyncEngine(EngineBase):
             return await finished(begun(work, "asyncengine-import"))
         finally:
             left.set()
+
+    async def reset_prefix_cache(self, namespace: str | None = None) -> PrefixCacheReset:
+        """Drop all of the prefix cache that no request or pin holds, or of it what was computed with the `cache_salt`
+        `namespace` ("": with none). Requests run on, and what `kv_cache_dir` has stored stays (docs/howto/sleep.md)."""
+        return await finished(self._awaited.reset_prefix_cache(namespace))
 
     # ---------------------------------------------------------------- vectors
 

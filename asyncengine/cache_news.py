@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def root_hash(namespace: tuple[Hashable, ...]) -> int:
@@ -42,3 +43,10 @@ class CacheNews:
 
     def __bool__(self) -> bool:
         return self.whole or bool(self.added or self.removed)
+
+
+class PrefixCacheReset(NamedTuple):
+    """Pages that a reset of a prefix cache dropped, and pages that stayed: requests use them, or a `pin` holds them."""
+
+    dropped: int
+    in_use: int

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.checks import parse_bytes
 from asyncengine.config import EngineConfig, parse_keep_alive
 from asyncengine.engine.on_demand import OnDemand, OnDemandModel
@@ -226,10 +227,21 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         """`AsyncEngine.pause` of `model`, with its keywords; None: of all that are loaded. `wake` ends it, too."""
         await self._of_each(model, lambda engine: engine.pause(**how))
 
+    async def reset_prefix_cache(
+        self, namespace: str | None = None, *, model: str | None = None
+    ) -> dict[str, PrefixCacheReset]:
+        """`AsyncEngine.reset_prefix_cache` of `model`, or of all that are loaded; by name."""
+        found = {}
+        for name in self._meant(model):
+            found[name] = await self[name].reset_prefix_cache(namespace)
+        return found
+
     async def _of_each(self, model: str | None, call: Callable[[AsyncEngine], Awaitable[object]]) -> None:
         """Call for one engine or for all; the first error is raised when the last call has ended."""
-        names = list(self.loaded) if model is None else [self._name_for(model, "generate")]
-        await _all_of([partial(call, self[name]) for name in names])
+        await _all_of([partial(call, self[name]) for name in self._meant(model)])
+
+    def _meant(self, model: str | None) -> list[str]:
+        return list(self.loaded) if model is None else [self._name_for(model, "generate")]
 
     # ---------------------------------------------------------------- life
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.checks import as_items, as_seconds
 from asyncengine.engine.decisions import DecisionCall
 from asyncengine.engine.frontend import Frontend, Keep, Meanwhile
@@ -302,6 +303,11 @@ class Engine(EngineBase):
     def resume(self) -> None:
         """End the pause, as `AsyncEngine.resume`."""
         self.wake()
+
+    def reset_prefix_cache(self, namespace: str | None = None) -> PrefixCacheReset:
+        """Drop what no request holds of the prefix cache, as `AsyncEngine.reset_prefix_cache`."""
+        self._check_thread()
+        return finished_blocking(self.core.reset_prefix_cache(namespace))
 
     # ---------------------------------------------------------------- looking in
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
@@ -409,6 +410,10 @@ class Frontend:
         number, done = next(self._update_numbers), Future[int]()
         self._await_turn(number, WeightUpdate(None, done, wakes=True), UpdateWeights(number, "recompute"))
         return done
+
+    def reset_prefix_cache(self, namespace: str | None) -> Future[PrefixCacheReset]:
+        """See `AsyncEngine.reset_prefix_cache`."""
+        return self.prefixes.reset(namespace, next(self._update_numbers))
 
     def discard(self) -> None:
         """Let go of what loading took: nobody will serve this engine. Idempotent."""

@@ -25,13 +25,13 @@ from asyncengine.engine.clock import Clock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.prefix_sources import PrefixSources
 from asyncengine.engine.serving_loop import ServingLoop
-from asyncengine.engine.turns import Sleep, WeightUpdate, refusal
+from asyncengine.engine.turns import CacheReset, Sleep, Turn, WeightUpdate, refusal
 from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineError
 from asyncengine.events import EngineDied, Preempted, StepDone, StepSlow
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.messages import AdapterReady, Drain, GrammarReady, Message, WithdrawUpdate
+from asyncengine.scheduler.messages import AdapterReady, Drain, GrammarReady, Message, ResetPrefixCache, WithdrawUpdate
 from asyncengine.seams import AdapterStore, GrammarCompiler, GrammarMatcher, GrammarOrder
 from asyncengine.step import Batch, StepResult
 from asyncengine.text.token_table import TokenTable
@@ -79,8 +79,8 @@ class EngineLoop(ServingLoop):
         self._lost: Exception | None = None
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
-        self.updates: dict[int, WeightUpdate | Sleep] = {}
-        """Weight updates and pauses by number; one is here before its message is posted."""
+        self.updates: dict[int, Turn] = {}
+        """Weight updates, pauses and resets by number; one is here before its message is posted."""
         self.write_again: Callable[[], None] | None = None
         """Writes the model's weights once more, from files; None: they came from elsewhere."""
         self.asleep: Sleep | None = None
@@ -160,6 +160,10 @@ class EngineLoop(ServingLoop):
                 self.delivery.prepared(message.ticket)
             case Drain():
                 self.start_drain(message)
+            case ResetPrefixCache(number):
+                reset = self.updates.pop(number, None)
+                if isinstance(reset, CacheReset) and reset.done.set_running_or_notify_cancel():
+                    reset.done.set_result(self.scheduler.last_reset)
             case WithdrawUpdate(number):
                 self.updates.pop(number, None)
 
@@ -207,6 +211,7 @@ class EngineLoop(ServingLoop):
         each weights by then. Of one that slept without any nothing is lost, and it sleeps on."""
         self.deliver()  # who was answered by the old weights hears of it before
         turn, before = self.updates.pop(number), self.asleep
+        assert not isinstance(turn, CacheReset)
         refused = refusal(turn, before, self.write_again, closes=self._drain is not None)
         if not turn.done.set_running_or_notify_cancel() or refused is not None:
             self._apply(WithdrawUpdate(number))

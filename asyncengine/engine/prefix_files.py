@@ -16,9 +16,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.cache_news import PrefixCacheReset
+from asyncengine.checks import as_text
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.peers import Call, PeerPrefixes
 from asyncengine.engine.threads import finished_blocking
+from asyncengine.engine.turns import CacheReset
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, InvalidParameter, RequestFailed
 from asyncengine.files import written_whole
@@ -28,7 +31,7 @@ from asyncengine.kvcache.store.record import Identity, RecordError
 from asyncengine.options import ChatMessages, Prompt
 from asyncengine.outputs import Completion
 from asyncengine.request_spec import RequestSpec
-from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixLoaded, UnpinPrefix
+from asyncengine.scheduler.messages import ImportPrefix, PinPrefix, PrefixLoaded, ResetPrefixCache, UnpinPrefix
 from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.seams import PageMemory
 from asyncengine.stream import TokenStream
@@ -110,6 +113,16 @@ class Prefixes:
         with self._lock:
             self._pinned.pop(ticket, None)
         self._loop.inbox.post(UnpinPrefix(ticket))
+
+    def reset(self, namespace: str | None, number: int) -> Future[PrefixCacheReset]:
+        """See `AsyncEngine.reset_prefix_cache`; under a `number` that no weight update has. Raises
+        `InvalidParameter`."""
+        done: Future[PrefixCacheReset] = Future()
+        message = ResetPrefixCache(number, None if namespace is None else as_text("namespace", namespace))
+        self._loop.updates[number] = CacheReset(done)
+        if not self._loop.inbox.post(message):
+            self._loop.fail_update(number)
+        return done
 
     # ---------------------------------------------------------------- files
 

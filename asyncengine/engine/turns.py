@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.errors import EngineClosed, EngineError, InvalidParameter
 from asyncengine.stats import EngineState
 
@@ -48,6 +49,15 @@ class Sleep(NamedTuple):
     def state(self) -> EngineState:
         """The word for it."""
         return "asleep" if self.weights or self.cache else "paused"
+
+
+class CacheReset(NamedTuple):
+    """A reset of the prefix cache, which takes its turn as soon as its message is read."""
+
+    done: Future[PrefixCacheReset]
+
+
+Turn = WeightUpdate | Sleep | CacheReset
 
 
 def writing(prepare: Callable[..., Callable[[], None]], source: object, config: object) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from asyncengine.cache_news import CacheNews
+from asyncengine.cache_news import CacheNews, PrefixCacheReset
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.cache_log import CacheLog
@@ -260,10 +260,17 @@ class KVCache:
 
     def clear(self) -> None:
         """Forget all that is cached, since it would be computed otherwise now. Nothing may be held or retiring."""
-        if self.anything_retiring:
-            raise InvariantViolation("a cache is cleared while steps in flight name its pages")
+        if self.anything_retiring or self.drop_unused(None).in_use:
+            raise InvariantViolation("a cache is cleared while its pages are in use")
+
+    def drop_unused(self, salt: str | None) -> PrefixCacheReset:
+        """Forget what is cached with this salt (None: all that is) and held by nobody, states and window pages too."""
         for group in self.groups:
-            group.clear()
+            roots = [root for namespace, root in group.tree.roots.items() if salt is None or namespace[1] == salt]
+            dropped = [page for root in roots for page in group.tree.drop(root)]
+            group.pool.give(dropped)
+            counts = len(dropped), sum(1 for _ in group.tree.nodes(roots))
+        return PrefixCacheReset(*counts)
 
     # ---------------------------------------------------------------- pinned prefixes
 

@@ -198,10 +198,6 @@ class PageGroup:
         if node.page:
             self.pool.give((self.tree.remove(node),))
 
-    def clear(self) -> None:
-        """Forget all that is cached. Nothing may be held or retiring."""
-        self.pool.give(self.tree.clear())
-
     def _in_view(self, depth: int) -> Span:
         return self.tree.num_unseen(depth), depth
 
@@ -220,9 +216,10 @@ class PageGroup:
         if given.node is None:
             return
         self.tree.unlock(given.node, given.above, root=given.closed is not None, ends=given.ends)
-        if given.closed is not None and not self._keep and self.tree.root(given.closed).locks == 0:
+        root = None if given.closed is None or self._keep else self.tree.roots.get(given.closed)
+        if root is not None and not root.locks:
             # Caching is off: only samples of one prompt share pages, and the last of them is gone.
-            self.pool.give(self.tree.drop(given.closed))
+            self.pool.give(self.tree.drop(root))
 
     # ---------------------------------------------------------------- conservation and counts
 

@@ -20,7 +20,7 @@ all others.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from asyncengine.cache_news import page_hash, root_hash
 from asyncengine.errors import InvariantViolation
@@ -233,28 +233,13 @@ class RadixTree:
             pages.append(self.remove(node))
         return pages
 
-    def drop(self, namespace: Namespace) -> list[int]:
-        """Remove all of a namespace's pages; none may be locked. Their ids."""
-        root = self.roots.pop(namespace, None)
-        pages: list[int] = []
-        stack = [] if root is None else list(root.children.values())
-        while stack:
-            node = stack.pop()
-            if node.locks:
-                raise InvariantViolation(f"page {node.page} dropped while locked")
-            stack.extend(node.children.values())
-            if node.page:
-                pages.append(self._lose(node))
-            node.parent, node.children = None, {}  # dead for the heap
-        return pages
+    def drop(self, root: Node) -> list[int]:
+        """Remove all pages of the namespace of `root` that no request uses. Their ids."""
+        return [self.remove(node) for node in reversed(list(self.nodes([root]))) if not node.locks]
 
-    def clear(self) -> list[int]:
-        """Remove all pages of all namespaces; none may be locked. Their ids."""
-        return [page for namespace in list(self.roots) for page in self.drop(namespace)]
-
-    def nodes(self) -> Iterator[Node]:
-        """Every page's node, parents first (for checks and tests)."""
-        stack = list(self.roots.values())
+    def nodes(self, roots: Iterable[Node] | None = None) -> Iterator[Node]:
+        """Node of every page below `roots`, or of the tree, parents first."""
+        stack = list(self.roots.values() if roots is None else roots)
         while stack:
             node = stack.pop()
             if node.page:

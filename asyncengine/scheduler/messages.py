@@ -130,8 +130,17 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """All that is cached with the cache salt `salt` (None: with any) and used by no request is dropped. Answered under
+    this `number`, of the same as those of weight updates."""
+
+    number: int
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WithdrawUpdate:
-    """The update or pause of this `number` is not wanted any more. Ignored if it has happened."""
+    """The update, pause or reset of this `number` is not wanted any more. Ignored if it has happened."""
 
     number: int
 
@@ -152,7 +161,7 @@ class UnpinPrefix:
 
 Message = (
     RequestSpec | Abort | StopText | Suspend | Resume | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain
-    | UpdateWeights | Pause | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
+    | UpdateWeights | Pause | ResetPrefixCache | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]

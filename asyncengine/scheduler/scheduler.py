@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
@@ -60,6 +61,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.last_step = 0
+        self.last_reset = PrefixCacheReset(0, 0)
         self._policy = start_policy(config.policy)
         # A decode must never wait for budget: then every running request advances in every step.
         slots = Slots(min(config.max_num_seqs, config.max_num_batched_tokens), adapters)
@@ -124,6 +126,8 @@ class Scheduler:
                 if mode == "abort":
                     self.end_all("abort", "the engine was put to sleep or paused")
                 self.roster.add_update(number, "wait" if mode == "finish" else "recompute")
+            case messages.ResetPrefixCache(_, salt):
+                self.last_reset = self.kv.drop_unused(salt)
             case messages.WithdrawUpdate(number):
                 self.roster.release_held(number)
 

@@ -32,7 +32,8 @@ _MESSAGES: dict[str, Any] = {
     for kind in (
         RequestSpec, messages.Abort, messages.StopText, messages.Suspend, messages.Resume, messages.GrammarReady,
         messages.AdapterReady, messages.PrefixFound, messages.PrefixLoaded, messages.Drain, messages.UpdateWeights,
-        messages.Pause, messages.WithdrawUpdate, messages.PinPrefix, messages.UnpinPrefix, messages.ImportPrefix,
+        messages.Pause, messages.ResetPrefixCache, messages.WithdrawUpdate, messages.PinPrefix, messages.UnpinPrefix,
+        messages.ImportPrefix,
     )
 }  # fmt: skip
 

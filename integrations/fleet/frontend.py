@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 import anyio.to_thread
 
-from asyncengine import AdapterInfo
+from asyncengine import AdapterInfo, PrefixCacheReset
 from asyncengine.assembly.relay import RelayLoop
 from asyncengine.assembly.served_model import ServedModel
 from asyncengine.config import EngineConfig
@@ -344,6 +344,16 @@ class FleetFrontend(Frontend):
             await self.fleet.manager.call_all("unload_adapter", name)
 
         return self.on_fleet(unload())
+
+    def reset_prefix_cache(self, namespace: str | None) -> Future[PrefixCacheReset]:
+        """That of all replicas together."""
+        self.client.check_open()
+
+        async def reset() -> PrefixCacheReset:
+            found = await self.fleet.manager.call_all("reset_prefix_cache", namespace)
+            return PrefixCacheReset(*map(sum, zip((0, 0), *found.values(), strict=True)))
+
+        return self.on_fleet(reset())
 
     def on_fleet(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the fleet's loop, from any thread. Raises `EngineClosed`."""

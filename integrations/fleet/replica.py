@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from asyncengine import AdapterInfo, AsyncEngine, EngineConfig, __version__
+from asyncengine import AdapterInfo, AsyncEngine, EngineConfig, PrefixCacheReset, __version__
 from asyncengine.assembly.relay import Outbox
 from asyncengine.assembly.served_model import ServedModel
 from asyncengine.engine.peers import Tasks
@@ -208,6 +208,9 @@ class Replica:
 
     async def unload_adapter(self, name: str) -> None:
         await self.engine.unload_adapter(name, wait=True)
+
+    async def reset_prefix_cache(self, namespace: str | None) -> PrefixCacheReset:
+        return await self.engine.reset_prefix_cache(namespace)
 
     async def stats(self) -> EngineStats:
         return self.engine.stats()

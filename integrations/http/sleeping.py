@@ -1,4 +1,5 @@
-"""Sleep, pause and waking by requests, in vLLM's form: /sleep, /wake_up, /is_sleeping, /pause, /resume, /is_paused."""
+"""Sleep, pause, waking and resets of the prefix cache by requests, in vLLM's form: /sleep, /wake_up, /is_sleeping,
+/pause, /resume, /is_paused, /reset_prefix_cache; SGLang's /flush_cache is the last once more."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def routes(serving: Serving) -> list[Route]:
-    """All paths. They stop everybody's requests, so they are served to holders of a key alone. `model` in the query
-    names one; without it, all that are loaded are meant."""
+    """All paths. They stop or slow everybody's requests, so they are served to holders of a key alone. `model` in the
+    query names one; without it, all that are loaded are meant."""
     group = serving.models.group
 
     def read(request: Request, table: str) -> dict[str, Any]:
         if not serving.api_keys:
-            raise Problem(403, "engines sleep and wake only where requests need a key", code="forbidden")
+            raise Problem(403, "engines sleep, wake and forget only where requests need a key", code="forbidden")
         return Fields(dict(request.query_params)).read(TABLES[table])["own"]
 
     async def sleep(request: Request) -> Response:
@@ -55,6 +56,11 @@ def routes(serving: Serving) -> list[Route]:
         await group.wake(read(request, "asleep").get("model"))
         return JSONResponse({"status": "resumed"})
 
+    async def reset(request: Request) -> Response:
+        own = read(request, "reset_prefix_cache")
+        found = await group.reset_prefix_cache(own.get("namespace"), model=own.get("model"))
+        return JSONResponse({name: each._asdict() for name, each in found.items()})
+
     def tells(name: str, *states: str) -> Any:
         async def tell(request: Request) -> Response:
             model = read(request, "asleep").get("model")
@@ -63,7 +69,10 @@ def routes(serving: Serving) -> list[Route]:
 
         return tell
 
-    calls = {"/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume}
+    calls = {
+        "/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume, "/reset_prefix_cache": reset,
+        "/flush_cache": reset,
+    }  # fmt: skip
     asks = {"/is_sleeping": tells("is_sleeping", "asleep"), "/is_paused": tells("is_paused", "asleep", "paused")}
     return [
         Route(path, call, methods=[method])

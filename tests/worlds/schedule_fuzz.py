@@ -18,7 +18,7 @@ from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, Message, Resume, StopText, Suspend
+from asyncengine.scheduler.messages import Abort, Message, ResetPrefixCache, Resume, StopText, Suspend
 from asyncengine.step import Batch, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 from asyncengine.testing.fake_runner import content, fake_vector
@@ -93,6 +93,7 @@ class Life:
         self._places, self._books_every = 0, books_every
         self.tenants = random.Random(seed)
         self.readers = random.Random(f"readers {seed}")
+        self.resets = random.Random(f"resets {seed}")
         self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
         num_pages = rng.choice([12, 20, 40, 80])
@@ -183,6 +184,7 @@ class Life:
                 self.arrive()
             self.someone_leaves()
             self.someone_stops_reading()
+            self.someone_resets_the_cache()
             self.turn()
 
     def arrive(self) -> None:
@@ -267,6 +269,11 @@ class Life:
             self.apply(Resume(self.readers.choice(suspended), self.now))
         if tickets and self.readers.random() < 0.02:  # somebody who had not stopped
             self.apply(Resume(self.readers.choice(tickets), self.now))
+
+    def someone_resets_the_cache(self) -> None:
+        """All of it, or a salt's, in every fourth life, whatever runs and is in flight."""
+        if self.seed % 4 == 3 and self.resets.random() < 0.02:
+            self.apply(ResetPrefixCache(0, self.resets.choice([None, "", "tenant"])))
 
     def apply(self, message: Message) -> None:
         self.recording.record("apply", message)

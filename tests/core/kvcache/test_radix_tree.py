@@ -101,7 +101,7 @@ def test_the_eviction_heap_stays_bounded_under_reuse_and_drops(strategy: str):
         radix.unlock(node)
         private = ("", str(turn))
         insert(radix, [turn, 2], [99], namespace=private)
-        radix.drop(private)
+        radix.drop(radix.roots[private])
         assert len(radix._heap) <= 2 * radix.num_pages + 72
 
 

@@ -105,6 +105,18 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
     assert all(process.killed for process in cluster.ever)
 
 
+async def test_a_reset_of_the_prefix_cache_is_one_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
+        await asyncio.gather(*(fleet.generate(text, SAMPLED, cache_salt="tenant") for text in TEXTS))
+        engines = [process.replica.engine for process in cluster.processes.values()]
+        await until(lambda: not any(engine.core.loop.scheduler.requests for engine in engines))
+        own = [engine.stats().pages.cached for engine in engines]
+        assert all(own)
+        assert await fleet.reset_prefix_cache("other") == (0, 0)
+        assert await fleet.reset_prefix_cache("tenant") == (sum(own), 0)
+        assert await fleet.reset_prefix_cache() == (0, 0)
+
+
 async def test_decisions_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
     """To the bit, each on one replica where its questions share the state; their usage counts what all of them found,
     and none is asked twice where a replica is lost."""

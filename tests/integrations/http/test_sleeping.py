@@ -65,10 +65,28 @@ def test_pause_and_resume(client: httpx.Client, how: str) -> None:
     assert states(client) == (False, False, {"status": "ok"})
 
 
+@pytest.mark.parametrize("path", ["reset_prefix_cache", "flush_cache"])
+def test_the_prefix_cache_is_reset(client: httpx.Client, path: str) -> None:
+    def cached() -> int:
+        return client.post("/keyed/v1/completions", json=long).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    long = {**ASK, "prompt": "The capital of Norway is " * 12}
+    cached()
+    known = cached()
+    assert known >= 16
+    assert client.post(f"/keyed/{path}?namespace=tenant").json() == {"demo": {"dropped": 0, "in_use": 0}}
+    assert cached() == known
+    found = client.post(f"/keyed/{path}?model=demo").json()
+    assert found["demo"]["dropped"] >= known // 16
+    assert not found["demo"]["in_use"]
+    assert cached() == 0
+
+
 def test_what_is_refused(client: httpx.Client) -> None:
     for path, field in {
         "sleep?level=3": "level", "sleep?mode=finish": "mode", "sleep?levl=1": "levl", "wake_up?tags=weights": "tags",
         "pause?clear_cache=true": "clear_cache", "pause?mode=": "mode", "resume?model=other": "model",
+        "reset_prefix_cache?salt=a": "salt", "flush_cache?model=other": "model",
     }.items():  # fmt: skip
         found = client.post(f"/keyed/{path}")
         assert (found.status_code, found.json()["error"]["param"]) == (400, field), path
@@ -76,7 +94,7 @@ def test_what_is_refused(client: httpx.Client) -> None:
 
 
 def test_nobody_without_a_key(client: httpx.Client) -> None:
-    for path in ("sleep", "wake_up", "pause", "resume"):
+    for path in ("sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "flush_cache"):
         assert client.post(f"/open/{path}").status_code == 403
         assert client.post(f"/keyed/{path}", headers={"authorization": "Bearer other"}).status_code == 401
     assert client.get("/open/is_sleeping").status_code == 403

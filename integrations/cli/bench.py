@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +24,6 @@ from asyncengine.integrations.cli.options import engine_config
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import Summary
 
-Progress = Callable[[str], None]
 PROBE = 0.005
 """Seconds between two readings of the caller's event-loop lag."""
 
@@ -42,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     with console.status(f"loading {args.model}") as status:
         setup, rows = asyncio.run(_sweep(args, config, status.update))
     if args.json:
-        print(json.dumps({**setup, "results": [as_dict(row) for row in rows]}))
+        results = [{**asdict(row), "tokens_per_second": row.tokens_per_second} for row in rows]
+        print(json.dumps({**setup, "results": results}))
     else:
         _show(Console(), setup, rows)
     if args.plot is not None:
@@ -51,34 +50,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _sweep(args: argparse.Namespace, config: Any, say: Progress) -> tuple[dict[str, Any], list[Measured]]:
+async def _sweep(
+    args: argparse.Namespace, config: Any, say: Callable[[str], None]
+) -> tuple[dict[str, Any], list[Measured]]:
     async with open_async_engine(args.model, config, hosted=not args.owned) as engine:
         adapters = tuple(given_adapters(args)) or (None,)
+        load = Load(len(adapters), 1, args.input_len, min(8, args.output_len), adapters)
         say("warming up")
-        await measure(engine, Load(len(adapters), 1, args.input_len, min(8, args.output_len), adapters), seed=-1)
+        await measure(engine, load, seed=-1)
         rows = []
-        for concurrency in args.concurrency:
-            say(f"{concurrency} streams")
-            load = Load(concurrency, args.rounds, args.input_len, args.output_len, adapters)
+        for streams in args.concurrency:
+            say(f"{streams} streams")
+            load = replace(load, concurrency=streams, rounds=args.rounds, output_len=args.output_len)
             rows.append(await measure(engine, load))
-        return _setup(args, engine), rows
-
-
-def _setup(args: argparse.Namespace, engine: AsyncEngine) -> dict[str, Any]:
-    info = engine.info
-    return {
-        "model": info.name,
-        "dtype": info.dtype,
-        "device": info.device,
-        "input_len": args.input_len,
-        "output_len": args.output_len,
-        "hosting": "owned" if args.owned else "hosted",
-        "adapters": list(given_adapters(args)),
-    }
-
-
-def as_dict(row: Measured) -> dict[str, Any]:
-    return {**asdict(row), "tokens_per_second": row.tokens_per_second}
+        setup = {
+            "model": engine.info.name,
+            "dtype": engine.info.dtype,
+            "device": engine.info.device,
+            "input_len": args.input_len,
+            "output_len": args.output_len,
+            "hosting": "owned" if args.owned else "hosted",
+            "adapters": list(given_adapters(args)),
+        }
+        return setup, rows
 
 
 def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None:
@@ -117,12 +111,10 @@ def _draw(path: Any, setup: dict[str, Any], rows: list[Measured]) -> None:
     streams = [row.concurrency for row in rows]
     rate.plot(streams, [row.tokens_per_second for row in rows], marker="o")
     rate.set(title="output tokens per second", xlabel="streams", xscale="log", ylim=(0, None))
-    for label, found in (
-        ("first token", [row.first_token for row in rows]),
-        ("between tokens", [row.inter_token for row in rows]),
-    ):
-        times.plot(streams, [1000 * each.p50 for each in found], marker="o", label=f"{label}, p50")
-        times.plot(streams, [1000 * each.p99 for each in found], marker="o", ls="--", label=f"{label}, p99")
+    for field, label in (("first_token", "first token"), ("inter_token", "between tokens")):
+        for part, line in (("p50", "-"), ("p99", "--")):
+            found = [1000 * getattr(getattr(row, field), part) for row in rows]
+            times.plot(streams, found, marker="o", ls=line, label=f"{label}, {part}")
     times.set(title="latency, ms", xlabel="streams", xscale="log", yscale="log")
     times.legend()
     for axes in (rate, times):
@@ -170,69 +162,53 @@ class Measured:
         return self.output_tokens / self.seconds
 
 
-@dataclass(slots=True)
-class _Samples:
-    tokens: int = 0
-    first: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    lag: list[float] = field(default_factory=list)
-
-
 async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
     """Put `load` on `engine` from the running loop. Prompts are random and all different: no prefix is shared."""
-    samples = _Samples()
-    before = engine.stats()
     params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
-    began = time.perf_counter()
-    async with _probing(samples.lag), asyncio.TaskGroup() as group:
-        for index in range(load.concurrency):
-            adapter = load.adapters[index % len(load.adapters)]
-            group.create_task(_client(engine, load, adapter, params, random.Random(f"{seed}/{index}"), samples))
-    after = engine.stats()
-    return Measured(
-        load.concurrency,
-        load.concurrency * load.rounds,
-        samples.tokens,
-        time.perf_counter() - began,
-        Summary.of(samples.first),
-        Summary.of(samples.gaps),
-        Summary.of(samples.lag),
-        after.preemptions - before.preemptions,
-        (after.generated_tokens - before.generated_tokens) / max(1, after.passes - before.passes),
-    )
+    first, gaps, lag = list[float](), list[float](), list[float]()
+    tokens = 0
 
-
-async def _client(
-    engine: AsyncEngine, load: Load, adapter: str | None, params: SamplingParams, rng: random.Random, samples: _Samples
-) -> None:
-    for _ in range(load.rounds):
-        prompt = [rng.randrange(engine.info.vocab_size) for _ in range(load.input_len)]
-        last = time.perf_counter()
-        first = True
-        async with engine.stream(prompt, params, adapter=adapter) as stream:
-            async for chunk in stream:
-                now, count = time.perf_counter(), len(chunk.token_ids)
-                samples.tokens += count
-                if first and count:
-                    samples.first.append(now - last)
-                    first = False
-                elif count:
-                    samples.gaps += [(now - last) / count] * count
-                last = now
-
-
-@contextlib.asynccontextmanager
-async def _probing(lag: list[float]) -> AsyncIterator[None]:
-    """Measure how late the caller's own loop runs its timers while the block runs."""
+    async def client(index: int) -> None:
+        nonlocal tokens
+        adapter, rng = load.adapters[index % len(load.adapters)], random.Random(f"{seed}/{index}")
+        for _ in range(load.rounds):
+            prompt = [rng.randrange(engine.info.vocab_size) for _ in range(load.input_len)]
+            begun, last = False, time.perf_counter()
+            async with engine.stream(prompt, params, adapter=adapter) as stream:
+                async for chunk in stream:
+                    now, count = time.perf_counter(), len(chunk.token_ids)
+                    tokens += count
+                    if begun and count:
+                        gaps.extend([(now - last) / count] * count)
+                    elif count:
+                        first.append(now - last)
+                        begun = True
+                    last = now
 
     async def probe() -> None:
+        """Measure how late the caller's own loop runs its timers."""
         while True:
             due = time.perf_counter() + PROBE
             await asyncio.sleep(PROBE)
             lag.append(time.perf_counter() - due)
 
-    task = asyncio.create_task(probe())
+    before, began = engine.stats(), time.perf_counter()
+    probing = asyncio.create_task(probe())
     try:
-        yield
+        async with asyncio.TaskGroup() as group:
+            for index in range(load.concurrency):
+                group.create_task(client(index))
     finally:
-        task.cancel()
+        probing.cancel()
+    after, seconds = engine.stats(), time.perf_counter() - began
+    return Measured(
+        load.concurrency,
+        load.concurrency * load.rounds,
+        tokens,
+        seconds,
+        Summary.of(first),
+        Summary.of(gaps),
+        Summary.of(lag),
+        after.preemptions - before.preemptions,
+        (after.generated_tokens - before.generated_tokens) / max(1, after.passes - before.passes),
+    )

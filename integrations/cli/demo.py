@@ -12,8 +12,10 @@ import importlib
 import io
 import re
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,6 @@ from rich.text import Text
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer
 from asyncengine.config import EngineConfig
-from asyncengine.integrations.cli import documents
 from asyncengine.integrations.cli.errors import FAILED, CliError
 from asyncengine.integrations.cli.loading import on_thread, open_async_engine
 from asyncengine.integrations.cli.options import engine_config
@@ -37,6 +38,11 @@ from asyncengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from asyncengine.integrations.fleet import Fleet
+
+_WORDS = tomllib.loads((resources.files(__package__) / "story.toml").read_text(encoding="utf-8"))
+SCENES, DOCUMENTS = _WORDS["scenes"], _WORDS["documents"]
+ARCHIVE = "\n".join(DOCUMENTS[name] for name in _WORDS["archive"])
+ABOUT_ARCHIVE, FOR_RETRIEVAL, SMALL_JOBS = _WORDS["questions"].values()
 
 # The output of the demo: titled scenes, boards of requests that fill while they run, and a copy for a picture.
 
@@ -59,6 +65,12 @@ class Line:
     def check(self) -> None:
         """Compare the answer: whole words, ignoring case, for a river Askena is not the Asken."""
         self.right = re.search(rf"(?<!\w){re.escape(self.expected)}(?!\w)", self.answer, re.IGNORECASE) is not None
+
+
+def counting(index: int) -> tuple[str, str]:
+    """One of many questions that differ, and its answer."""
+    low, high = index % 13, index % 13 + 4 + index % 5
+    return f"Count from {low} to {high}.", ", ".join(str(n) for n in range(low, high + 1))
 
 
 Ask = Callable[[Line], Awaitable[object]]
@@ -92,17 +104,19 @@ class Show:
         """A spinner on a terminal."""
         return self.console.status(text) if self._watched else contextlib.nullcontext()
 
-    def title(self, title: str, story: str) -> None:
-        self.print("", Rule(f"[bold]{title}[/bold]", align="left", style="cyan"), f"[dim]{story}[/dim]")
+    def title(self, scene: str, number: str = "", **figures: Any) -> str:
+        """Begin a scene of story.toml. Returns its title."""
+        title, story = (SCENES[scene][name].format_map(figures) for name in ("title", "story"))
+        self.print("", Rule(f"[bold]{number}{title}[/bold]", align="left", style="cyan"), f"[dim]{story}[/dim]")
+        return title
 
-    async def scene(self, title: str, story: str, lines: Sequence[Line], ask: Ask) -> dict[str, Any]:
-        """Ask all questions at once, under a title and a story, on a board that is live on a terminal. Its figures."""
+    async def ask(self, lines: Sequence[Line], ask: Ask) -> dict[str, Any]:
+        """Ask all questions at once, on a board that is live on a terminal. Returns figures."""
 
         async def asked(line: Line) -> None:
             await ask(line)
             line.check()
 
-        self.title(title, story)
         began = time.perf_counter()
         live = Live(console=self.console, get_renderable=lambda: board(lines), refresh_per_second=10, transient=True)
         with live if self._watched else contextlib.nullcontext():
@@ -112,10 +126,10 @@ class Show:
         self.print(board(lines))
         return {"seconds": time.perf_counter() - began, "answers": [asdict(line) for line in lines]}
 
-    def outcome(self, text: str, lines: Sequence[Line]) -> None:
-        """The scene's result in a sentence, and the number of right answers."""
-        right = sum(line.right is True for line in lines)
-        self.print(f"[green]→[/green] {text} {right} of {len(lines)} answers are right.")
+    def outcome(self, scene: str, figures: dict[str, Any], lines: Sequence[Line] = ()) -> None:
+        """End a scene with its result in a sentence, and the number of right answers where `lines` were asked."""
+        right = f" {sum(line.right is True for line in lines)} of {len(lines)} answers are right." if lines else ""
+        self.print(f"[green]→[/green] {SCENES[scene]['outcome'].format_map(figures)}{right}")
 
     def save(self) -> None:
         """Write the picture, if one was asked for. Raises `OSError`."""
@@ -153,17 +167,6 @@ SOON = 0.002
 """Seconds between two looks at the page counts."""
 STORIES, LONG = 12, SamplingParams(temperature=1.0, seed=7, max_tokens=400, ignore_eos=True)
 """Answers that are under way when a replica is killed, and their parameters."""
-FIGURES = (
-    ("requests", "{requests}", "{ended}"),
-    ("right answers", "{right_answers} of {checked_answers}", "by the words that they must hold"),
-    ("output tokens", "{output_tokens}", "{tokens_per_second:.0f} per second"),
-    ("tokens per pass", "{tokens_per_pass:.2f}", "of one request: above 1 where guesses came true"),
-    ("prompt tokens", "{prompt_tokens}", "{hit_rate:.0%} from the prefix cache"),
-    ("first token", "{first_token_ms[p50]:.1f} / {first_token_ms[p99]:.1f} ms", "p50 / p99, from submit"),
-    ("between tokens", "{inter_token_ms[p50]:.1f} / {inter_token_ms[p99]:.1f} ms", "p50 / p99"),
-    ("one step", "{step_ms[p50]:.1f} / {step_ms[p99]:.1f} ms", "p50 / p99, a forward pass for all"),
-    ("preemptions", "{preemptions}", "requests that gave way and resumed"),
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -203,7 +206,7 @@ async def _story(show: Show, config: EngineConfig, streams: int) -> dict[str, An
         await scenes.three_voices()
         await scenes.cancellation()
         summary = _summary(engine, scenes.figures)
-        show.title("In figures", "Everything above, in one process.")
+        show.title("figures")
         show.print(_table(summary))
         show.print("", "Next: [bold]asyncengine chat demo[/bold], or any Hugging Face model in place of demo.")
         return summary
@@ -216,16 +219,18 @@ class Scenes:
         self.show, self.engine = show, engine
         self.figures: list[dict[str, Any]] = []
 
-    async def _play(self, title: str, story: str, lines: list[Line], ask: Ask, outcome: str, **more: Any) -> None:
-        """Play a scene, and print its `outcome` with its figures filled in."""
+    async def _play(self, scene: str, lines: list[Line], ask: Ask, **more: Any) -> None:
+        """Play a scene of story.toml. `more`: figures that are there before it, or come while it is played."""
         before = self.engine.stats()
-        figures = await self.show.scene(f"{len(self.figures) + 1}  {title}", story, lines, ask)
+        title = self.show.title(scene, f"{len(self.figures) + 1}  ", count=len(lines), **more)
+        figures = await self.show.ask(lines, ask)
         after = self.engine.stats()
-        tokens, steps = after.generated_tokens - before.generated_tokens, after.steps - before.steps
-        more |= {"output_tokens": tokens, "steps": steps, "cached_tokens": after.cached_tokens - before.cached_tokens}
-        more |= {"prompt_tokens": after.prompt_tokens - before.prompt_tokens, "rate": tokens / figures["seconds"]}
-        self.figures.append({"scene": title, **figures, **more})
-        self.show.outcome(outcome.format_map(self.figures[-1]), lines)
+        counts = ("generated_tokens", "steps", "cached_tokens", "prompt_tokens")
+        counted = {name: getattr(after, name) - getattr(before, name) for name in counts}
+        tokens = counted.pop("generated_tokens")
+        rates = {"output_tokens": tokens, "rate": tokens / figures["seconds"]}
+        self.figures.append({"scene": title, **figures, **more, **counted, **rates})
+        self.show.outcome(scene, self.figures[-1], lines)
 
     async def many_streams(self, streams: int) -> None:
         model: Any = None
@@ -241,38 +246,26 @@ class Scenes:
                 async for piece in model.astream(line.question):
                     line.answer += piece.text
 
-        questions = [
-            *documents.SMALL_JOBS,
-            *map(documents.counting, range(max(0, streams - len(documents.SMALL_JOBS)))),
-        ][:streams]
+        questions = [*SMALL_JOBS, *map(counting, range(streams))][:streams]
         through = "the plain API" if model is None else "LangChain"
-        story = f"Each line is a request of its own through {through}. They share every forward pass."
-        outcome = "{output_tokens} tokens in {seconds:.1f} s: [bold]{rate:.0f} tokens/s[/bold]."
-        lines = [Line(*question) for question in questions]
-        await self._play(f"{streams} streams at once", story, lines, ask, outcome, through=through)
+        await self._play("many_streams", [Line(*each) for each in questions], ask, through=through)
 
     async def shared_prefix(self) -> None:
         async def ask(line: Line) -> None:
-            usage = await answer(self.engine, line, documents.ARCHIVE)
+            usage = await answer(self.engine, line, ARCHIVE)
             line.note = f"{usage.cached_tokens} of {usage.prompt_tokens} cached"
 
-        story = "The same text stands before every question. The engine computes it once and keeps its pages."
-        outcome = "{prompt_tokens} prompt tokens, [bold]{cached_tokens} from the prefix cache[/bold]."
-        await self._play(
-            "One text, many questions", story, [Line(*each) for each in documents.ABOUT_ARCHIVE], ask, outcome
-        )
+        await self._play("shared_prefix", [Line(*each) for each in ABOUT_ARCHIVE], ask)
 
     async def retrieval(self, embedder: AsyncEngine) -> None:
-        vectors = (await embedder.embed(list(documents.DOCUMENTS.values()), prompt_name="document")).vectors
+        vectors = (await embedder.embed(list(DOCUMENTS.values()), prompt_name="document")).vectors
 
         async def ask(line: Line) -> None:
             found = await embedder.embed(line.question, prompt_name="query")
-            line.note = list(documents.DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
-            await answer(self.engine, line, documents.DOCUMENTS[line.note])
+            line.note = list(DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
+            await answer(self.engine, line, DOCUMENTS[line.note])
 
-        story = "A second engine finds the document nearest to each question; the first one answers from it."
-        lines = [Line(*question) for question in documents.FOR_RETRIEVAL]
-        await self._play("Answers from documents", story, lines, ask, "Two models in one process.")
+        await self._play("retrieval", [Line(*each) for each in FOR_RETRIEVAL], ask)
 
     async def forms(self) -> None:
         call = Line("What is the weather in Oslo?", 'get_weather({"city": "Oslo"})', "tool call")
@@ -287,21 +280,17 @@ class Scenes:
             else:
                 line.answer = (await self.engine.chat(messages, GREEDY, response_format=PERSON)).text
 
-        story = "A grammar holds each answer to its form, token by token, in the same batch as free text."
-        outcome = "Valid whatever the model would have liked to write."
-        await self._play("Tool calls, and JSON that always ends", story, lines, ask, outcome)
+        await self._play("forms", lines, ask)
 
     async def three_voices(self) -> None:
-        asked = documents.ABOUT_ARCHIVE[1], documents.ABOUT_ARCHIVE[8], documents.SMALL_JOBS[1], documents.SMALL_JOBS[2]
+        asked = ABOUT_ARCHIVE[1], ABOUT_ARCHIVE[8], SMALL_JOBS[1], SMALL_JOBS[2]
 
         async def ask(line: Line) -> None:
-            text = documents.ARCHIVE if line.question in dict(documents.ABOUT_ARCHIVE) else ""
+            text = ARCHIVE if line.question in dict(ABOUT_ARCHIVE) else ""
             await answer(self.engine, line, text, line.note if line.note in ADAPTERS else None)
 
-        story = f"The base model and its LoRA adapters {' and '.join(ADAPTERS)} answer the same questions."
-        lines = [Line(*question, voice) for question in asked for voice in ("base", *ADAPTERS)]
-        outcome = "{output_tokens} tokens in {steps} forward passes."
-        await self._play("One model, three voices in one batch", story, lines, ask, outcome)
+        lines = [Line(question, right, voice) for question, right in asked for voice in ("base", *ADAPTERS)]
+        await self._play("three_voices", lines, ask)
 
     async def cancellation(self) -> None:
         under_way = asyncio.Barrier(LEAVERS)
@@ -323,10 +312,8 @@ class Scenes:
             pages["after"] = self._pages_in_use()
 
         readers = [asyncio.create_task(read(index)) for index in range(LEAVERS)]
-        lines = [Line(*documents.SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
-        story = f"{LEAVERS} readers ask for long stories and are cancelled in the middle; others read to the end."
-        outcome = "{pages[reading]} pages in use while all read, then {pages[after]}."
-        await self._play("Leaving costs nothing", story, lines, ask, outcome, pages=pages, cancelled=LEAVERS)
+        lines = [Line(*SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
+        await self._play("cancellation", lines, ask, pages=pages, cancelled=LEAVERS)
 
     def _pages_in_use(self) -> int:
         pages = self.engine.stats().pages
@@ -359,7 +346,7 @@ def _table(summary: dict[str, Any]) -> Table:
     columns = Column(style="cyan"), Column(style="bold", justify="right"), Column(style="dim")
     table = Table(*columns, box=None, padding=(0, 2), show_header=False)
     ended = ", ".join(f"{count} {reason}" for reason, count in summary["finished"].items())
-    for row in FIGURES:
+    for row in SCENES["figures"]["rows"]:
         table.add_row(*(cell.format_map({**summary, "ended": ended}) for cell in row))
     return table
 
@@ -372,19 +359,18 @@ async def fleet_story(show: Show, config: EngineConfig, replicas: int, streams: 
         fleet = await Fleet.from_pretrained("demo", config=config, replicas=replicas, address="local", on_loss="resume")
     async with fleet:
         show.print(f"[bold]asyncengine[/bold] has loaded its bundled model into {replicas} processes of this machine.")
-        lines = [Line(*documents.SMALL_JOBS[index % len(documents.SMALL_JOBS)]) for index in range(streams)]
-        title = f"1  {streams} streams over {replicas} replicas"
-        caption = "Each goes where there is least to do."
-        many = await show.scene(title, caption, lines, lambda line: answer(fleet, line))
+        lines = [Line(*SMALL_JOBS[index % len(SMALL_JOBS)]) for index in range(streams)]
+        show.title("replicas", count=streams, replicas=replicas)
+        many = await show.ask(lines, lambda line: answer(fleet, line))
         shares = [sum(stats.finished.values()) for stats in (await fleet.replica_stats()).values()]
-        show.outcome(f"The replicas answered {', '.join(map(str, shares))} of them.", lines)
+        show.outcome("replicas", {"listed": ", ".join(map(str, shares))}, lines)
 
-        show.title("2  A prefix is computed once", "Questions about one text go where its keys and values are.")
-        about = [Line(*question) for question in documents.ABOUT_ARCHIVE[:6]]
-        cached = [(await answer(fleet, line, documents.ARCHIVE)).cached_tokens for line in about]
-        show.print(f"[green]→[/green] Prompt tokens found in a cache: {', '.join(map(str, cached))}.")
+        show.title("one_prefix")
+        about = [Line(*question) for question in ABOUT_ARCHIVE[:6]]
+        cached = [(await answer(fleet, line, ARCHIVE)).cached_tokens for line in about]
+        show.outcome("one_prefix", {"listed": ", ".join(map(str, cached))})
 
-        show.title("3  A replica is killed", f"{STORIES} long answers are under way. Those of the lost one go on.")
+        show.title("killing", count=STORIES)
         texts = [f"Tell me a story about a cat named Lio{index}." for index in range(STORIES)]
         undisturbed = await asyncio.gather(*(fleet.generate(text, LONG) for text in texts))
         begun = [fleet.stream(text, LONG) for text in texts]
@@ -394,7 +380,6 @@ async def fleet_story(show: Show, config: EngineConfig, replicas: int, streams: 
         ended = await asyncio.gather(*(stream.result() for stream in begun))
         same = sum(one.token_ids == other.token_ids for one, other in zip(undisturbed, ended, strict=True))
         loss = {"resumed": fleet.stats().resumed, "same": same, "of": STORIES}
-        result = "{resumed} answers went on elsewhere; {same} of {of} are, token for token, what they are undisturbed."
-        show.print(f"[green]→[/green] {killed} is gone. {result.format_map(loss)}")
+        show.outcome("killing", {"killed": killed, **loss})
         streamed, prefixes = {**many, "shares": shares}, {"cached_tokens": cached}
         return {"replicas": replicas, "streams": streamed, "prefixes": prefixes, "loss": loss}

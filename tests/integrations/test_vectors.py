@@ -18,7 +18,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from support.random_reranker import make_reranker
 
 from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
-from asyncengine.integrations.cli.documents import DOCUMENTS
+from asyncengine.integrations.cli.demo import DOCUMENTS
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 from makers.demo_embedder.bert import PROMPTS, Served

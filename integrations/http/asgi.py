@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import asyncengine
 from asyncengine.errors import QueueFull
-from asyncengine.integrations.http import adapters, decisions, metrics, responses, sleeping, vectors
+from asyncengine.integrations.http import decisions, metrics, operating, responses, vectors
 from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
@@ -184,8 +184,8 @@ def routes(serving: Serving) -> list[BaseRoute]:
         Route("/health", health, methods=["GET"]),
         *metrics.routes(serving),
         *[Route("/" if name == "index.html" else f"/{name}", _file(name), methods=["GET"]) for name in PAGE],
-        *adapters.routes(serving),
-        *sleeping.routes(serving),
+        *operating.adapter_routes(serving),
+        *operating.sleep_routes(serving),
     ]
 
 

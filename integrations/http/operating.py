@@ -1,5 +1,5 @@
-"""Sleep, pause, waking and resets of the prefix cache by requests, in vLLM's form: /sleep, /wake_up, /is_sleeping,
-/pause, /resume, /is_paused, /reset_prefix_cache; SGLang's /flush_cache is the last once more."""
+"""Requests of those who run a server, in vLLM's form: load and unload adapters, have engines sleep, pause, wake and
+forget the prefix cache (SGLang's /flush_cache, too)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.fields import TABLES, Fields
+from asyncengine.integrations.http.generating import read_fields
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem
 
@@ -22,12 +23,37 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
 """Keywords of each level of sleep; level 0 is a pause."""
 
 
-def routes(serving: Serving) -> list[Route]:
-    """All paths. They stop or slow everybody's requests, so they are served to holders of a key alone. `model` in the
-    query names one; without it, all that are loaded are meant."""
+def adapter_routes(serving: Serving) -> list[Route]:
+    """Paths of adapters. They read folders of this machine, so they are served to holders of a key, or where it is
+    allowed."""
+
+    async def read(request: Request, table: str) -> dict[str, Any]:
+        if not (serving.api_keys or serving.allow_adapters):
+            why = "adapters are loaded where requests need a key, or with allow_adapters"
+            raise Problem(403, why, code="forbidden")
+        return (await read_fields(request, serving)).read(TABLES[table])["own"]
+
+    async def load(request: Request) -> Response:
+        own = await read(request, "load_lora_adapter")
+        name, again = own["lora_name"], own.get("load_inplace", False)
+        await serving.models.load_adapter(name, own["lora_path"], own.get("model"), again=again)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload(request: Request) -> Response:
+        own = await read(request, "unload_lora_adapter")
+        await serving.models.unload_adapter(own["lora_name"], own.get("model"))
+        return PlainTextResponse(f"Success: LoRA adapter {own['lora_name']!r} removed successfully.")
+
+    served = {"/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload}
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()]
+
+
+def sleep_routes(serving: Serving) -> list[Route]:
+    """Paths of sleep and of the prefix cache. They stop or slow everybody's requests, so they are served to holders of
+    a key alone. `model` in the query names one; without it, all that are loaded are meant."""
     group = serving.models.group
 
-    def read(request: Request, table: str) -> dict[str, Any]:
+    def read(request: Request, table: str = "asleep") -> dict[str, Any]:
         if not serving.api_keys:
             raise Problem(403, "engines sleep, wake and forget only where requests need a key", code="forbidden")
         return Fields(dict(request.query_params)).read(TABLES[table])["own"]
@@ -53,7 +79,7 @@ def routes(serving: Serving) -> list[Route]:
         return JSONResponse({"status": "paused"})
 
     async def resume(request: Request) -> Response:
-        await group.wake(read(request, "asleep").get("model"))
+        await group.wake(read(request).get("model"))
         return JSONResponse({"status": "resumed"})
 
     async def reset(request: Request) -> Response:
@@ -63,7 +89,7 @@ def routes(serving: Serving) -> list[Route]:
 
     def tells(name: str, *states: str) -> Any:
         async def tell(request: Request) -> Response:
-            model = read(request, "asleep").get("model")
+            model = read(request).get("model")
             engines = list(group.loaded.values()) if model is None else [group[model]]
             return JSONResponse({name: all(engine.stats().state in states for engine in engines)})
 
@@ -74,8 +100,5 @@ def routes(serving: Serving) -> list[Route]:
         "/flush_cache": reset,
     }  # fmt: skip
     asks = {"/is_sleeping": tells("is_sleeping", "asleep"), "/is_paused": tells("is_paused", "asleep", "paused")}
-    return [
-        Route(path, call, methods=[method])
-        for method, paths in (("POST", calls), ("GET", asks))
-        for path, call in paths.items()
-    ]
+    posts = [Route(path, call, methods=["POST"]) for path, call in calls.items()]
+    return posts + [Route(path, ask, methods=["GET"]) for path, ask in asks.items()]

@@ -10,8 +10,7 @@ these hidden states. The ratio of the new policy to the one that sampled is then
 """
 
 from asyncengine.integrations.trl.exact_model import ExactModel, TokenScores, make_exact
-from asyncengine.integrations.trl.generation import EngineGeneration, attach
-from asyncengine.integrations.trl.rollouts import rollout
+from asyncengine.integrations.trl.generation import EngineGeneration, attach, rollout
 from asyncengine.integrations.trl.trainer_weights import active_adapter, checkpoint_name, named_weights
 
 __all__ = [

@@ -11,9 +11,8 @@ except ImportError as error:
     ) from error
 
 from asyncengine.integrations.langchain.chat_model import ChatAsyncEngine
-from asyncengine.integrations.langchain.embeddings import AsyncEngineEmbeddings
 from asyncengine.integrations.langchain.llm import AsyncEngineLLM
-from asyncengine.integrations.langchain.reranker import AsyncEngineReranker
+from asyncengine.integrations.langchain.retrieval import AsyncEngineEmbeddings, AsyncEngineReranker
 
 if TYPE_CHECKING:
     from asyncengine.integrations.langchain.decisions import AsyncEngineDecisions

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from langchain_core import exceptions as lc
 
 from asyncengine import errors
 
-_THEIRS: dict[type[errors.EngineError], str] = {
+_THEIRS: dict[type[errors.EngineError], str | None] = {
     errors.InvalidParameter: "ModelInvalidRequestError",
-    errors.GrammarError: "ModelInvalidRequestError",
-    errors.GrammarUnsupported: "ModelInvalidRequestError",
-    errors.GrammarTooLarge: "ModelInvalidRequestError",
-    errors.GrammarImpossible: "ModelInvalidRequestError",
     errors.GrammarTimeout: "ModelTimeoutError",
-    errors.BudgetTooSmall: "ModelInvalidRequestError",
     errors.ContextLengthExceeded: "ContextOverflowError",
     errors.AdapterNotFound: "ModelNotFoundError",
-    errors.AdapterError: "ModelInvalidRequestError",
-    errors.AdapterInUse: "ModelInvalidRequestError",
     errors.ModelNotFound: "ModelNotFoundError",
     errors.UnsupportedModel: "ModelNotFoundError",
     errors.OutOfMemory: "ModelAPIError",
@@ -34,17 +28,21 @@ _THEIRS: dict[type[errors.EngineError], str] = {
     errors.EngineAsleep: "ModelConnectionError",
     errors.EngineDead: "ModelConnectionError",
     errors.FleetError: "ModelConnectionError",
+    errors.WrongProcess: None,
 }
-"""`WrongLoop`, `WrongProcess` and `InvariantViolation` are absent: mistakes in a program, not failures of the model."""
+"""LangChain's names of the engine's errors; one that is absent has its base's. `WrongLoop`, `WrongProcess` and
+`InvariantViolation` have none: mistakes in a program, not failures of the model."""
 
 
-def _both(kind: type[errors.EngineError], name: str) -> type[errors.EngineError]:
-    """A name this langchain-core lacks falls back to `ModelError`, then to `LangChainException`."""
+@cache
+def _both(kind: type[errors.EngineError]) -> type[errors.EngineError] | None:
+    """The class that is both; None: there is none, or `kind` is both already. A name that this langchain-core lacks
+    falls back to `ModelError`, then to `LangChainException`."""
+    name = next((_THEIRS[base] for base in kind.__mro__ if base in _THEIRS), None)
+    if name is None or issubclass(kind, lc.LangChainException):
+        return None
     theirs = getattr(lc, name, getattr(lc, "ModelError", lc.LangChainException))
     return type(kind.__name__, (kind, theirs), {"__doc__": kind.__doc__, "__module__": __name__})
-
-
-_BOTH = {kind: _both(kind, name) for kind, name in _THEIRS.items()}
 
 
 @contextmanager
@@ -53,7 +51,7 @@ def mapped_errors() -> Iterator[None]:
     try:
         yield
     except errors.EngineError as error:
-        kind = _BOTH.get(type(error))
+        kind = _both(type(error))  # type: ignore[arg-type]  # a class hashes as a class
         if kind is None:
             raise
         both = kind.__new__(kind)

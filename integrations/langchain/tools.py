@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from langchain_core.tools import BaseTool
@@ -84,19 +85,11 @@ def _own_schema(tool: AnyTool) -> dict[str, Any]:
 def _refers_to_itself(schema: Mapping[str, Any]) -> bool:
     """LangChain cuts such a schema short: anything would be valid below the cut."""
     parts = {**schema.get("definitions", {}), **schema.get("$defs", {})}
-    inside = {name: REFERENCE.findall(json.dumps(part)) for name, part in parts.items()}
-    return any(name in _reached(names, inside) for name, names in inside.items())
-
-
-def _reached(names: Sequence[str], inside: Mapping[str, Sequence[str]]) -> list[str]:
-    found: list[str] = []
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            waiting += inside.get(name, ())
-    return found
+    try:
+        TopologicalSorter({name: REFERENCE.findall(json.dumps(part)) for name, part in parts.items()}).prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def openai_choice(tool_choice: object, tools: Sequence[OpenAITool]) -> str | dict[str, Any] | None:

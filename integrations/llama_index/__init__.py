@@ -15,9 +15,8 @@ from asyncengine.integrations.llama_index.decisions import (
     AsyncEngineRelevancyEvaluator,
     AsyncEngineSingleSelector,
 )
-from asyncengine.integrations.llama_index.embedding import AsyncEngineEmbedding
 from asyncengine.integrations.llama_index.llm import AsyncEngineLLM
-from asyncengine.integrations.llama_index.rerank import AsyncEngineRerank
+from asyncengine.integrations.llama_index.retrieval import AsyncEngineEmbedding, AsyncEngineRerank
 
 __all__ = [
     "AsyncEngineEmbedding", "AsyncEngineFaithfulnessEvaluator", "AsyncEngineLLM", "AsyncEngineMultiSelector",

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from asyncengine import Decision, Ranked, Ranking
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.llama_index.rerank import RankedNodes
+from asyncengine.integrations.llama_index.retrieval import RankedNodes
 from asyncengine.integrations.vectors import DecisionFields
 
 

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from asyncengine.kvcache.digests import pack_tokens, page_digest
 from asyncengine.kvcache.radix_tree import Namespace, Node
 from asyncengine.kvcache.states import Snapshot, StateGroup
-from asyncengine.kvcache.store.record import pack_tokens, page_digest
 from asyncengine.step import RecordPart
 
 MOST_UNSAVED = 2**16

@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
+from asyncengine.kvcache.digests import PICTURE_WORDS, pack_tokens, page_digest
 from asyncengine.step import RecordPart
 
 VERSION = 1
@@ -32,8 +33,6 @@ _CRC = struct.Struct("<I")
 MAGIC = b"AEKV"
 _MOST_TOKENS = 2**16
 """int32 words of a page's tokens, at most."""
-_PICTURE_WORDS = 6
-"""int32 words of a picture's id behind the -1 that announces it."""
 _MOST_BYTES = 2**40
 
 Buffer = bytes | bytearray | memoryview
@@ -78,7 +77,7 @@ class Header(NamedTuple):
             return len(words)
         count = at = 0
         while at < len(words):
-            at += 1 if words[at] >= 0 else 1 + _PICTURE_WORDS
+            at += 1 if words[at] >= 0 else 1 + PICTURE_WORDS
             count += 1
         return count
 
@@ -106,24 +105,6 @@ class Header(NamedTuple):
             raise RecordError(f"a record of unknown part {part}")
         tokens = bytes(view[offset + _HEAD.size : end])
         return cls(fingerprint, parent, tokens, RecordPart(part), size, check), end + _CRC.size
-
-
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Tokens as int32, little-endian. An id of a picture (`asyncengine.images`), which is negative and has some 160
-    bits, is -1 and 24 bytes."""
-    if min(tokens, default=0) >= 0:
-        return struct.pack(f"<{len(tokens)}i", *tokens)
-    return b"".join(
-        struct.pack("<i", token)
-        if token >= 0
-        else struct.pack("<i", -1) + token.to_bytes(4 * _PICTURE_WORDS, "little", signed=True)
-        for token in tokens
-    )
-
-
-def page_digest(parent: bytes, tokens: bytes) -> bytes:
-    """Digest of a page of packed `tokens` behind the page of digest `parent`."""
-    return hashlib.sha256(parent + tokens).digest()
 
 
 def fingerprint_of(identity: Identity) -> bytes:

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
+from asyncengine.kvcache import PageCounts, StateCounts
+from asyncengine.kvcache.store.segments import StoreCounts
 from asyncengine.outputs import FinishReason
 
 EngineState = Literal["awake", "paused", "asleep"]

@@ -4,6 +4,5 @@ from asyncengine.kvcache.kv_cache import KVCache
 from asyncengine.kvcache.page_group import PageCounts
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.states import StateCounts
-from asyncengine.kvcache.store.segments import StoreCounts
 
-__all__ = ["KVCache", "PageCounts", "PageTable", "StateCounts", "StoreCounts"]
+__all__ = ["KVCache", "PageCounts", "PageTable", "StateCounts"]

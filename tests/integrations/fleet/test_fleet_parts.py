@@ -21,7 +21,8 @@ from asyncengine.integrations.cli.demo import Show
 from asyncengine.integrations.fleet import Fleet, frontend
 from asyncengine.integrations.fleet.adapters import FleetAdapters
 from asyncengine.integrations.fleet.stats import sum_stats
-from asyncengine.kvcache import PageCounts, StateCounts, StoreCounts
+from asyncengine.kvcache import PageCounts, StateCounts
+from asyncengine.kvcache.store.segments import StoreCounts
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk, Usage
 from asyncengine.scheduler.messages import GrammarReady

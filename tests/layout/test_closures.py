@@ -10,10 +10,10 @@ from layout.test_layout import names_in, runtime, sources
 
 MODULES = dict(sources())
 LINES = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
-CLOSURES = {"kvcache.kv_cache": 3_400, "scheduler": 7_900, "engine.loop": 12_000, "grammar.service": 5_000}
+CLOSURES = {"kvcache.kv_cache": 3_400, "scheduler": 8_200, "engine.loop": 12_000, "grammar.service": 5_000}
 """Module -> lines of it and of all that it imports, at most."""
 OTHER_UNITS = ("execution", "kernels", "grammar", "lora", "integrations", "assembly")
-MAX_CORE = 22_640
+MAX_CORE = 22_500
 """Lines of all that is neither another unit nor assembly, at most."""
 MAX_PACKAGE = 92_000
 

@@ -119,7 +119,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "llama_index/__init__.py" not in names
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
-    assert {"asyncengine/py.typed", "asyncengine/text/gguf/harmony.jinja"} <= set(names)
+    assert {"asyncengine/py.typed", "asyncengine/assembly/gguf_tokenizer/harmony.jinja"} <= set(names)
     assert {f"asyncengine/integrations/http/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(
         names
     )

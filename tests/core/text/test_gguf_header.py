@@ -12,9 +12,9 @@ from core.text.gguf_zoo import SENTENCEPIECE, published
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata
 from support.long import TIMES
 
+from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
+from asyncengine.assembly.gguf_tokenizer.header import MAX_TOKEN_CHARS
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
-from asyncengine.text.gguf import load_gguf_tokenizer
-from asyncengine.text.gguf.header import MAX_TOKEN_CHARS
 
 MUTATIONS = 300 * TIMES
 """Mutated headers; 20,000 make the long form (a few minutes)."""

@@ -10,8 +10,15 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from asyncengine.assembly.gguf_tokenizer.header import (
+    HUGGINGFACE_KEY,
+    PREFIX,
+    SPACE,
+    TokenizerHeader,
+    TokenType,
+    broken,
+)
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
-from asyncengine.text.gguf.header import HUGGINGFACE_KEY, PREFIX, SPACE, TokenizerHeader, TokenType, broken
 from asyncengine.text.plain_tokenizer import PlainTokenizer
 from asyncengine.text.tokenizer import TextTokenizer
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import FinishReason, Timings
+from asyncengine.pooling_spec import Task
 from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")
@@ -50,7 +51,7 @@ class RequestDone:
     """A request for text has ended, with all its samples. Its consumer hears of it after this.
 
     Hooks are called in a copy of the context (`contextvars`) of the call that made the request: a tracer finds the
-    caller's span there. Texts to embed, rerank or classify are not reported one by one; `stats().finished` has them.
+    caller's span there.
     """
 
     request_id: str
@@ -69,13 +70,32 @@ class RequestDone:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorsDone:
+    """A call to embed, rerank or classify has ended, with all its texts. Hooks are called in the caller's thread and
+    context. `stats().finished` counts its texts."""
+
+    request_id: str
+    call: Task
+    """"embed", "rerank" or "classify"."""
+    adapter: str | None
+    texts: int
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+    dimensions: int | None = None
+    """Length of each vector, of a call to embed."""
+    error: str | None = None
+    """Name of the exception that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineDied:
     """The engine is dead; every stream has been told."""
 
     cause: BaseException
 
 
-Event = StepDone | StepSlow | Preempted | RequestDone | EngineDied
+Event = StepDone | StepSlow | Preempted | RequestDone | VectorsDone | EngineDied
 Hook = Callable[[Event], None]
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each request, by the semantic conventions for generative AI.
+"""OpenTelemetry: a span and metrics of each request, by its conventions for generative AI 0.1.0.
 
 A span is made at its request's end, from the times that the engine has measured, as a child of the span that was
 current where the request was made: a handler's, an agent's, LangChain's. Prompts and answers are in none.
@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncengine import AsyncEngine, Engine
-from asyncengine.events import Event, RequestDone
+from asyncengine.events import Event, RequestDone, VectorsDone
 
 try:
     from opentelemetry import context, propagate
+    from opentelemetry.metrics import MeterProvider, get_meter
     from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider, get_current_span, get_tracer
     from opentelemetry.trace import set_span_in_context as within
 except ImportError as error:
@@ -22,45 +23,132 @@ except ImportError as error:
 
 NANO = 1e9
 FAILURES = {"error", "engine_dead", "timeout"}
+METRICS = {
+    "s": (
+        "inference.duration", "inference.time_to_first_chunk", "inference.time_per_output_chunk", "embeddings.duration",
+    ),
+    "{token}": (
+        "inference.operation.input_tokens", "inference.operation.output_tokens", "embeddings.operation.input_tokens",
+    ),
+}  # fmt: skip
+"""Histograms by their unit, in `gen_ai.client`."""
+BOUNDARIES = {"s": [0.01 * 2**n for n in range(14)], "{token}": [4**n for n in range(14)]}
+USAGE = ("input_tokens", "output_tokens", "cache_read.input_tokens", "cache_write.input_tokens")
+"""Token counts: attributes in `gen_ai.usage`, and counters in `gen_ai.client.inference.usage`."""
+CALLS = {"chat", "text_completion", "generate_content", "embeddings"}
+"""Operations of spans around a request by an instrumentation that follows the conventions: it makes the metrics."""
+COUNTING = {
+    "gen_ai.operation.name": CALLS,
+    "openinference.span.kind": {"LLM", "EMBEDDING", "RERANKER"},
+    "langfuse.observation.type": {"generation", "embedding"},
+}
+"""Attributes, and values of them, of spans that have the tokens of a request that is made within."""
+SUPPRESS_ALL, SUPPRESS_MODEL = "suppress_instrumentation", "suppress_language_model_instrumentation"
+"""Keys of a context by which instrumentations of other libraries ask those below to keep still."""
 
 
 def trace(
-    engine: AsyncEngine | Engine, *, name: str | None = None, tracer_provider: TracerProvider | None = None
-) -> Callable[[], None]:
-    """Make a span of every request for text that `engine` is given from now on; the returned function ends it.
+    engine: AsyncEngine | Engine, *, name: str | None = None, usage: bool | None = None,
+    tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """Make a span of every request that `engine` is given from now on, and metrics; the returned function ends it.
 
-    `name`: name of the model in spans; None: its own. `tracer_provider`: None: the global one.
+    `name`: name of the model in them; None: its own. `usage`: whether spans have token counts; None: unless the span
+    around them has. `tracer_provider`, `meter_provider`: None: the global ones.
     """
     aengine = engine.aengine if isinstance(engine, Engine) else engine
-    model = name or aengine.info.name
+    model, info = name or aengine.info.name, aengine.info
+    page_size = info.page_size if aengine.core.config.prefix_caching else None
     tracer = get_tracer("asyncengine", tracer_provider=tracer_provider)
+    metrics = Metrics(meter_provider, "unknown" if info.no_images is None else "text")
 
     def hook(event: Event) -> None:
-        if not isinstance(event, RequestDone):
+        if not isinstance(event, RequestDone | VectorsDone) or context.get_value(SUPPRESS_ALL):
             return
+        parts: list[tuple[str, float, float]] = []
+        if isinstance(event, RequestDone):
+            seconds, attributes = event.timings.total, request_attributes(event, model)
+            parts.extend(phases(event))
+        else:
+            seconds, attributes = event.seconds, vectors_attributes(event, model)
         ended = time.time_ns()
-        began = ended - int(event.timings.total * NANO)
-        attributes = request_attributes(event, model)
+        began = ended - int(seconds * NANO)
+        used = token_counts(event, page_size)
+        around: Mapping[str, Any] = getattr(get_current_span(), "attributes", None) or {}
+        if not context.get_value(SUPPRESS_MODEL) and around.get("gen_ai.operation.name") not in CALLS:
+            metrics.record(event, attributes, used)
+        counted = any(around.get(key) in values for key, values in COUNTING.items())
+        if usage or (usage is None and not counted and not context.get_value(SUPPRESS_MODEL)):
+            attributes |= {f"gen_ai.usage.{count}": value for count, value in used.items()}
         title = f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
         span = tracer.start_span(title, kind=SpanKind.INTERNAL, attributes=attributes, start_time=began)
         if span.is_recording():
-            for phase, start, end in phases(event):
+            for phase, start, end in parts:
                 at = began + int(start * NANO), began + int(end * NANO)
                 tracer.start_span(phase, within(span), start_time=at[0]).end(at[1])
-            if failed := FAILURES & {*event.finish_reasons}:
-                span.set_attribute("error.type", min(failed))
+            if "error.type" in attributes:
                 span.set_status(Status(StatusCode.ERROR))
         span.end(ended)
 
     return aengine.on_event(hook)
 
 
+class Metrics:
+    """Instruments of the conventions."""
+
+    def __init__(self, provider: MeterProvider | None, modality: str) -> None:
+        """`modality`: that of prompts' tokens, "text" or "unknown"."""
+        meter = get_meter("asyncengine", meter_provider=provider)
+        self._histograms = {
+            name: meter.create_histogram(
+                f"gen_ai.client.{name}", unit, explicit_bucket_boundaries_advisory=BOUNDARIES[unit]
+            )
+            for unit, names in METRICS.items()
+            for name in names
+        }
+        self._counters = {
+            name: meter.create_counter(f"gen_ai.client.inference.usage.{name}", "{token}") for name in USAGE
+        }
+        self._modality = modality
+
+    def record(self, done: RequestDone | VectorsDone, attributes: Mapping[str, Any], used: Mapping[str, int]) -> None:
+        """Record a request by the attributes of its span, and its token counts."""
+        keys = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.model")
+        by = {key: attributes[key] for key in keys}
+        ended = by | {key: attributes[key] for key in ("error.type",) if key in attributes}
+        kind = "embeddings" if by["gen_ai.operation.name"] == "embeddings" else "inference"
+        if isinstance(done, RequestDone):
+            times = done.timings
+            self._histograms["inference.duration"].record(times.total, ended)
+            if times.first_token is not None:
+                self._histograms["inference.time_to_first_chunk"].record(times.first_token, by)
+                if (later := done.generated_tokens / len(done.finish_reasons) - 1) > 0:
+                    each = (times.total - times.first_token) / later
+                    self._histograms["inference.time_per_output_chunk"].record(each, by)
+            self._histograms["inference.operation.output_tokens"].record(done.generated_tokens, by)
+        else:
+            self._histograms[f"{kind}.duration"].record(done.seconds, ended)
+        self._histograms[f"{kind}.operation.input_tokens"].record(done.prompt_tokens, by)
+        for name, count in used.items() if kind == "inference" else ():
+            modality = "text" if name == "output_tokens" else self._modality
+            self._counters[name].add(count, by | {"gen_ai.token.modality": modality})
+
+
+def token_counts(done: RequestDone | VectorsDone, page_size: int | None) -> dict[str, int]:
+    """Values of `USAGE`. `page_size`: tokens of a page of the prefix cache; None: there is none."""
+    found = {"input_tokens": done.prompt_tokens, "cache_read.input_tokens": done.cached_tokens}
+    if isinstance(done, RequestDone):
+        found["output_tokens"] = done.generated_tokens
+        if page_size is not None and done.timings.first_token is not None:  # the whole prompt was computed
+            found["cache_write.input_tokens"] = max(0, done.prompt_tokens // page_size * page_size - done.cached_tokens)
+    return found
+
+
 def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
-    """The attributes of a request's span."""
-    params, times = done.params, done.timings
-    found = {
+    """The attributes of the span of a request for text, but for its token counts."""
+    params, failed = done.params, FAILURES & {*done.finish_reasons}
+    return known_attributes({
         "gen_ai.operation.name": "chat" if done.is_chat else "text_completion",
-        "gen_ai.provider.name": "asyncengine",
         "gen_ai.request.model": done.adapter or model,
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
@@ -74,12 +162,29 @@ def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
         "gen_ai.response.id": done.request_id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": done.finish_reasons,
-        "gen_ai.response.time_to_first_chunk": times.first_token,
-        "gen_ai.usage.input_tokens": done.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": done.cached_tokens,
-        "gen_ai.usage.output_tokens": done.generated_tokens,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+        "gen_ai.response.time_to_first_chunk": done.timings.first_token,
+        "error.type": min(failed, default=None),
+    })  # fmt: skip
+
+
+def vectors_attributes(done: VectorsDone, model: str) -> dict[str, Any]:
+    """The attributes of the span of a call for vectors, but for its token counts. The conventions have no operation
+    for reranking and classifying: these are called as their calls."""
+    return known_attributes({
+        "gen_ai.operation.name": "embeddings" if done.call == "embed" else done.call,
+        "gen_ai.request.model": done.adapter or model,
+        "gen_ai.embeddings.dimension.count": done.dimensions,
+        "gen_ai.response.id": done.request_id,
+        "gen_ai.response.model": model,
+        "asyncengine.texts": done.texts,
+        "error.type": done.error,
+    })  # fmt: skip
+
+
+def known_attributes(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that are known, and the one that all spans have."""
+    known = {name: value for name, value in found.items() if value is not None}
+    return {"gen_ai.provider.name": "asyncengine", **known}
 
 
 def phases(done: RequestDone) -> Iterator[tuple[str, float, float]]:

@@ -19,7 +19,10 @@ PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 """The output of a block, where the page shows it right after the block."""
-OPTIONAL = {"dspy": "dspy", "instructor": "instructor", "pydantic_ai": "pydantic-ai-slim"}
+OPTIONAL = {
+    "dspy": "dspy", "instructor": "instructor", "pydantic_ai": "pydantic-ai-slim", "langfuse": "langfuse",
+    "openinference": "openinference-instrumentation-langchain", "phoenix": "arize-phoenix-otel",
+}  # fmt: skip
 """Modules that how-tos are about and no extra of this package installs, with what to install. Where one is missing the
 blocks that import it are skipped; no other import may be missing."""
 

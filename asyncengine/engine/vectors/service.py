@@ -26,9 +26,10 @@ from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.engine.vectors.pair_templates import PairTemplate
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, RequestTimeout
+from asyncengine.events import VectorsDone
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Classification, Classifications, Embeddings, Ranked, Ranking, Usage
-from asyncengine.pooling_spec import PoolingSpec
+from asyncengine.pooling_spec import PoolingSpec, Task
 from asyncengine.progress import counted
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.text.batches import BatchTokenizer, EncodedText
@@ -70,6 +71,7 @@ class VectorModel:
 class VectorCall(Generic[Answer]):
     """One checked call, and its results so far."""
 
+    kind: Task
     items: Sequence[Item]
     name: str
     """The parameter that `items` came in ("texts"), for error messages."""
@@ -83,6 +85,7 @@ class VectorCall(Generic[Answer]):
     finish: Callable[[VectorCall[Answer]], Answer]
     """Makes the answer once all vectors are there."""
     truncate: bool
+    dimensions: int | None = None
     skip: int = 0
     """First tokens of each text, those of a prompt, that are left out of the pooling."""
     show_progress: bool = False
@@ -144,7 +147,8 @@ class VectorService:
 
             return Embeddings(shortened(call.vectors, dimensions, normalize), *call.outcome)
 
-        call = self._call(items, "texts", truncate, options, finish)
+        call = self._call("embed", items, "texts", truncate, options, finish)
+        call.dimensions = dimensions or self.model.width
         if prefix and not spec.include_prompt:
             call.skip = self._tokenizer.prompt_length(prefix)
         wanted = self._config.show_progress if show_progress is None else show_progress
@@ -177,7 +181,7 @@ class VectorService:
             order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
             return Ranking([Ranked(index, scores[index], documents[index]) for index in order], *call.outcome)
 
-        return self._call(pairs, "documents", truncate, options, finish)
+        return self._call("rerank", pairs, "documents", truncate, options, finish)
 
     def classify(self, texts: Any, truncate: bool, options: RequestOptions) -> VectorCall[Classifications]:
         """A call for labels. Raises `InvalidParameter`, `AdapterNotFound`."""
@@ -198,7 +202,7 @@ class VectorService:
         limit = "must be a str or a pair of them"
         if template is not None:
             limit = "must be a pair of str: a query and a document"
-        return self._call(_items("texts", texts, read, limit), "texts", truncate, options, finish)
+        return self._call("classify", _items("texts", texts, read, limit), "texts", truncate, options, finish)
 
     def _scores(self, call: VectorCall[Any]) -> list[list[float]]:
         """The scores of each text, behind the model's activation."""
@@ -224,7 +228,7 @@ class VectorService:
         return prompts[name]
 
     def _call(
-        self, items: Sequence[Item], name: str, truncate: bool, options: RequestOptions,
+        self, kind: Task, items: Sequence[Item], name: str, truncate: bool, options: RequestOptions,
         finish: Callable[[VectorCall[Answer]], Answer],
     ) -> VectorCall[Answer]:  # fmt: skip
         """A call submitted now, with a request id of its own if it has none. Raises `AdapterNotFound`."""
@@ -234,7 +238,7 @@ class VectorService:
         self._validator.check_adapter(options.adapter)
         label = options.request_id or f"req-{secrets.token_hex(8)}"
         vectors = np.zeros((len(items), self.model.width), dtype=np.float32)
-        return VectorCall(items, name, options, label, self._client.loop.clock.now(), vectors, finish, truncate)
+        return VectorCall(kind, items, name, options, label, self._client.loop.clock.now(), vectors, finish, truncate)
 
     # ---------------------------------------------------------------- calls, computed
 
@@ -275,9 +279,10 @@ class VectorService:
     @contextmanager
     def _posting(self, call: VectorCall[Any]) -> Iterator[tuple[deque[TextBatch], Callable[[], None]]]:
         """(the call's batches on their way, a function that takes the oldest once it is done). Leaving the block by an
-        error or a cancellation aborts them."""
+        error or a cancellation aborts them. Observers hear of its end."""
         self._client.check_open()
         posted: deque[TextBatch] = deque()
+        failure: str | None = None
         try:
             with counted("embedding", len(call.items)) if call.show_progress else nullcontext() as advance:
 
@@ -290,10 +295,17 @@ class VectorService:
                         advance(batch.samples)
 
                 yield posted, take
-        except BaseException:
+        except BaseException as error:
+            failure = type(error).__name__
             if tickets := [ticket for batch in posted for ticket in batch.tickets]:
                 self._client.abort_tickets(tickets)
             raise
+        finally:
+            loop = self._client.loop
+            if loop.hooks:
+                adapter, seconds = call.request_options.adapter, loop.clock.now() - call.submitted
+                counts = len(call.items), call.prompt_tokens, call.cached_tokens, seconds
+                loop.hooks.emit(VectorsDone(call.label, call.kind, adapter, *counts, call.dimensions, failure))
 
     def _post(self, batch: TextBatch, posted: deque[TextBatch], entered: bool) -> None:
         """Post and note a batch, in one synchronous stretch: no cancellation can come between the two."""

@@ -12,7 +12,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from numpy.lib.format import write_array_header_1_0
 
@@ -24,19 +24,14 @@ from asyncengine.integrations.cli.options import engine_config
 from asyncengine.outputs import Embeddings
 from asyncengine.sync_engine import Engine
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 CHUNK_LINES = 2048
 """Lines in memory at once, with their vectors: enough for many batches."""
 CHUNK_CHARACTERS = 4_000_000
 """The same for long lines; a chunk ends with the line that passes it."""
 
 
-class Sink(Protocol):
-    """Takes the vectors of one chunk after another."""
-
-    def write(self, found: Embeddings) -> None: ...
+Sink = Callable[[Embeddings], None]
+"""Takes the vectors of one chunk after another."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         done, cut = 0, 0
         for texts in chunks(lines):
             found = _embedded(engine, texts, done, args)
-            sink.write(found)
+            sink(found)
             done, cut = done + len(texts), cut + len(found.truncated)
             advance(len(texts))
     if cut:
@@ -100,81 +95,71 @@ def _lines() -> Iterator[str]:
 
 
 def chunks(lines: Iterator[str]) -> Iterator[list[str]]:
-    while chunk := list(_some(lines)):
-        yield chunk
-
-
-def _some(lines: Iterator[str]) -> Iterator[str]:
-    characters = 0
-    for line in itertools.islice(lines, CHUNK_LINES):
-        yield line
+    """Lists of lines within the limits of one chunk."""
+    chunk, characters = list[str](), 0
+    for line in lines:
+        chunk.append(line)
         characters += len(line)
-        if characters > CHUNK_CHARACTERS:
-            return
+        if len(chunk) == CHUNK_LINES or characters > CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
 
 
 @contextlib.contextmanager
 def _sink(path: Path | None, engine: Engine) -> Iterator[Sink]:
     """The sink of the vectors. A file appears under its name once it is complete."""
     if path is None:
-        yield JsonLines(sys.stdout.write)
+        yield json_lines(sys.stdout.write)
         return
     partial = path.with_name(f"{path.name}.partial")
     try:
         if path.suffix == ".npy":
-            with partial.open("wb") as file:
-                array = NpyFile(file, engine.info.dimensions or 0)
-                yield array
-                array.finish()
+            with partial.open("wb") as file, npy_file(file, engine.info.dimensions or 0) as rows:
+                yield rows
         else:
             with partial.open("w", encoding="utf-8") as text:
-                yield JsonLines(text.write)
+                yield json_lines(text.write)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-class JsonLines:
-    """One object for each text: its index, its vector, and whether it was cut."""
+def json_lines(write: Callable[[str], Any]) -> Sink:
+    """Write one object for each text: its index, its vector, and whether it was cut."""
+    count = itertools.count()
 
-    def __init__(self, write: Callable[[str], Any]) -> None:
-        self._write, self._done = write, 0
-
-    def write(self, found: Embeddings) -> None:
+    def sink(found: Embeddings) -> None:
         cut = set(found.truncated)
         for index, vector in enumerate(found.vectors):
-            row: dict[str, Any] = {"index": self._done + index, "embedding": _plain(vector)}
-            if index in cut:
-                row["truncated"] = True
-            self._write(json.dumps(row) + "\n")
-        self._done += len(found.vectors)
+            # nine digits name a float32 exactly; the digits of the float64 that Python makes of it say no more
+            numbers = [float(f"{number:.9g}") for number in vector.tolist()]
+            more = {"truncated": True} if index in cut else {}
+            write(json.dumps({"index": next(count), "embedding": numbers, **more}) + "\n")
+
+    return sink
 
 
-def _plain(vector: NDArray[Any]) -> list[float]:
-    """Nine digits name a float32 exactly; the digits of the float64 that Python makes of it say no more."""
-    return [float(f"{number:.9g}") for number in vector.tolist()]
-
-
-class NpyFile:
+@contextlib.contextmanager
+def npy_file(file: BinaryIO, columns: int) -> Iterator[Sink]:
     """A .npy file that grows row by row: its header, in which NumPy leaves room for any number of rows, is written
-    again at the end."""
+    again at the end. `columns`: of a file without rows."""
+    rows = 0
 
-    def __init__(self, file: BinaryIO, columns: int) -> None:
-        self._file, self._rows, self._columns = file, 0, columns
-        self._header()
+    def header() -> None:
+        file.seek(0)
+        write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)})
 
-    def write(self, found: Embeddings) -> None:
-        self._columns = found.vectors.shape[1]
-        self._file.write(found.vectors.astype("<f4").tobytes())
-        self._rows += len(found.vectors)
+    def sink(found: Embeddings) -> None:
+        nonlocal rows, columns
+        columns = found.vectors.shape[1]
+        file.write(found.vectors.astype("<f4").tobytes())
+        rows += len(found.vectors)
 
-    def finish(self) -> None:
-        self._file.seek(0)
-        self._header()
-
-    def _header(self) -> None:
-        shape = (self._rows, self._columns)
-        write_array_header_1_0(self._file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    header()
+    yield sink
+    header()
 
 
 @contextlib.contextmanager
@@ -186,7 +171,10 @@ def _progress() -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    size, done = _file_size(), 0
+    size, done = None, 0
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stdin is no real file
+        status = os.fstat(sys.stdin.fileno())
+        size = status.st_size if stat.S_ISREG(status.st_mode) else None
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("0 texts", total=size)
@@ -200,10 +188,3 @@ def _progress() -> Iterator[Callable[[int], None]]:
             )
 
         yield advance
-
-
-def _file_size() -> int | None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a test's stdin is no real file
-        status = os.fstat(sys.stdin.fileno())
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
-    return None

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncengine.checks import as_integer
 from asyncengine.config import EngineConfig, ModelSettings
@@ -15,14 +15,11 @@ from asyncengine.integrations.cli.errors import FAILED
 from asyncengine.integrations.cli.loading import on_thread
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import write, write_json
-from asyncengine.integrations.placement import Claim, Cluster, Device, Node, Placement, Refusal, place
+from asyncengine.integrations.placement import Claim, Cluster, Device, Node, Placement, place
 from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.memory.needs import ModelNeeds
-
-HERE = "this machine"
-
 
 _KERNELS = 72 * 2**20
 """Bytes of compiled kernels, of the library that runs them, and of the other parts that a command does not import."""
@@ -49,12 +46,16 @@ def run(args: argparse.Namespace) -> int:
     processes = machine.process * config.processes
     claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes
     found = place(claim, Cluster([as_node(machine)]))
+    on = where(found) if isinstance(found, Placement) else None
     if args.json:
-        write_json(as_dict(needs, tokens, total, claim, machine, found))
+        known = {"process_bytes": machine.process, "kv_tokens": tokens, "total_bytes": total, "claim": asdict(claim)}
+        verdict = {"fits": on is not None, "on": on, "why_not": str(found) if on is None else None}
+        write_json({**asdict(needs), **known, "machine": machine._asdict(), **verdict})
     else:
         _show(needs, tokens, total, claim, machine)
-        write(verdict(found, bool(machine.devices_free)) + "\n")
-    return 0 if isinstance(found, Placement) else FAILED
+        instead = ': pass device="cpu"' if on == "cpu" and machine.devices_free else ""  # else it would take a device
+        write(f"It does not fit here: {found}.\n" if on is None else f"It fits on {on}{instead}.\n")
+    return FAILED if on is None else 0
 
 
 def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
@@ -89,24 +90,7 @@ def as_node(machine: Machine) -> Node:
     """This machine as a node that has what is free now."""
     free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
     devices = [Device(index=index, memory=count) for index, count in free]
-    return Node(name=HERE, host_memory=min(machine.host_free, MAX_MEMORY), devices=tuple(devices))
-
-
-def as_dict(
-    needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine, found: Placement | Refusal
-) -> dict[str, object]:
-    fits = isinstance(found, Placement)
-    return {
-        **asdict(needs),
-        "process_bytes": machine.process,
-        "kv_tokens": tokens,
-        "total_bytes": total,
-        "claim": asdict(claim),
-        "machine": machine._asdict(),
-        "fits": fits,
-        "on": where(found) if isinstance(found, Placement) else None,
-        "why_not": None if fits else str(found),
-    }
+    return Node(name="this machine", host_memory=min(machine.host_free, MAX_MEMORY), devices=tuple(devices))
 
 
 def where(found: Placement) -> str:
@@ -115,19 +99,9 @@ def where(found: Placement) -> str:
     return " and ".join(f"cuda:{index}" for share in found.shares for index, *_ in share.devices)
 
 
-def verdict(found: Placement | Refusal, on_device: bool) -> str:
-    """`on_device`: the engine would take a device if it is not told otherwise."""
-    if isinstance(found, Refusal):
-        return f"It does not fit here: {found}."
-    instead = ': pass device="cpu"' if found.stage == "cpu" and on_device else ""
-    return f"It fits on {where(found)}{instead}."
-
-
 def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine) -> None:
-    table = Table(title=f"{needs.name} ({needs.dtype})", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    columns = Column(), Column(justify="right"), Column(style="dim")
+    table = Table(*columns, title=f"{needs.name} ({needs.dtype})", title_justify="left", show_header=False)
     table.add_row("weights", size(needs.weight_bytes), "")
     each = f"{tokens} tokens of {size(needs.kv_bytes_per_token)}; the model reads {needs.max_model_len}"
     table.add_row("KV cache", size(needs.kv_bytes(tokens)), each)

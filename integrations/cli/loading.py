@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, shared_engine
 from asyncengine.engine.threads import begun
-from asyncengine.integrations.cli.adapters import check_adapters
+from asyncengine.integrations.cli.inputs import check_adapters
 
 T = TypeVar("T")
 

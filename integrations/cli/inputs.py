@@ -1,13 +1,15 @@
-"""LoRA adapters on the command line: which to load, and which one answers."""
+"""Files that a command is given: LoRA adapters, of which one answers, and pictures."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from asyncengine.config import AdapterSettings
 from asyncengine.demo import resolve_adapter
 from asyncengine.errors import AdapterError
+from asyncengine.info import ModelInfo
 from asyncengine.integrations.cli.errors import CliError
 from asyncengine.lora.checkpoint.files import find_folder, read_config
 
@@ -58,3 +60,19 @@ def check_adapters(config: AdapterSettings) -> None:
             read_config(find_folder(resolve_adapter(path, config.adapter_root), root), root)
         except AdapterError as error:
             raise CliError(f"adapter {name!r}: {error}") from error
+
+
+def image_part(path: str | Path, most: int) -> dict[str, Any]:
+    """The content part of a picture. Its file is read now, as far as the engine's limit of `most` bytes, so that a
+    conversation stays the same when it changes. Raises `CliError`."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return {"type": "image", "image": file.read(most + 1)}
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CliError(f"image: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_reads_images(info: ModelInfo) -> None:
+    """Raises `CliError` for a model that reads no pictures."""
+    if info.no_images is not None:
+        raise CliError(f"image: {info.name} takes no pictures: {info.no_images}")

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -38,34 +39,28 @@ def run(args: argparse.Namespace) -> int:
             way = f"give it one (--chat-template {'|'.join(CHAT_TEMPLATES)}, or a file), or use: asyncengine generate"
             raise CliError(f"model: {engine.info.name} has no chat template; {way}")
         watched, most = sys.stdin.isatty(), config.max_image_bytes
-        Conversation(engine, params, args.system, adapter, watched=watched, max_image_bytes=most).run()
+        start = [] if args.system is None else [{"role": "system", "content": args.system}]
+        Conversation(engine, params, start, adapter, watched, most, messages=list(start)).run()
     return 0
 
 
+@dataclass(slots=True)
 class Conversation:
-    """One chat from its first prompt to its end. `watched`: somebody types, so prompts and hints are shown."""
+    """One chat from its first prompt to its end."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        params: SamplingParams,
-        system: str | None,
-        adapter: str | None,
-        *,
-        watched: bool,
-        max_image_bytes: int,
-    ) -> None:
-        self.engine = engine
-        self.params = params
-        self.adapter = adapter
-        self.watched = watched
-        self.max_image_bytes = max_image_bytes
-        self.start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self.start)
-        self.images: list[dict[str, Any]] = []
-        """Pictures for the next prompt."""
-        self.last = ""
-        self.said_full = False
+    engine: Engine
+    params: SamplingParams
+    start: list[dict[str, Any]]
+    """Messages that stay when the others are forgotten."""
+    adapter: str | None
+    watched: bool
+    """Whether somebody types, so that prompts and hints are shown."""
+    max_image_bytes: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Pictures for the next prompt."""
+    last: str = ""
+    said_full: bool = False
 
     def run(self) -> None:
         if self.watched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import resources
 
@@ -37,47 +37,52 @@ OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
 """Paths that need no key: they tell nothing of anybody."""
 
 
-class RequireKey:
-    """ASGI middleware that turns away requests without a key, in `Authorization: Bearer KEY` or `x-api-key`."""
+Check = Callable[[HTTPConnection], Problem | None]
+"""Says why somebody may not ask; None: he may."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+class Guard:
+    """ASGI middleware that turns away those whom a check refuses."""
+
+    def __init__(self, app: ASGIApp, check: Check) -> None:
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and path_of(scope) not in OPEN_PATHS and not self._may(HTTPConnection(scope)):
-            # a key in the address is none: addresses are logged on the way
-            need = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key"
-            problem = Problem(401, need, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
-            return await refusal(HTTPConnection(scope), problem)(scope, receive, send)
-        return await self._app(scope, receive, send)
+        problem = None if scope["type"] == "lifespan" else self._check(HTTPConnection(scope))
+        app = self._app if problem is None else refusal(HTTPConnection(scope), problem)
+        await app(scope, receive, send)
 
-    def _may(self, connection: HTTPConnection) -> bool:
-        """Whether a key is one of ours. All are compared, in constant time: how long it takes says nothing of them."""
+
+def key_check(keys: Sequence[str]) -> Check:
+    """Refuses requests without one of these keys, in `Authorization: Bearer KEY` or `x-api-key`. All are compared, in
+    constant time: how long it takes says nothing of them."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(connection: HTTPConnection) -> Problem | None:
         kind, _, bearer = connection.headers.get("authorization", "").partition(" ")
         shown = bearer.strip() if kind.lower() == "bearer" else connection.headers.get("x-api-key", "")
         digest = hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest()
-        return sum([hmac.compare_digest(digest, ours) for ours in self._digests]) > 0
+        known = sum([hmac.compare_digest(digest, ours) for ours in digests]) > 0
+        if known or path_of(connection.scope) in OPEN_PATHS:
+            return None
+        # a key in the address is none: addresses are logged on the way
+        need = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key"
+        return Problem(401, need, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
+
+    return check
 
 
-class RequireHost:
-    """ASGI middleware that answers to some host names only, which keeps DNS rebinding out.
+def host_check(hosts: Collection[str]) -> Check:
+    """Answers to some host names only, which keeps DNS rebinding out: a web page's own host name, made to resolve to
+    this machine, would have browsers treat this server as the page's."""
 
-    A web page's own host name, made to resolve to this machine, would have browsers treat this server as the page's.
-    """
+    def check(connection: HTTPConnection) -> Problem | None:
+        host = connection.headers.get("host", "").lower()
+        if (host if host.endswith("]") else host.rpartition(":")[0] or host) in hosts:
+            return None
+        return Problem(403, f"a server without a key answers to {', '.join(sorted(hosts))} only", "host", "wrong_host")
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app, self._hosts = app, frozenset(hosts)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan":
-            host = HTTPConnection(scope).headers.get("host", "").lower()
-            name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name not in self._hosts:
-                message = f"a server without a key answers to {', '.join(sorted(self._hosts))} only"
-                problem = Problem(403, message, "host", "wrong_host")
-                return await refusal(HTTPConnection(scope), problem)(scope, receive, send)
-        return await self._app(scope, receive, send)
+    return check
 
 
 def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
@@ -118,9 +123,9 @@ def make_app(serving: Serving) -> Starlette:
     if serving.cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
     if serving.hosts is not None and not serving.api_keys:
-        middleware.append(Middleware(RequireHost, serving.hosts))
+        middleware.append(Middleware(Guard, host_check(frozenset(serving.hosts))))
     if serving.api_keys:
-        middleware.append(Middleware(RequireKey, serving.api_keys))
+        middleware.append(Middleware(Guard, key_check(serving.api_keys)))
     if serving.telemetry:
         from asyncengine.integrations.opentelemetry import TraceContext, trace
 

@@ -60,12 +60,8 @@ class ResponseStore:
     def __init__(self, most: int) -> None:
         self._most = most
         self._stored: OrderedDict[str, Stored] = OrderedDict()
-        self._used = 0
-
-    @property
-    def used(self) -> int:
+        self.used = 0
         """Bytes that are taken."""
-        return self._used
 
     def put(self, response: Item, items: Sequence[Item], owner: object = None) -> None:
         """Keep a response and the items that were its own input."""
@@ -73,9 +69,9 @@ class ResponseStore:
         made = Stored(_packed(response), _packed(named), response["previous_response_id"], owner)
         self.delete(response["id"])
         self._stored[response["id"]] = made
-        self._used += made.size
-        while self._used > self._most:
-            self._used -= self._stored.popitem(last=False)[1].size
+        self.used += made.size
+        while self.used > self._most:
+            self.used -= self._stored.popitem(last=False)[1].size
 
     def get(self, response_id: str, owner: object = None) -> Stored | None:
         """The response of that id, which counts as used."""
@@ -88,7 +84,7 @@ class ResponseStore:
     def delete(self, response_id: str) -> bool:
         """Forget a response, and say whether there was one. Those that went on from it can't be gone on from."""
         found = self._stored.pop(response_id, None)
-        self._used -= found.size if found else 0
+        self.used -= found.size if found else 0
         return found is not None
 
     def chain(self, response_id: str | None, owner: object = None) -> list[Stored] | None:

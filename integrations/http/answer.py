@@ -29,11 +29,20 @@ class AnswerWriter(Protocol):
     ping: str
     """A frame without meaning, for a stream on which nothing else is sent; it may be empty."""
 
-    def begin(self, usage: Usage, samples: int) -> str: ...
-    def write(self, event: Event) -> str: ...
-    def end(self, usage: Usage) -> str: ...
-    def failed(self, problem: Problem) -> str: ...
-    def whole(self, completion: Completion) -> dict[str, Any]: ...
+    def begin(self, usage: Usage, samples: int) -> str:
+        """The frames that a stream begins with."""
+
+    def write(self, event: Event) -> str:
+        """The frames of one event; an empty text for none."""
+
+    def end(self, usage: Usage) -> str:
+        """The last frames of a stream."""
+
+    def failed(self, problem: Problem) -> str:
+        """The frames of a stream that broke off."""
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The response to a request that did not ask for a stream."""
 
 
 class Answer:

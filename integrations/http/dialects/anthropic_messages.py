@@ -271,7 +271,6 @@ class Writer:
         return _frame("message_start", message=self._message([], self._end, usage))
 
     def write(self, event: Event) -> str:
-        """The frames of one event; an empty text for none."""
         match event:
             case Text() if event.text:
                 return self._begin("text", text="") + self._delta("text_delta", "text", event.text)
@@ -312,11 +311,9 @@ class Writer:
         return signed + _frame("content_block_stop", index=self._block)
 
     def end(self, usage: Usage) -> str:
-        """The last frames of a stream."""
         return _frame("message_delta", delta=self._end, usage=_usage(usage)) + _frame("message_stop")
 
     def failed(self, problem: Problem) -> str:
-        """The frame of a stream that broke off."""
         return f"event: error\ndata: {json.dumps(error(problem, f'req_{self._id}'))}\n\n"
 
     def whole(self, completion: Completion) -> dict[str, Any]:

@@ -71,7 +71,6 @@ class Writer(Frames):
         return "".join([self._choice_frame(index, self._prompt(index), first=True) for index in range(samples)])
 
     def write(self, event: Event) -> str:
-        """The frames of one event; an empty text for none."""
         match event:
             case Text():
                 return self._choice_frame(event.index, event.text, event.logprobs, event.token_ids)
@@ -94,7 +93,6 @@ class Writer(Frames):
         return self.frame(index, fields, token_ids, first=first)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The response to a request that did not ask for a stream."""
         of_prompts, entries = list[list[TokenLogprob | None]](), completion.prompt_logprobs or []
         for ids in self._answered.prompts():
             of_prompts.append(entries[: len(ids)])

@@ -149,7 +149,6 @@ class Writer(Frames):
         return "".join([self._delta(Event(index), delta, more=more, first=True) for index in range(samples)])
 
     def write(self, event: Event) -> str:
-        """The frames of one event; an empty text for none."""
         match event:
             case Text():
                 return self._delta(event, {"content": event.text}, event.token_ids, logprobs=event.logprobs)
@@ -165,7 +164,6 @@ class Writer(Frames):
         return ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The response to a request that did not ask for a stream."""
         choices = [self._choice(index, sample) for index, sample in enumerate(completion.samples)]
         more = {
             "prompt_logprobs": self.of_prompt(completion.prompt_logprobs or ()),

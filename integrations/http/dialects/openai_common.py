@@ -155,7 +155,6 @@ class Frames:
         }
 
     def end(self, usage: Usage) -> str:
-        """The last frames of a stream."""
         last = ""
         if self._usage:
             known = {"choices": [], "usage": openai_usage(usage), **llama_cpp_timings(usage, self._answered.timings())}
@@ -163,5 +162,4 @@ class Frames:
         return last + "data: [DONE]\n\n"
 
     def failed(self, problem: Problem) -> str:
-        """The frames of a stream that broke off."""
         return f"data: {json.dumps(error(problem))}\n\ndata: [DONE]\n\n"

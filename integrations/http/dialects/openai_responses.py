@@ -249,7 +249,6 @@ class Writer:
         return self._frame("created", response=self.response) + self._frame("in_progress", response=self.response)
 
     def write(self, event: Event) -> str:
-        """The frames of one event; an empty text for none."""
         match event:
             case Text(text=""):
                 self._pending += event.logprobs if self._logprobs else ()
@@ -276,7 +275,6 @@ class Writer:
         return ""
 
     def end(self, usage: Usage) -> str:
-        """The last frames of a stream."""
         status = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}.get(self._reason, "completed")
         known: dict[str, Any] = {"status": status, "usage": responses_usage(usage)}
         if status == "completed":
@@ -303,7 +301,6 @@ class Writer:
         return last + self._frame("incomplete" if status == "cancelled" else status, response=self.response)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The response to a request that did not ask for a stream."""
         sample = completion.samples[0]
         if sample.reasoning:
             self.write(Thinking(0, sample.reasoning))

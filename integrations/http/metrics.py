@@ -8,11 +8,12 @@ at its end: nothing is done for a token.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import resources
 from itertools import accumulate
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -37,79 +38,56 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 """The form that is written, whatever Prometheus asks for: in other forms the library writes "vllm_" for "vllm:"."""
 SECONDS = tuple(float(f"{digit}e{power}") for power in range(-4, 4) for digit in (1, 2.5, 5))
 TOKENS = tuple(float(f"{digit}e{power}") for power in range(7) for digit in (1, 2, 5))
-HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
-    "vllm:time_to_first_token_seconds": ("Submit to first token.", SECONDS),
-    "vllm:inter_token_latency_seconds": ("A request's mean gap, counted for each of its gaps.", SECONDS),
-    "vllm:request_time_per_output_token_seconds": ("A request's mean gap, counted once.", SECONDS),
-    "vllm:e2e_request_latency_seconds": ("Submit to end.", SECONDS),
-    "vllm:request_queue_time_seconds": ("Submit to first step, but for waiting for a grammar or adapter.", SECONDS),
-    "vllm:request_inference_time_seconds": ("First step to end.", SECONDS),
-    "vllm:request_prefill_time_seconds": ("First step to first token.", SECONDS),
-    "vllm:request_decode_time_seconds": ("First token to end.", SECONDS),
-    "asyncengine:request_preparation_time_seconds": ("Waiting for a grammar or an adapter.", SECONDS),
-    "vllm:request_prompt_tokens": ("Tokens of prompts.", TOKENS),
-    "vllm:request_generation_tokens": ("Tokens of answers.", TOKENS),
-    "vllm:request_params_max_tokens": ("The parameter max_tokens, where it was given.", TOKENS),
-    "vllm:request_params_n": ("The parameter n.", (1.0, 2.0, 5.0, 10.0, 20.0)),
-}
-Family = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, str, Callable[[EngineStats], Any]]
-COUNT, GAUGE = CounterMetricFamily, GaugeMetricFamily
+BOUNDS: Mapping[str, Sequence[float]] = {"seconds": SECONDS, "tokens": TOKENS, "samples": (1.0, 2.0, 5.0, 10.0, 20.0)}
+"""Bounds of the buckets of each kind of histogram."""
+KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
-def _guesses(field: str) -> Callable[[EngineStats], Any]:
-    return lambda stats: getattr(stats.speculation, field, None)
+class Row(NamedTuple):
+    """A line of metrics.txt, which explains them."""
+
+    name: str
+    kind: str
+    value: str
+    label: str
+    text: str
 
 
-FAMILIES: Mapping[str, Family] = {
-    "vllm:num_requests_running": (GAUGE, "", "Requests in the running batch.", lambda s: s.requests["running"]),
-    "vllm:num_requests_waiting": (
-        GAUGE, "", "Requests that have not begun, with those whose grammar or adapter is not there.",
-        lambda s: sum(s.requests.values()) - s.requests["running"],
-    ),
-    "vllm:num_requests_waiting_by_reason": (
-        GAUGE, "reason", "The same: capacity, their turn has not come; deferred, a grammar or an adapter is not there.",
-        lambda s: {
-            "capacity": s.requests["waiting"], "deferred": s.requests["grammar_queue"] + s.requests["adapter_queue"]
-        },
-    ),
-    "vllm:kv_cache_usage_perc": (
-        GAUGE, "", "Share of pages that requests use, 0 to 1.",
-        lambda s: 1 - (s.pages.free + s.pages.cached) / s.pages.total if s.pages.total else 0.0,
-    ),
-    "vllm:request_success": (COUNT, "finished_reason", "Ended samples.", lambda s: _reasons(s.finished)),
-    "vllm:prompt_tokens": (COUNT, "", "Tokens of prompts.", lambda s: s.prompt_tokens),
-    "vllm:prompt_tokens_cached": (COUNT, "", "Tokens of prompts that were cached.", lambda s: s.cached_tokens),
-    "vllm:generation_tokens": (COUNT, "", "Generated tokens.", lambda s: s.generated_tokens),
-    "vllm:prefix_cache_queries": (COUNT, "", "Prompt tokens looked up in the prefix cache.", lambda s: s.prompt_tokens),
-    "vllm:prefix_cache_hits": (COUNT, "", "Prompt tokens found there.", lambda s: s.cached_tokens),
-    "asyncengine:prefix_tokens_restored": (COUNT, "", "Cached tokens read from a disk.", lambda s: s.restored_tokens),
-    "asyncengine:prefix_bytes_read": (COUNT, "", "Bytes of stored prefixes read.", lambda s: s.stored.bytes_read),
-    "asyncengine:prefix_bytes_written": (COUNT, "", "Bytes of prefixes stored.", lambda s: s.stored.bytes_written),
-    "asyncengine:images_encoded": (COUNT, "", "Pictures encoded.", lambda s: s.images.encoded),
-    "asyncengine:image_cache_hits": (COUNT, "", "Uses of pictures that were encoded.", lambda s: s.images.hits),
-    "asyncengine:image_cache_bytes": (GAUGE, "", "Bytes of encoded pictures.", lambda s: s.images.nbytes),
-    "vllm:num_preemptions": (COUNT, "", "Requests that lost their pages for a while.", lambda s: s.preemptions),
-    "vllm:spec_decode_num_drafts": (COUNT, "", "Rows that had guesses.", _guesses("rows")),
-    "vllm:spec_decode_num_draft_tokens": (COUNT, "", "Tokens guessed.", _guesses("drafted")),
-    "vllm:spec_decode_num_accepted_tokens": (COUNT, "", "Guesses that came true.", _guesses("accepted")),
-    "vllm:spec_decode_num_accepted_tokens_per_pos": (
-        COUNT, "position", "The same by place in their row.",
-        lambda s: {str(place): count for place, count in enumerate(s.speculation.by_position if s.speculation else ())},
-    ),
-    "asyncengine:steps": (COUNT, "", "Forward passes.", lambda s: s.steps),
-    "asyncengine:computed_tokens": (COUNT, "", "Positions computed.", lambda s: s.computed_tokens),
-    "asyncengine:forced_tokens": (COUNT, "", "Tokens that a grammar left no choice about.", lambda s: s.forced_tokens),
-    "asyncengine:requests": (GAUGE, "state", "Requests.", lambda s: s.requests),
-    "asyncengine:pages": (GAUGE, "state", "Pages of the KV cache.", lambda s: _states(s.pages)),
-    "asyncengine:window_pages": (GAUGE, "state", "Pages of layers with windows.", lambda s: _states(s.window_pages)),
-    "asyncengine:step_seconds": (GAUGE, "quantile", "Launch to result of the last 4096.", lambda s: _quantiles(s.step)),
-    "asyncengine:loop_lag_seconds": (
-        GAUGE, "quantile", "Lateness of timers on the engine's loop.", lambda s: _quantiles(s.loop_lag)
-    ),
-    "asyncengine:threads": (GAUGE, "", "Threads of the last step.", lambda s: s.threads.now),
-    "asyncengine:uptime_seconds": (GAUGE, "", "Seconds since the engine started.", lambda s: s.uptime),
-}  # fmt: skip
-"""Families by name: kind, label besides the model's, help text, value (None: there is none), or values by label."""
+_LINES = (resources.files(__package__) / "metrics.txt").read_text(encoding="utf-8").splitlines()
+_ROWS = [Row(*map(str.strip, line.split("|"))) for line in _LINES if line and line[0] != ";"]
+FAMILIES = [row for row in _ROWS if row.kind in KINDS]
+HISTOGRAMS = [row for row in _ROWS if row.kind in BOUNDS]
+
+
+def computed(stats: EngineStats) -> dict[str, Any]:
+    """Values that are no fields of the statistics, by name."""
+    requests, pages = stats.requests, stats.pages
+    ends = {"stop": 0, "length": 0, "abort": 0, **stats.finished}
+    ends["stop"] += ends.pop("tool_calls", 0)  # vLLM calls an answer that calls tools a stop
+    deferred = requests["grammar_queue"] + requests["adapter_queue"]
+    return {
+        "waiting": sum(requests.values()) - requests["running"],
+        "waiting_by_reason": {"capacity": requests["waiting"], "deferred": deferred},
+        "pages_in_use": 1 - (pages.free + pages.cached) / pages.total if pages.total else 0.0,
+        "ended": ends,
+    }
+
+
+def values_of(row: Row, stats: EngineStats) -> Mapping[str, float]:
+    """The values of a metric by its label; "" where it has none. None at all for what an engine does not have."""
+    found: Any = computed(stats).get(row.value, stats)
+    for name in row.value.split(".") if found is stats else ():
+        found = found[name] if isinstance(found, Mapping) else None if found is None else getattr(found, name)
+    match found:
+        case None:
+            return {}
+        case Summary():
+            return {"0.5": found.p50, "0.9": found.p90, "0.99": found.p99}
+        case PageCounts():
+            return {name: number for name, number in asdict(found).items() if name != "total"}
+        case tuple():
+            return {str(place): count for place, count in enumerate(found)}
+    return found if row.label else {"": found}
 
 
 class Histogram:
@@ -140,7 +118,7 @@ class Metrics(Collector):
         serving.models.watch(self.observe)
 
     def observe(self, model: str, engine: AsyncEngine) -> None:
-        fresh = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        fresh = {row.name: Histogram(BOUNDS[row.kind]) for row in HISTOGRAMS}
         own = self._histograms.setdefault(model, fresh)
 
         def hook(event: Event) -> None:
@@ -153,21 +131,22 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every family, with the samples of each model."""
         each = {name: engine.stats() for name, engine in self._serving.models.group.loaded.items()}
-        for name, (kind, label, text, read) in FAMILIES.items():
-            family = kind(name, text, labels=[*LABELS, label] if label else LABELS)
+        for row in FAMILIES:
+            family = KINDS[row.kind](row.name, row.text, labels=[*LABELS, row.label] if row.label else LABELS)
             for model, stats in each.items():
-                found = read(stats)
-                for value, number in found.items() if label else (() if found is None else (("", found),)):
-                    family.add_metric([model, "0", value] if label else [model, "0"], number)
+                for value, number in values_of(row, stats).items():
+                    family.add_metric([model, "0", value] if row.label else [model, "0"], number)
             yield family
-        answered = COUNT("http_requests", "HTTP requests, refused ones too.", labels=["handler", "method", "status"])
-        for labels, number in list(self._serving.requests.counts.items()):
-            answered.add_metric(labels, number)
+        answered = CounterMetricFamily(
+            "http_requests", "HTTP requests, refused ones too.", labels=["handler", "method", "status"]
+        )
+        for values, number in list(self._serving.requests.counts.items()):
+            answered.add_metric(values, number)
         yield answered
-        for name, (text, _) in HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+        for row in HISTOGRAMS:
+            histogram = HistogramMetricFamily(row.name, row.text, labels=LABELS)
             for model, own in list(self._histograms.items()):
-                own[name].show(histogram, model)
+                own[row.name].show(histogram, model)
             yield histogram
 
 
@@ -197,21 +176,6 @@ def observations(done: RequestDone) -> Iterator[tuple[str, float, int]]:
         mean = decoding * params.n / gaps
         yield "vllm:request_time_per_output_token_seconds", mean, 1
         yield "vllm:inter_token_latency_seconds", mean, gaps
-
-
-def _states(counts: PageCounts) -> Mapping[str, int]:
-    return {name: number for name, number in asdict(counts).items() if name != "total"}
-
-
-def _quantiles(summary: Summary) -> Mapping[str, float]:
-    return {"0.5": summary.p50, "0.9": summary.p90, "0.99": summary.p99}
-
-
-def _reasons(finished: Mapping[str, int]) -> Mapping[str, int]:
-    """Ended samples by vLLM's reasons, and by ours where it has none: an answer that calls tools is a stop there."""
-    ends = {"stop": 0, "length": 0, "abort": 0, **finished}
-    ends["stop"] += ends.pop("tool_calls", 0)
-    return ends
 
 
 def routes(serving: Serving) -> list[Route]:

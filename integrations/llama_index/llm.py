@@ -287,7 +287,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             return super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-        return structured.predict(self, output_cls, prompt, keywords, prompt_args)
+        structured.begin(output_cls, prompt, prompt_args)
+        response = self.chat(**structured.chat_of(self, output_cls, prompt, keywords, prompt_args))
+        return structured.end(structured.read(output_cls, response))
 
     async def astructured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
@@ -295,7 +297,10 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             return await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-        return await structured.apredict(self, output_cls, prompt, keywords, prompt_args)
+        structured.begin(output_cls, prompt, prompt_args)
+        await self._engines().aio()  # a prompt may ask for the model's metadata: load it off the loop
+        response = await self.achat(**structured.chat_of(self, output_cls, prompt, keywords, prompt_args))
+        return structured.end(structured.read(output_cls, response))
 
     def _structured_stream_call(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any

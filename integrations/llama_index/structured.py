@@ -31,44 +31,39 @@ dispatcher = get_dispatcher(__name__)
 Keywords = dict[str, Any]
 
 
-def predict(
-    llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
-) -> Model:
-    """Raises pydantic's `ValidationError` for an answer that only the class itself refuses, and `RequestFailed` for one
-    that is not all the model's own, as its budget ended."""
-    dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
-    response = llm.chat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs))
-    return _ended(output_cls.model_validate_json(_own_text(response)))
-
-
-async def apredict(
-    llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
-) -> Model:
-    """An object of the class, as `predict`, awaited."""
-    dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
-    await llm._engines().aio()  # a prompt may ask for the model's metadata: load it off the loop
-    response = await llm.achat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs))
-    return _ended(output_cls.model_validate_json(_own_text(response)))
-
-
 def checked(output_cls: object, llm_kwargs: object) -> Keywords:
     """The keywords of the call. Raises `InvalidParameter` where either is of another kind than it has to be."""
     if not (isinstance(output_cls, type) and issubclass(output_cls, BaseModel)):
         raise InvalidParameter("output_cls", "must be a pydantic class", output_cls)
-    if llm_kwargs is None:
-        return {}
-    if not isinstance(llm_kwargs, dict):
+    if llm_kwargs is not None and not isinstance(llm_kwargs, dict):
         raise InvalidParameter("llm_kwargs", "must be a dict of a call's keywords", llm_kwargs)
-    return llm_kwargs
+    return llm_kwargs or {}
 
 
-def _own_text(response: ChatResponse) -> str:
+def begin(output_cls: type[Model], prompt: PromptTemplate, args: Keywords) -> None:
+    """Tell LlamaIndex's observers of the call."""
+    dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
+
+
+def chat_of(
+    llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
+) -> Keywords:
+    """Keywords of the chat that gives the object, its messages among them."""
+    messages = llm._extend_messages(prompt.format_messages(llm=llm, **args))
+    messages = with_schema(messages, output_cls) if llm.schema_in_prompt else messages
+    return {**llm_kwargs, "messages": messages, "grammar": Grammar.json_schema(output_cls, unsupported="ignore")}
+
+
+def read(output_cls: type[Model], response: ChatResponse) -> Model:
+    """The object of an answer. Raises pydantic's `ValidationError` for one that only the class itself refuses, and
+    `RequestFailed` for one that is not all the model's own, as its budget ended."""
     if (why := why_not_own(response.raw or {})) is not None:
         raise RequestFailed(why)
-    return response.message.content or ""
+    return output_cls.model_validate_json(response.message.content or "")
 
 
-def _ended(result: Model) -> Model:
+def end(result: Model) -> Model:
+    """Tell LlamaIndex's observers of the object."""
     dispatcher.event(LLMStructuredPredictEndEvent(output=result))
     return result
 
@@ -76,12 +71,12 @@ def _ended(result: Model) -> Model:
 def stream(
     llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
 ) -> Generator[Model | FlexibleModel, None, None]:
-    """The object as far as it is written, each time it has grown; then the whole one. Raises as `predict`."""
+    """The object as far as it is written, each time it has grown; then the whole one. Raises as `read`."""
     growing, response = Growing(output_cls), ChatResponse(message=ChatMessage())
-    for response in llm.stream_chat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs)):
+    for response in llm.stream_chat(**chat_of(llm, output_cls, prompt, llm_kwargs, args)):
         if (part := growing.read(response.message.content or "")) is not None:
             yield part
-    yield output_cls.model_validate_json(_own_text(response))
+    yield read(output_cls, response)
 
 
 async def astream(
@@ -90,22 +85,10 @@ async def astream(
     """Objects of the class, as `stream`, awaited."""
     await llm._engines().aio()
     growing, response = Growing(output_cls), ChatResponse(message=ChatMessage())
-    messages, keywords = _messages(llm, output_cls, prompt, args), _keywords(output_cls, llm_kwargs)
-    async for response in await llm.astream_chat(messages, **keywords):
+    async for response in await llm.astream_chat(**chat_of(llm, output_cls, prompt, llm_kwargs, args)):
         if (part := growing.read(response.message.content or "")) is not None:
             yield part
-    yield output_cls.model_validate_json(_own_text(response))
-
-
-def _keywords(output_cls: type[Model], llm_kwargs: Keywords) -> dict[str, Any]:
-    return {**llm_kwargs, "grammar": Grammar.json_schema(output_cls, unsupported="ignore")}
-
-
-def _messages(
-    llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, args: Keywords
-) -> list[ChatMessage]:
-    messages = llm._extend_messages(prompt.format_messages(llm=llm, **args))
-    return with_schema(messages, output_cls) if llm.schema_in_prompt else messages
+    yield read(output_cls, response)
 
 
 def with_schema(messages: list[ChatMessage], output_cls: type[Model]) -> list[ChatMessage]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from asyncengine.assembly.relay import RelayLoop
 from asyncengine.errors import EngineDead, FleetError
 from asyncengine.integrations.fleet.adapters import FleetAdapters
-from asyncengine.integrations.fleet.messages import Abort, Command, Update
+from asyncengine.integrations.fleet.messages import Command, Update
 from asyncengine.integrations.fleet.requests import FleetRequest, Prefill, ReplicaHandle
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.placement.routing import Role, Route, Router
@@ -75,7 +75,7 @@ class Prefills:
         """Stop computing a request's prompt elsewhere: it is not waited for any more."""
         prefill, replica = request.prefill, self.release(request)
         if prefill is not None and replica is not None:
-            replica.commands.append(Abort(prefill.key))
+            replica.commands.append(prefill.key)
         request.prefilled_by = ""
 
     def receive(self, replica: ReplicaHandle, output: RequestOutput) -> tuple[FleetRequest, Peer | None] | None:
@@ -190,14 +190,14 @@ class Dispatcher:
         if request.route is None or request.prefill is not None:  # no replica knows of it
             request.end("abort", tickets={ticket})
         else:
-            self._post(request.route.replica, Abort(ticket))
+            self._post(request.route.replica, ticket)
 
     def abort_all(self) -> None:
         """End every request at once, on its replica and here."""
         for request in list(self.requests.values()):
             if request.route is not None:
                 for spec in request.specs:
-                    self._post(request.route.replica, Abort(spec.ticket))
+                    self._post(request.route.replica, spec.ticket)
             request.end("abort")
 
     def expire(self) -> None:

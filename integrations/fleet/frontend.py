@@ -82,7 +82,7 @@ class OneMachine(Cluster["LocalReplica"]):
         return each
 
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Look whether the memory nodes are large enough. Raises `FleetError`, and what loading raises of the files."""
+        """Look whether the memory nodes are large enough."""
         smallest = min(self._shares, key=lambda share: share.memory)
         if smallest.nodes and not self.config.num_gpus and os.path.exists(path := resolve_model(model)):
             needed = read_claim(path, config, self.config).cpu_bytes or 0

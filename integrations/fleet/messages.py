@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from asyncengine import AdapterInfo
 from asyncengine.assembly.served_model import ServedModel
@@ -12,7 +11,7 @@ from asyncengine.request_output import RequestOutput
 from asyncengine.request_spec import RequestSpec
 from asyncengine.stats import EngineStats
 
-VERSION = 10
+VERSION = 11
 """Number of this protocol. Raise it with every change."""
 
 
@@ -37,13 +36,8 @@ class Submit:
     """Reading of the clock by which the times in `specs` were taken."""
 
 
-class Abort(NamedTuple):
-    """A sample, a text or a prompt that is wanted no more."""
-
-    ticket: int
-
-
-Command = Submit | Abort
+Command = Submit | int
+"""A request, or the ticket of a sample, a text or a prompt that is wanted no more."""
 
 
 @dataclass(slots=True)

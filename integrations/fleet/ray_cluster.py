@@ -97,20 +97,15 @@ class RayCluster(Cluster["ReplicaProcess"]):
             raise InvalidParameter("name", "another fleet has it", self.name)
 
     def head_answers(self) -> bool:
-        """Look whether the head of the Ray cluster answers. A minute after it is gone Ray ends every program on it."""
-        try:
+        with contextlib.suppress(OSError):
             _reach(str(self._head))
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     # ---------------------------------------------------------------- processes
 
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Read what a replica needs from the model's files: here where they are here, else on a node.
-
-        Raises `FleetError`, and what loading raises of the model's files.
-        """
+        """Read what a replica needs from the model's files: here where they are here, else on a node."""
         if self.config.replica_memory is not None or os.path.exists(resolve_model(model)):
             self._claim = placing.read_claim(model, config, self.config)
             return
@@ -151,7 +146,6 @@ class RayCluster(Cluster["ReplicaProcess"]):
             full.append(node.id)
 
     def removal_scores(self) -> dict[str, float]:
-        """Score of keeping each replica where it is, by name (`placing.removal_scores`). Raises `FleetError`."""
         known = self.nodes()
         with self._lock:
             ours = [process.placed for process in self._processes.values()]
@@ -212,17 +206,15 @@ class RayCluster(Cluster["ReplicaProcess"]):
         return None
 
     def end(self, process: ReplicaProcess, *, lost: bool = False) -> None:
-        """End a replica's process. Idempotent. `lost`: it ended by itself; its node is avoided from now on."""
-        if lost:
+        if lost:  # its node is avoided from now on
             with self._lock:
                 self._lost_on[process.node] = self._lost_on.get(process.node, 0) + 1
         super().end(process)
 
     def close(self) -> None:
-        """End all processes, and this program's connection where the fleet has made it. Idempotent."""
         super().close()
         with self._lock:
-            owned, self._owns_ray = self._owns_ray, False
+            owned, self._owns_ray = self._owns_ray, False  # the connection, where the fleet has made it
         if owned:
             _try_for(CLOSE_SECONDS, self._ray.shutdown)
         if self._context is not None:

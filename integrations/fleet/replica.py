@@ -232,7 +232,7 @@ class Replica:
                 except Exception as error:
                     self.outbox.post(_refusal(command, error))
             else:
-                self.engine.core.client.abort_tickets([command.ticket])
+                self.engine.core.client.abort_tickets([command])
 
     async def updates(self) -> AsyncIterator[bytes]:
         """Everything new, as often as the fleet takes it."""

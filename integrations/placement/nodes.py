@@ -79,11 +79,8 @@ def _as_devices(field: str, value: Any) -> tuple[Device, ...]:
 
 
 def _as_backends(field: str, value: Any) -> Backends:
-    found = {
-        as_name(field, name): as_names(field, versions)
-        for name, versions in as_mapping(field, value, "must map names to versions")
-    }
-    return tuple(sorted(found.items()))
+    pairs = as_mapping(field, value, "must map names to versions")
+    return tuple(sorted({as_name(field, name): as_names(field, versions) for name, versions in pairs}.items()))
 
 
 def _as_taken(field: str, value: Any) -> tuple[tuple[int, int], ...]:

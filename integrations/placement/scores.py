@@ -1,17 +1,13 @@
 """Scores of candidates: placement (at most 100) plus locality of the model's files (at most 5). Pure functions.
 
-The formulas and weights are GPUStack's (of August 2026, commit 47277d79). `binpack` prefers what is nearly full,
-`spread` (the default) nodes and devices where few instances run, those of the same model above all.
+The formulas and weights are GPUStack's (of August 2026, commit 47277d79) but for two rules (docs/howto/placement.md).
+`binpack` prefers what is nearly full, `spread` (the default) nodes and devices where few instances run, those of the
+same model above all.
 
 Spread is graded, between the fewest and the most instances that any candidate's node runs. Where some node runs none of
 this model, such nodes get 85 points and up to 15 more for few instances of other models; a node that runs some gets 45,
 up to 35 more for few of them and up to 20 for few others. So none of this model is preferred, but a node with few of
-both passes one with none of it and the most of others. Earlier releases of GPUStack ranked by strict levels instead: an
-empty node, then one that runs only other models, then one that runs only this model, then one that runs both.
-
-Two rules differ from GPUStack's. The followers of an instance on several nodes count in binpack with their mean (there
-with their sum times their number, so that a score passes 100). Spread counts an instance once in a node's total (there
-once for each of its devices), and scores all nodes of an instance (there only the first).
+both passes one with none of it and the most of others.
 """
 
 from __future__ import annotations

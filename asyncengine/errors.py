@@ -23,8 +23,8 @@ _ELSEWHERE = {
     "context_length": "max_model_len", "n_threads": "num_threads", "enable_prefix_caching": "prefix_caching",
     "num_ctx": "max_model_len", "device_map": "device", "load_in_4bit": "quantization", "load_in_8bit": "quantization",
     "model_path": "model", "model_id": "model", "config": "engine_config", "think": "enable_thinking",
-    "batch_size": "max_num_seqs", "normalize_embeddings": "normalize", "thinking": "template_kwargs",
-    "thinking_budget": "template_kwargs", "clear_thinking": "template_kwargs", "preserve_thinking": "template_kwargs",
+    "batch_size": "max_num_seqs", "normalize_embeddings": "normalize", "thinking_budget": "max_thinking_tokens",
+    "thinking": "template_kwargs", "clear_thinking": "template_kwargs", "preserve_thinking": "template_kwargs",
 }  # fmt: skip
 """Names of transformers, vLLM, llama.cpp and OpenAI for things that have another name here."""
 _LONGEST_GUESS = 64

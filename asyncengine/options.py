@@ -50,6 +50,7 @@ class ChatKeywords(RequestKeywords, total=False):
     template_kwargs: Mapping[str, Any] | None
     enable_thinking: bool | None
     reasoning_effort: str | None
+    max_thinking_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class ChatRequest:
     """One of these variables, which the templates of many reasoning models read. None: as the template has it."""
     reasoning_effort: str | None = None
     """Another one: "low", "medium" or "high" for gpt-oss."""
+    max_thinking_tokens: int | None = None
+    """Most tokens of thoughts: then their end mark is written, and the answer follows. 0: no thoughts."""
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.settings import GrammarSettings
 from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.thinking import ThinkingBudget, ThinkingMatcher
 from asyncengine.sampling_params import OnBudget
 from asyncengine.seams import GrammarDone, GrammarMatcher, GrammarOrder
 
@@ -153,6 +154,9 @@ class GrammarService:
     # ---------------------------------------------------------------- the queue
 
     def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
+        if isinstance(order.grammar, ThinkingBudget):
+            self._start_budgeted(ticket, order.grammar, order, done)
+            return
         spec: Grammar = order.grammar
         key = spec.key
         with self._lock:
@@ -167,6 +171,19 @@ class GrammarService:
                 self._wait(ticket, key, spec, order, done)
                 return
         done(ticket, outcome)
+
+    def _start_budgeted(self, ticket: int, budget: ThinkingBudget, order: GrammarOrder, done: GrammarDone) -> None:
+        """The same for a budget of thoughts around a grammar, or around none, which waits for nothing."""
+
+        def done_within(ticket: int, outcome: GrammarMatcher | Exception | None) -> None:
+            if not isinstance(outcome, Exception):
+                outcome = ThinkingMatcher(budget, self._library().vocabulary, outcome)
+            done(ticket, outcome)
+
+        if budget.grammar is None:
+            done_within(ticket, None)
+        else:
+            self.start(ticket, order._replace(grammar=budget.grammar), done_within)
 
     def _wait(self, ticket: int, key: str, spec: Grammar, order: GrammarOrder, done: GrammarDone) -> None:
         """Join or begin the job of `key`. Holds the lock."""

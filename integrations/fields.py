@@ -22,7 +22,7 @@ SAMPLING_FIELDS = (
 """Fields of `EngineFields` that are `SamplingParams` fields of the same name."""
 TEMPLATE_VARIABLES = ("enable_thinking", "reasoning_effort")
 """Variables of chat templates that are fields here and keywords of a call, besides `template_kwargs`."""
-CALL_FIELDS = (*SAMPLING_FIELDS, *TEMPLATE_VARIABLES, "adapter", "timeout", "priority")
+CALL_FIELDS = (*SAMPLING_FIELDS, *TEMPLATE_VARIABLES, "max_thinking_tokens", "adapter", "timeout", "priority")
 """Fields of `EngineFields` that are keywords of each call."""
 CALL_KEYWORDS = (*SamplingParams.__dataclass_fields__, *ChatKeywords.__annotations__)
 EMPTY_MEANS_NONE = ("tools", "template_kwargs")
@@ -121,6 +121,8 @@ class EngineFields(EngineChoice):
     """Variable of the chat template, where it reads one of that name (Qwen3's does); else it does nothing."""
     reasoning_effort: str | None = None
     """The same (gpt-oss's template reads "low", "medium" or "high")."""
+    max_thinking_tokens: int | None = None
+    """Most tokens of a chat's thoughts: then they are ended, and the answer follows. 0: no thoughts."""
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, validation_alias=AliasChoices("model_kwargs", "additional_kwargs")
     )

@@ -48,12 +48,13 @@ class Assembler:
 
             offers = prepared.spec.params.on_budget == "offer"
             self._reader = ChatReader(prepared.plan.make_parser, len(prepared.streams), offers)
+            prepared.mailbox.joins = prepared.plan.thinking is None
         self._ended_at = 0.0
         self.finished = False
 
     def feed(self, chunks: list[Chunk]) -> list[Chunk]:
-        """`chunks` with each run of chunks of the same sample merged into one."""
-        merged = chunks if len(chunks) == 1 else merge(chunks)
+        """`chunks` with each run of chunks of the same sample merged into one, unless their tokens are counted."""
+        merged = chunks if len(chunks) == 1 or not self.prepared.mailbox.joins else merge(chunks)
         self.keep(merged)
         return merged
 
@@ -63,6 +64,7 @@ class Assembler:
             output = self._outputs[chunk.index]
             if self._reader is not None:
                 self._reader.read(chunk)
+                self.prepared.mailbox.joins |= not self._reader.thinking
                 if chunk.reasoning:
                     output.reasoning.append(chunk.reasoning)
             if chunk.steered_from is not None and output.steered_from is None:

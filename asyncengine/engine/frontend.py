@@ -248,14 +248,13 @@ class Frontend:
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
-        wanted = chat.response_format
-        if params.grammar is not None:
-            if wanted is not None:
-                raise InvalidParameter("response_format", "cannot go with a grammar in the sampling parameters")
-            wanted = params.grammar
+        wanted = chat.response_format if params.grammar is None else params.grammar
+        if params.grammar is not None and chat.response_format is not None:
+            raise InvalidParameter("response_format", "cannot go with a grammar in the sampling parameters")
         if self.planner is None:
-            if chat.tools or wanted is not None:
-                raise InvalidParameter("tools" if chat.tools else "response_format", "this engine takes no grammars")
+            if chat.tools or wanted is not None or chat.max_thinking_tokens is not None:
+                field = "tools" if chat.tools else "max_thinking_tokens" if wanted is None else "response_format"
+                raise InvalidParameter(field, "this engine takes no grammars")
             return None
         return self.planner.plan(
             text[-PROMPT_TAIL:],
@@ -264,6 +263,7 @@ class Frontend:
             parallel_tool_calls=chat.parallel_tool_calls,
             response_format=wanted,
             after_results=chat.messages[-1].get("role") == "tool",
+            max_thinking_tokens=chat.max_thinking_tokens,
         )
 
     def expired(self, prepared: PreparedRequest) -> Assembler:

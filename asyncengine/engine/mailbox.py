@@ -46,7 +46,7 @@ class Mailbox:
 
     __slots__ = (
         "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "cached_tokens", "cause",
-        "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "limit", "predicted",
+        "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "joins", "limit", "predicted",
         "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "routed_experts", "started_at", "taken",
         "weight_versions",
     )  # fmt: skip
@@ -74,6 +74,8 @@ class Mailbox:
         self.first_token_at: float | None = None
         self.is_chat = False
         """The request is a chat's, for whoever observes its end."""
+        self.joins = True
+        """Tokens that wait for the receiver become one chunk. False: it wants to count them one by one."""
         self.ended: tuple[FinishReason, ...] = ()
         """Reasons of the samples that have ended."""
         self.generated = 0
@@ -117,7 +119,7 @@ class Mailbox:
         except IndexError:  # the reader was faster
             last = None
         if last is not None:
-            if last.index == index and last.logprobs is None and len(last.token_ids) < MANY:
+            if self.joins and last.index == index and last.logprobs is None and len(last.token_ids) < MANY:
                 last.text += text
                 last.token_ids.append(token)
                 return self.put(last)

@@ -153,6 +153,8 @@ class RequestValidator:
                 )
             grammar = self.grammars.check(params.grammar, max_total - len(tokens), params.on_budget)
             params = params.replace(grammar=grammar)
+        if plan is not None and plan.thinking is not None:
+            params = params.replace(grammar=replace(plan.thinking, grammar=params.grammar))
         mailbox = Mailbox()
         mailbox.is_chat = is_chat
         stops = StopAutomaton(params.stop) if params.stop else None

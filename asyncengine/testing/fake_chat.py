@@ -99,7 +99,7 @@ class _Scripted(Frontend):
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         plan = super()._plan(chat, params, text)
-        return None if plan is None else replace(plan, grammar=None)
+        return None if plan is None else replace(plan, grammar=None, thinking=None)
 
     def _scripted(self, prepared: PreparedRequest, messages: Messages, tools: Sequence[str]) -> PreparedRequest:
         assert self.planner is not None

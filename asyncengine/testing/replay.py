@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.thinking import ThinkingBudget
 from asyncengine.images import ImageSpan, PromptImage
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.lookback import Window
@@ -191,7 +192,7 @@ def _message_from_json(value: list[Any]) -> messages.Message:
     if name == RequestSpec.__name__:
         params = fields["params"]
         if params["grammar"] is not None:
-            params["grammar"] = Grammar(**params["grammar"])
+            params["grammar"] = _grammar_from_json(params["grammar"])
         fields["params"] = SamplingParams(**params)
         fields["options"] = RequestOptions(**fields["options"])
         fields["prompt"] = tuple(fields["prompt"])
@@ -202,6 +203,13 @@ def _message_from_json(value: list[Any]) -> messages.Message:
         if fields.get("pooled") is not None:
             fields["pooled"] = Pooled(**fields["pooled"])
     return _MESSAGES[name](**fields)
+
+
+def _grammar_from_json(fields: dict[str, Any]) -> Grammar | ThinkingBudget:
+    if "closing" not in fields:
+        return Grammar(**fields)
+    inner = fields.pop("grammar")
+    return ThinkingBudget(**fields, grammar=None if inner is None else Grammar(**inner))
 
 
 class _OldForm:

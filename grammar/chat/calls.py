@@ -175,6 +175,8 @@ class ChatReader:
         self._parsers = [make_parser() for _ in range(n)]
         self._offers = offers
         self.reasoning_tokens = 0
+        self.thinking = set(range(n))
+        """Samples whose answer has not begun."""
 
     def read(self, chunk: Chunk) -> None:
         """Take `chunk.text` apart, in place. The last chunk of a sample gets what was held back."""
@@ -192,6 +194,8 @@ class ChatReader:
         chunk.tool_calls = deltas or None
         if parser.in_reasoning or (chunk.reasoning and not chunk.text and not deltas):
             self.reasoning_tokens += len(chunk.token_ids)
+        elif chunk.text or deltas:
+            self.thinking.discard(chunk.index)
         if chunk.finish_reason == "stop" and parser.finished_calls():
             chunk.finish_reason = "tool_calls"
 

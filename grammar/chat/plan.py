@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncengine.checks import as_integer
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import detect
 from asyncengine.grammar.chat.calls import Parser
 from asyncengine.grammar.chat.families import TOOL_FORMATS
 from asyncengine.grammar.chat.formats import REASONING_MARKERS, RESULT, TEXT, Reasoning, ReasoningState, ToolFormat
-from asyncengine.grammar.chat.harmony import MARKS, THOUGHTS, ChannelParser, channel_grammar
+from asyncengine.grammar.chat.harmony import MARKS, NEXT, THOUGHTS, ChannelParser, channel_grammar
 from asyncengine.grammar.chat.lark import Answer, AnswerGrammar
 from asyncengine.grammar.chat.parser import OutputParser
 from asyncengine.grammar.chat.schemas import TYPES, close_objects, plain_json, with_json_types
@@ -23,6 +24,7 @@ from asyncengine.grammar.chat.write import with_calls_in_content, with_results_a
 from asyncengine.grammar.marks import Markers
 from asyncengine.grammar.schema.arguments import member_types
 from asyncengine.grammar.schemas import with_local_references
+from asyncengine.grammar.thinking import ThinkingBudget
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text.chat_template import Rewrite
 from asyncengine.text.tokenizer import TextTokenizer
@@ -109,6 +111,8 @@ class ChatPlan:
     """False where a marker is a special token, which the parser has to see."""
     final: Grammar | None = None
     """The grammar of the content alone, where the content is to match something."""
+    thinking: ThinkingBudget | None = None
+    """The budget of thoughts, around any grammar. None: there is none, or the prompt has ended the thoughts."""
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         """`params` with the plan's grammar in place of their own."""
@@ -158,6 +162,7 @@ class ChatPlanner:
     def plan(
         self, prompt_tail: str, *, tools: object = None, tool_choice: object = "auto",
         parallel_tool_calls: bool | None = True, response_format: object = None, after_results: bool = False,
+        max_thinking_tokens: object = None,
     ) -> ChatPlan:  # fmt: skip
         """The plan for a rendered prompt that ends in `prompt_tail` (its last thousand characters will do).
 
@@ -185,7 +190,21 @@ class ChatPlanner:
             others = RESULT if after_results else ("", "")  # which small models go on with
             marks = replace(marks or Reasoning("", ""), answer=TEXT[0], answer_end=TEXT[1], others=others)
         grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, marks, state)
-        return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final)
+        thinking = self._thinking(max_thinking_tokens, state)
+        return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final, thinking)
+
+    def _thinking(self, most: object, state: ReasoningState) -> ThinkingBudget | None:
+        """The budget of the thoughts that an output may have. Raises `InvalidParameter`."""
+        if most is None:
+            return None
+        budget, marks = as_integer("max_thinking_tokens", most, 0), self.reasoning
+        if marks is None:
+            limit = "cannot be kept: this model's chat template has no marks around thoughts that are known here"
+            raise InvalidParameter("max_thinking_tokens", limit, most)
+        if state == "closed":
+            return None
+        closing = marks.end + (NEXT if self._in_channels else "")
+        return ThinkingBudget(budget, marks.start, marks.end, closing, state == "open", self._in_channels)
 
     def _grammar(
         self, tools: Sequence[Tool], callable_tools: Sequence[Tool], choice: Choice, several: bool,

@@ -12,8 +12,6 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from asyncengine.errors import InvalidParameter
-from asyncengine.info import ModelInfo
 from asyncengine.integrations.http.answer import Answer, AnswerWriter
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.fields import Fields
@@ -25,7 +23,6 @@ from asyncengine.stream import TokenStream
 
 IGNORED = "x-asyncengine-ignored"
 """Header that lists the fields of a request that changed nothing."""
-BUDGET = "thinking.budget_tokens"
 
 BODY = "asyncengine.body"
 """The body of a request in its scope, where it was read before."""
@@ -116,21 +113,11 @@ def grant(turn: Turn, target: Target, fields: Fields) -> None:
     for field, variables in turn.wishes.items() if isinstance(given, Mapping) else ():
         read = {name: variables[name] for name in variables if name in target.engine.info.template_variables}
         given = {name: value for name, value in read.items() if name not in turn.chat} | given
-        if not read and field == BUDGET:
-            _check_budget(turn, target.engine.info)
-        elif not read:
+        if not read and field != turn.budget_field:
             fields.skip(field)
     turn.chat |= {"template_kwargs": given} if given else {}
-
-
-def _check_budget(turn: Turn, info: ModelInfo) -> None:
-    """Raises `InvalidParameter` for a budget of thoughts that neither the template can be told nor the request's other
-    limits keep."""
-    budget, most = turn.thinking_budget, turn.params.get("max_tokens")
-    most = min(most, info.max_model_len) if isinstance(most, int) else info.max_model_len
-    if budget is not None and info.reasons and budget < most - 1:
-        limit = f"cannot be held by this model's template: leave it out, or set max_tokens to {budget + 1} at most"
-        raise InvalidParameter(BUDGET, limit, budget)
+    if turn.budget_field and not target.engine.info.reasons:  # there are no thoughts to hold
+        turn.chat.pop("max_thinking_tokens", None)
 
 
 def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:

@@ -31,8 +31,9 @@ class Turn:
     wishes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Fields of the request that are hints, with the template variables that each stands for. They are set where the
     model's chat template reads them; a hint of which it reads nothing is told as ignored."""
-    thinking_budget: int | None = None
-    """Most tokens of thoughts; the wish of the same name says what the template is told of it."""
+    budget_field: str = ""
+    """The field that bounds thoughts where a model without any is fine, too; the wish of that name tells the template.
+    """
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `RequestOptions`."""
     grammar: Callable[[], Grammar] | None = None

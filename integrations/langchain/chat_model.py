@@ -36,7 +36,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     Constructing is cheap: the model loads at the first call, once per process for equal (model, engine settings).
     Every `SamplingParams` field is also a keyword of each call, as are `model` (a LoRA adapter's name, or the base
     model's for none), `adapter`, `timeout`, `priority`, `cache_salt`, `prediction`, `speculation`, `enable_thinking`,
-    `reasoning_effort` and `template_kwargs`; anything else is refused by name.
+    `reasoning_effort`, `max_thinking_tokens` and `template_kwargs`; anything else is refused by name.
 
     Errors are the engine's and LangChain's at once (`langchain_core.exceptions`). A deadline that passes raises
     `RequestTimeout` with the partial text.

@@ -92,9 +92,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     Constructing is cheap: the model loads at the first call (or read of `metadata`), once per process for equal
     (model, engine settings). Every `SamplingParams` field but `n` is also a keyword of each call, as are `model` (a
     LoRA adapter's name, or the base model's for none), `adapter`, `timeout`, `priority`, `cache_salt`, `prediction`,
-    `speculation`, and of chats `enable_thinking`, `reasoning_effort`, `template_kwargs`, `tools`, `tool_choice`,
-    `parallel_tool_calls` and `response_format`; anything else is refused by name. Errors are the engine's own
-    (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the partial text.
+    `speculation`, and of chats `enable_thinking`, `reasoning_effort`, `max_thinking_tokens`, `template_kwargs`,
+    `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`; anything else is refused by name. Errors are
+    the engine's own (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the partial text.
 
     Example:
         llm = AsyncEngineLLM(model="demo", temperature=0, max_tokens=64)

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from langchain_core.load import dumps, loads
 from llama_index.core.llms import ChatMessage
 
 from asyncengine import AsyncEngine, SamplingParams, shared_engine
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http import app
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
@@ -139,3 +141,61 @@ async def test_wrong_values_are_named(keywords: dict[str, Any], said: str, engin
         await engine.chat(CHAT, ONE, **keywords)
     with pytest.raises(InvalidParameter, match=said):
         ChatAsyncEngine(model=reader, **CONFIG).invoke("Hello", **keywords)
+
+
+@pytest.fixture(scope="module")
+def thinker(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The tiny model with a template that begins thoughts for it."""
+    folder = Path(shutil.copytree(model_path, tmp_path_factory.mktemp("thinker"), dirs_exist_ok=True))
+    template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>{# until </think> #}{% endif %}")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    held = shared_engine(folder, **CONFIG)
+    held.get()
+    yield str(folder)
+    held.close()
+
+
+async def test_a_budget_of_thoughts_is_a_field_and_a_keyword(thinker: str) -> None:
+    fields: dict[str, Any] = {"model": thinker, **CONFIG, "max_tokens": 30, "temperature": 0.0}
+    fixed, free = ChatAsyncEngine(**fields, max_thinking_tokens=4), ChatAsyncEngine(**fields)
+    answers = [fixed.invoke("Hello"), free.invoke("Hello", max_thinking_tokens=4)]
+    answers += [await free.bind(max_thinking_tokens=4).ainvoke("Hello")]
+    assert len({(answer.text, answer.additional_kwargs["reasoning_content"]) for answer in answers}) == 1
+    assert answers[0].usage_metadata is not None
+    thought = answers[0].usage_metadata["output_token_details"]["reasoning"]
+    assert 4 <= thought < 4 + len("</think>")  # of the mark, which is no token here, all but its end
+    assert free.invoke("Hello").text == ""
+    llm = LlamaIndexLLM(**fields, max_thinking_tokens=4)
+    assert answers[0].text == llm.complete("Hello").text == LlamaIndexLLM(**fields).complete(
+        "Hello", max_thinking_tokens=4
+    ).text  # fmt: skip
+
+
+async def test_a_budget_of_thoughts_over_http(thinker: str) -> None:
+    async with await AsyncEngine.from_pretrained(thinker, **CONFIG) as engine:
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app(engine)), base_url="http://engine")
+        body = {"messages": CHAT, "max_tokens": 30, "temperature": 0}
+        free = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        held = (await client.post("/v1/chat/completions", json={**body, "thinking_token_budget": 4})).json()
+        message = held["choices"][0]["message"]
+        assert free["reasoning_content"].startswith(message["reasoning_content"])
+        assert message["content"]
+        assert 4 <= held["usage"]["completion_tokens_details"]["reasoning_tokens"] < 4 + len("</think>")
+        thinking = {"type": "enabled", "budget_tokens": 4}
+        blocks = (await client.post("/v1/messages", json={**body, "thinking": thinking})).json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+        assert blocks[1]["text"] == message["content"]
+        asked = {"input": "Hello", "max_output_tokens": 30, "temperature": 0, "reasoning": {"max_tokens": 4}}
+        items = (await client.post("/v1/responses", json=asked)).json()["output"]
+        assert items[-1]["content"][0]["text"] == message["content"]
+
+
+async def test_a_budget_of_thoughts_of_a_model_without_any_is_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(
+        InvalidParameter, match="max_thinking_tokens: cannot be kept: this model's chat template has no"
+    ):
+        await engine.chat(CHAT, ONE, max_thinking_tokens=4)
+    with pytest.raises(InvalidParameter, match="did you mean 'max_thinking_tokens'"):
+        await engine.chat(CHAT, ONE, thinking_budget=4)  # type: ignore[call-arg]
+    with pytest.raises(InvalidParameter, match="max_thinking_tokens"):
+        await engine.generate("Hello", ONE, max_thinking_tokens=4)  # type: ignore[call-arg]

@@ -203,8 +203,9 @@ def _read_form(fields: Fields, own: Mapping[str, Any], turn: Turn) -> None:
         turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
     if (thinks := THINKS.get(str(own.get("thinking.type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
-    turn.thinking_budget = budget = own.get("thinking.budget_tokens") if thinks else None
+    budget = own.get("thinking.budget_tokens") if thinks else None
     if budget is not None:
+        turn.chat["max_thinking_tokens"], turn.budget_field = budget, "thinking.budget_tokens"
         effort = "low" if budget <= 1024 else "medium" if budget <= 2048 else "high"
         turn.wishes["thinking.budget_tokens"] = {"thinking_budget": budget, "reasoning_effort": effort}
     elif "thinking.budget_tokens" in own:

@@ -192,7 +192,7 @@ FOREIGN = {
     "usage": {"include": True},
     "transforms": [], "session_id": "s", "cache_control": {"type": "ephemeral"}, "typical_p": 1, "mirostat": 0,
     "timings_per_token": True, "samplers": ["top_k"], "watermark": False, "separate_reasoning": True, "num_ctx": 4096,
-    "thinking_budget": 100, "mm_processor_kwargs": {}, "kv_transfer_params": {"a": 1}, "stream_options": {"foo": 1},
+    "mm_processor_kwargs": {}, "kv_transfer_params": {"a": 1}, "stream_options": {"foo": 1},
 }  # fmt: skip
 """Fields of OpenRouter, LM Studio, Ollama, llama.cpp, TGI, SGLang and DashScope."""
 
@@ -230,6 +230,14 @@ def test_other_words_for_thinking_are_wishes() -> None:
     turn, _ = read(reasoning={"effort": "low", "enabled": False, "exclude": True})
     assert turn.wishes == {"reasoning.enabled": off, "reasoning.effort": {"reasoning_effort": "low"}}
     assert turn.extra["reasoning"] is False
+
+
+def test_a_budget_of_thoughts_has_many_names() -> None:
+    for name in ("max_thinking_tokens", "thinking_token_budget", "thinking_budget"):
+        assert read(**{name: 7})[0].chat["max_thinking_tokens"] == 7
+    assert read(reasoning={"max_tokens": 0})[0].chat["max_thinking_tokens"] == 0
+    with pytest.raises(InvalidParameter, match="thinking_token_budget: must be an integer"):
+        read(thinking_token_budget=-1)
 
 
 @pytest.mark.parametrize("text", ["{a:", "[]", "5"])

@@ -30,7 +30,7 @@ _NAMES = {
     "UnsupportedModel WrongLoop WrongProcess",
     "grammar": "",
     "info": "ModelInfo",
-    "lora.naming": "AdapterInfo",
+    "lora.adapter": "AdapterInfo",
     "options": "ChatKeywords RequestKeywords VectorKeywords",
     "outputs": "Chunk Classification Classifications Completion Decision DecisionAnswer Embeddings FinishReason "
     "LogprobEntry Ranked Ranking Sample Timings ToolCall ToolCallDelta Usage",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
         WrongProcess,
     )
     from asyncengine.info import ModelInfo
-    from asyncengine.lora.naming import AdapterInfo
+    from asyncengine.lora.adapter import AdapterInfo
     from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
     from asyncengine.outputs import (
         Chunk,

@@ -27,7 +27,7 @@ from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.engine_base import EngineBase
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
 from asyncengine.events import Event
-from asyncengine.lora.naming import AdapterInfo
+from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,
     ChatMessages,

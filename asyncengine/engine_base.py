@@ -9,7 +9,7 @@ from typing import Any
 from asyncengine.checks import as_switch
 from asyncengine.engine.frontend import Frontend
 from asyncengine.info import ModelInfo
-from asyncengine.lora.naming import AdapterInfo
+from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import ChatMessages, ToolSpecs
 from asyncengine.stats import EngineStats
 

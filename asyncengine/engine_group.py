@@ -18,7 +18,7 @@ from asyncengine.checks import parse_bytes
 from asyncengine.config import EngineConfig, parse_keep_alive
 from asyncengine.engine.on_demand import OnDemand, OnDemandModel
 from asyncengine.errors import AdapterNotFound, EngineClosed, InvalidParameter
-from asyncengine.lora.naming import AdapterInfo
+from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import ChatKeywords, ChatMessages, Prompt, RequestKeywords
 from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams

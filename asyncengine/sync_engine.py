@@ -18,7 +18,7 @@ from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.engine_base import EngineBase
 from asyncengine.errors import InvalidParameter, WrongLoop
-from asyncengine.lora.naming import AdapterInfo
+from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,
     ChatMessages,

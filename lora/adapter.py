@@ -1,4 +1,4 @@
-"""A loaded adapter: low-rank weights by module, in host memory, identified by what they contain."""
+"""A loaded adapter: low-rank weights by module, in host memory, identified by what they contain; what names mean."""
 
 from __future__ import annotations
 
@@ -51,3 +51,31 @@ class Adapter:
     """Module path -> weights, sorted by path."""
     nbytes: int
     """Host memory of all weights as they are held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """One content, and where it was read."""
+
+    name: str
+    path: str
+    digest: str
+    """Identity: sha256 hex over what the weights do, not over names or paths."""
+    rank: int
+    """The largest of its modules."""
+    nbytes: int
+    """Host memory it takes while it is there."""
+    modules: tuple[str, ...]
+    """Hugging Face paths of what it changes."""
+    pinned: bool
+    """Never dropped from memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo(Meaning):
+    """One loaded adapter, for people and programs."""
+
+    in_memory: bool
+    """False: it was dropped to make room, and is read again when a request needs it."""
+    requests: int
+    """Requests that use this content now, waiting or running."""

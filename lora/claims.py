@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncengine.errors import AdapterError
-from asyncengine.lora.adapter import Adapter
+from asyncengine.lora.adapter import Adapter, Meaning
 from asyncengine.lora.host_store import HostStore
-from asyncengine.lora.naming import Meaning
 from asyncengine.seams import AdapterDone
 
 Calls = list[Callable[[], object]]

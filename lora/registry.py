@@ -18,10 +18,9 @@ from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolEx
 from typing import Any, Protocol
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
-from asyncengine.lora.adapter import Adapter
+from asyncengine.lora.adapter import Adapter, AdapterInfo, Meaning
 from asyncengine.lora.claims import Calls, Claims, again
 from asyncengine.lora.host_store import HostStore
-from asyncengine.lora.naming import AdapterInfo, Meaning
 from asyncengine.seams import AdapterDone
 
 _SHOWN = 16

@@ -49,7 +49,7 @@ from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.grammar.chat import ChatPlan, ChatPlanner
-    from asyncengine.lora.naming import AdapterInfo
+    from asyncengine.lora.adapter import AdapterInfo
     from asyncengine.lora.registry import AdapterRegistry
 
 Keep = Literal["keep", "drop"]

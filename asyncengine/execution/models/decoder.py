@@ -31,8 +31,7 @@ from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, StepContext
-from asyncengine.execution.models.decoder_layer import DecoderLayer
-from asyncengine.execution.models.layer_plan import plan_layers
+from asyncengine.execution.models.decoder_layer import DecoderLayer, plan_layers
 from asyncengine.execution.models.mtp import MTPConfig, MTPHead
 
 

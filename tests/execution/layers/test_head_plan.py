@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncengine.execution.layers.attention import AttentionConfig
-from asyncengine.execution.layers.head_plan import plan_heads
+from asyncengine.execution.layers.attention import AttentionConfig, plan_heads
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from support.tiny_models import FAMILIES
 
 from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.decoder_layer import plan_layers
 from asyncengine.execution.models.families import decoder_config_of
-from asyncengine.execution.models.layer_plan import plan_layers
 
 
 def described(name: str) -> DecoderConfig:

@@ -19,8 +19,8 @@ from support.tiny_models import VOCAB
 
 from asyncengine.assembly.wiring import allocate_adapters
 from asyncengine.errors import AdapterError, InvariantViolation
+from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.lora.layers.slots import StepAdapters
-from asyncengine.lora.naming import AdapterInfo
 
 pytest.importorskip("peft")
 

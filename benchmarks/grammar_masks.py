@@ -29,10 +29,10 @@ import torch
 from asyncengine.errors import EngineError
 from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
 from asyncengine.grammar import Grammar, check_limits
-from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.library_text import to_llguidance
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.shared_masks import Mask
 from asyncengine.grammar.vocabulary import Vocabulary
 from benchmarks.constraints import CONSTRAINTS, Constraint
 from benchmarks.grammar_setup import WIDTHS, grammar_of, laid_out, spread, vocabulary

@@ -25,20 +25,18 @@ from typing import Any
 import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length, unrolled
-from asyncengine.grammar.closing.endless import may_be_endless
 from asyncengine.grammar.closing.prices import Prices, Speller
-from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.library_text import with_rules
 from asyncengine.grammar.regexes import unsupported_feature
 from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.schemas import schemas_of, subschemas
 from asyncengine.grammar.shapes.nodes import Shape, Unmodelled
+from asyncengine.grammar.shapes.products import may_be_endless
 from asyncengine.grammar.shapes.schemas import shape_of
-from asyncengine.grammar.shared_masks import SharedMasks
+from asyncengine.grammar.shared_masks import JointFill, Mask, SharedMasks
 from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
 
 # Explanations of a grammar library's complaints: which keyword, where in the schema, and what the user can do.
 

@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.backend import JointFill, Mask
 from asyncengine.sampling_params import CLOSED, OnBudget
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgState, LlgTemplate
-    from asyncengine.grammar.shared_masks import Key
+    from asyncengine.grammar.shared_masks import JointFill, Key, Mask
 
 
 class Matcher:

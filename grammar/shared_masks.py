@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.closing.tracker import Position
+
+Mask = NDArray[np.int32]
+"""Packed bitmask of allowed tokens, shape [ceil(vocab / 32)], lowest bit first."""
+JointFill = Callable[[Mask, Mapping[int, Any]], set[int]]
+"""(masks [masks, words], mask -> state) -> those that were filled. `fill` of a state says what is wrong with others."""
+
 
 Key = tuple[Position, int | None]
 """A position, and where text is forced, the token before."""

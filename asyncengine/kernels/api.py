@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from asyncengine.kernels.cpu.sampling import SamplerKernel
     from asyncengine.kernels.cpu.short_conv import ShortConvKernel
     from asyncengine.kernels.cpu.state_segments import SegmentPlaces
-    from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks
-    from asyncengine.kernels.cpu.unpack_floats import unpack_floats
+    from asyncengine.kernels.cpu.unpacking import unpack_blocks, unpack_floats
     from asyncengine.kernels.cpu.vectors import UNIT
     from asyncengine.kernels.cuda import operations as gpu
     from asyncengine.kernels.cuda import packed_matmul, row_numbers, triton_missing
@@ -62,8 +61,7 @@ _NAMES = {
     "cpu.sampling": "SamplerKernel",
     "cpu.short_conv": "ShortConvKernel",
     "cpu.state_segments": "SegmentPlaces",
-    "cpu.unpack_blocks": "unpack_blocks",
-    "cpu.unpack_floats": "unpack_floats",
+    "cpu.unpacking": "unpack_blocks unpack_floats",
     "cpu.vectors": "UNIT",
     "cuda": "gpu packed_matmul row_numbers triton_missing",
     "cuda.row_sampler": "RowSampler",

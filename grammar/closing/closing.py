@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.errors import GrammarError
 from asyncengine.grammar.closing.farthest import farthest
 from asyncengine.grammar.closing.prices import Prices, Segment
-from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.closing.tracker import MAX_STEPS, Effort, Frames, Lost, Position, Tracker
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import Literal, Shape
-from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from asyncengine.grammar.closing.prices import Prices
-from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.nodes import Chain, Either, Letters, Lexeme, Literal, Shape, Times, Unordered, parts
+from asyncengine.grammar.vocabulary import UNREACHABLE
 
 ROUNDS = MAX_NESTING + 2
 """Times that a shape may lie within itself: each opens a bracket."""

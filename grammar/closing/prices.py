@@ -17,10 +17,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asyncengine.grammar.closing.spelling import UNREACHABLE, cut
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary, cut
 
 SHORT = 512
 """Bytes of a text that are spelled together."""

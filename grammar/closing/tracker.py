@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncengine.grammar.closing.prices import BLANK, Piece, Prices, Segment
-from asyncengine.grammar.closing.spelling import UNREACHABLE
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
+from asyncengine.grammar.vocabulary import UNREACHABLE
 
 MAX_STEPS = 20_000
 """Steps from frame to frame that one byte may take, some twenty milliseconds of them."""

@@ -14,12 +14,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from asyncengine.grammar.closing.prices import Prices, Speller
-from asyncengine.grammar.closing.spelling import UNREACHABLE
+from asyncengine.grammar.closing.prices import MAX_SHAPES, Prices, Speller
 from asyncengine.grammar.closing.tracker import Effort, Lost, Tracker
 from asyncengine.grammar.shapes.automata import Words
-from asyncengine.grammar.shapes.nodes import Letters, Literal, Shape, span, within
-from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.shapes.nodes import Letters, Lexeme, Literal, Shape, Times, Unmodelled, span, within
+from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
 
 MAX_STEPS, LEAST_STEPS = 30_000, 500
 """Steps from state to state that one search for an end may take, a third of a second; fewer after one that found none
@@ -173,3 +172,45 @@ def _kinds(masks: frozenset[int]) -> dict[int, int]:
     usual = (*_USUAL, *range(256))
     found = {next(byte for byte in usual if kind >> byte & 1): kind for kind in kinds if kind & some}
     return {byte: found[byte] for byte in sorted(found, key=usual.index)}
+
+
+# Lexemes that may go on with one byte for ever: of these the library must not look for text that has to come. Where no
+# other lexeme can follow, what has to come has no end, and neither has the look for it (`/a+/ /a+/`: the first takes
+# all). Other endless rules are stopped by the library's limits.
+
+MAX_FOLLOWED = 64
+"""States of a lexeme that are looked at."""
+
+
+def may_be_endless(root: Shape) -> bool:
+    """Whether a lexeme of `root` may: true, where that is not known."""
+    try:
+        lexemes = [shape.body for shape in within(root, MAX_SHAPES) if isinstance(shape, Lexeme) and not shape.lazy]
+        return any(map(_goes_on, dict.fromkeys(lexemes)))
+    except Unmodelled:
+        return True
+
+
+@functools.lru_cache(MAX_TRACKERS)
+def _goes_on(lexeme: Shape) -> bool:
+    """States that are left by one byte each form a circle."""
+    parts = within(lexeme, MAX_SHAPES)
+    if not any(isinstance(shape, Product) or (isinstance(shape, Times) and shape.most is None) for shape in parts):
+        return False
+    product = lexeme if isinstance(lexeme, Product) else Product([lexeme])
+    leaving: dict[object, object] = {}
+    todo: list[object] = [b""]
+    for state in todo:  # grows while it is walked
+        found = {byte: behind for byte in product.kinds if (behind := product.on(state, byte)[0]) is not None}
+        alone = [behind for byte, behind in found.items() if product.kinds[byte].bit_count() == 1]
+        leaving[state] = alone[0] if len(found) == len(alone) == 1 else None
+        todo += [behind for behind in dict.fromkeys(found.values()) if behind not in leaving and behind not in todo]
+        if len(todo) > MAX_FOLLOWED:
+            return True
+    for state in todo:
+        here: object = state
+        for _ in todo:
+            here = leaving.get(here)
+        if here is not None:
+            return True
+    return False

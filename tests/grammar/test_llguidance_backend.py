@@ -15,11 +15,10 @@ from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.closing import tracker
 from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.grammar.shared_masks import KEY_BYTES, READING_BYTES, SharedMasks
+from asyncengine.grammar.shared_masks import KEY_BYTES, READING_BYTES, Mask, SharedMasks
 from asyncengine.grammar.vocabulary import Vocabulary
 
 

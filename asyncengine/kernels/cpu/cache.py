@@ -51,7 +51,7 @@ _MOST_BYTES = 256 << 20
 """Bytes kept for all other keys, the lately used first. One has about 5 MB, so that some fifty machines may share a
 disk."""
 _DIGEST = hashlib.sha256
-_KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = (?:with_gil|serial_in_order)\(\w+\)$", re.MULTILINE)
+_KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = (?:with_gil|serial\w*)\(.+\)$", re.MULTILINE)
 
 
 def stamp_of(folder: Path) -> str:

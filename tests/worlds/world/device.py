@@ -11,7 +11,7 @@ from worlds.world.plan import VOCABULARY, Fault, Setup
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.backend import Mask
+from asyncengine.grammar.shared_masks import Mask
 from asyncengine.grammar.spec import Grammar
 from asyncengine.seams import StepHandle
 from asyncengine.step import Batch, FinishedStep, StepResult

@@ -6,7 +6,7 @@ What a module has follows from its tensors, so that the configuration's lists of
     weight_shape  int64 [2], weight_scale [outputs, groups], weight_g_idx int [inputs]
     weight_zero_point int32 [outputs bits / 32, groups]
     weight int8 [outputs, inputs]                     weight_scale [outputs, 1 or groups]
-    weight e4m3, weight_packed uint8                  see `fp8`, `nvfp4`, `mxfp4`
+    weight e4m3, weight_packed uint8                  see `fp8`, `mxfp4`
 
 Activations of w8a8 models are rounded here as they come, by groups of 64 of each token: at least as finely as by token.
 """
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
-from asyncengine.execution.models.formats import fp8, mxfp4, nvfp4, unpacking
+from asyncengine.execution.models.formats import fp8, mxfp4, unpacking
 from asyncengine.execution.models.formats.gptq import order_of
 from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors, integer
@@ -103,7 +103,7 @@ def _matrices(settings: CompressedSettings, tensors: StoredTensors) -> Iterator[
         if tensors.headers[f"{path}.weight_packed"].kind == "I32":
             yield path, _packed(path, settings, tensors)
         elif f"{path}.weight_global_scale" in tensors.headers:
-            yield path, nvfp4.matrix(path, tensors, "weight_packed", "weight_global_scale", divides=True)
+            yield path, mxfp4.nv_matrix(path, tensors, "weight_packed", "weight_global_scale", divides=True)
         else:
             yield path, mxfp4.matrix(path, tensors)
     for path in fp8.eight_bit_paths(tensors):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel, shorten
-from asyncengine.execution.models.formats import fp8, nvfp4
+from asyncengine.execution.models.formats import fp8, mxfp4
 from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix
 from asyncengine.execution.models.formats.stored_tensors import StoredTensors
 
@@ -25,7 +25,7 @@ def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMa
         found[path] = fp8.matrix(path, tensors, f"{path}.weight_scale", None)
     for path in tensors.paths(".weight"):
         if tensors.headers[f"{path}.weight"].kind == "U8":
-            found[path] = nvfp4.matrix(path, tensors, "weight", "weight_scale_2", divides=False)
+            found[path] = mxfp4.nv_matrix(path, tensors, "weight", "weight_scale_2", divides=False)
     return {
         f"{path}.weight": replace(each, ignored=fp8.present(tensors, path, _OF_ACTIVATIONS))
         for path, each in found.items()

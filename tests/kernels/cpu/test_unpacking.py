@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks
+from asyncengine.kernels.cpu.unpacking import unpack_blocks
 
 STORED = np.zeros((4, 2 * 34), dtype=np.uint8)
 

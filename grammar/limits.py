@@ -26,6 +26,7 @@ from typing import Any
 from asyncengine.errors import GrammarTooLarge
 from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import placed
+from asyncengine.grammar.regexes import scan
 from asyncengine.grammar.schemas import children, resolve, subschemas
 from asyncengine.grammar.spec import Grammar
 
@@ -52,17 +53,9 @@ MAX_LITERAL = 64 << 10
 MAX_MULTIPLE = 100_000
 """Largest common multiple of a schema's `multipleOf` (powers of ten are cheap and exempt)."""
 
+_SHORT = {"*": "0", "?": "0", "+": "1"}
+"""The fewest times that short repetitions stand for."""
 _LEAST = (("minLength", MAX_LITERAL), ("minItems", MAX_REPEAT), ("minProperties", MAX_REPEAT))
-_REGEX = re.compile(
-    r"""
-      \\.
-    | \[ \^? \]? (?: \\. | [^\]\\] )* \]?
-    | \{ (?P<low> [0-9]* ) (?: ,(?P<high> [0-9]* ) )? \}
-    | \( (?: \? (?: P?<[A-Za-z0-9_]{0,64}> | [A-Za-z-]{0,8}: ) )?
-    | .
-    """,
-    re.VERBOSE | re.DOTALL,
-)
 
 
 def check_limits(
@@ -119,27 +112,26 @@ class _Patterns:
         # Per open group: (longest alternative so far, this alternative so far, its last item).
         groups = [(0, 0, 0)]
         left_out = 0
-        for match in _REGEX.finditer(pattern):
-            token = match.group()
-            left_out += token in ("*", "?") or (match["low"] is not None and not match["low"].strip("0"))
+        for kind, token in scan(pattern):
             best, done, last = groups[-1]
-            if token[0] == "(":
+            if kind == "open":
                 groups.append((0, 0, 0))
                 if len(groups) > self._max_depth + 1:
                     raise _too_large("a pattern", f"{self._max_depth} nested groups", len(groups) - 1)
-            elif token == ")" and len(groups) > 1:
+            elif kind == "close" and len(groups) > 1:
                 length = max(best, done + last)
                 groups.pop()
                 best, done, last = groups[-1]
                 groups[-1] = (best, done + last, length)
-            elif token == "|":
+            elif kind == "bar":
                 groups[-1] = (max(best, done + last), 0, 0)
-            elif token in ("*", "?"):
-                groups[-1] = (best, done, 0)
-            elif match["low"] or match["high"]:
-                _count(match["high"] or "0")
-                groups[-1] = (best, done, last * _count(match["low"] or "0"))
-            elif token not in ("+", "^", "$"):
+            elif kind == "quant":
+                low, _, high = _SHORT.get(token[0], token.rstrip("?+").strip("{}")).partition(",")
+                _count(high or "0")
+                least = _count(low or "0")
+                left_out += not least
+                groups[-1] = (best, done, last * least)
+            elif kind != "flags" and token not in ("^", "$"):
                 groups[-1] = (best, done + last, 1)
             if groups[-1][1] + groups[-1][2] > MAX_LITERAL:
                 raise _too_large("the shortest match of a pattern", f"{MAX_LITERAL} characters")

@@ -257,8 +257,14 @@ def looks_ahead(pattern: str) -> bool:
 
 def unsupported_feature(pattern: str) -> str | None:
     """The first construct in `pattern` that no automaton has, by name; None if there is none."""
-    names = (_refused(part.lastgroup or "", part.group()) for part in _TOKEN.finditer(pattern))
+    names = (_refused(kind, text) for kind, text in scan(pattern))
     return next((name for name in names if name not in (None, LOOK_AHEAD)), None)
+
+
+def scan(pattern: str) -> Iterator[Token]:
+    """The parts of any pattern, well-formed or not, as they are written; kinds: escape, set, flags, open, close, bar,
+    quant, other."""
+    return ((part.lastgroup or "", part.group()) for part in _TOKEN.finditer(pattern))
 
 
 def escaped(text: str) -> str:

@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
 from asyncengine.lora.adapter import Adapter, AdapterInfo, Meaning
-from asyncengine.lora.claims import Calls, Claims, again
-from asyncengine.lora.host_store import HostStore
+from asyncengine.lora.claims import Calls, Claims, HostStore, again
 from asyncengine.seams import AdapterDone
 
 _SHOWN = 16

@@ -80,8 +80,7 @@ def _load(
     from transformers import AutoConfig
 
     from asyncengine.execution.models.multimodal import text_part
-    from asyncengine.execution.models.vision.processing import ImageProcessor
-    from asyncengine.execution.models.vision.tower import load_tower
+    from asyncengine.execution.models.vision.tower import ImageProcessor, load_tower
     from asyncengine.execution.runner.images import ImageStore
 
     progress.stage("loading the vision tower")

@@ -12,8 +12,7 @@ from worlds.adapter_fuzz import AdapterLife
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.errors import AdapterNotFound, EngineError
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.lora.claims import Calls, Claims
-from asyncengine.lora.host_store import HostStore
+from asyncengine.lora.claims import Calls, Claims, HostStore
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.roster import Roster

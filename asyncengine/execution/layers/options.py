@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncengine.execution.device.arena import Arena, Empty, ordinary
 from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.sharded import LocalWeight, Ranks, ShardedWeight, Share, cut_rows, paths_of
-from asyncengine.execution.layers.stages import Stage
 from asyncengine.execution.layers.stored import NumberForm, StoredForm, StoredMatrix
 from asyncengine.execution.layers.stored_weight import (
     ChunkedWeight,
@@ -35,6 +34,47 @@ from asyncengine.execution.layers.weight_forms import (
     parts_of,
 )
 from asyncengine.kernels.api import compiler_missing
+
+# Layers that are spread over several processes, the stages of one model (pipeline parallelism).
+#
+# Each stage has a run of layers, one behind the other (GPipe, Huang et al. 2018). The first, which is the engine's own
+# process, also has what lies before and behind all layers: embeddings, and the output layer, which are often one
+# matrix. Every stage knows the whole model, so that names, forms and sizes are those of one process. Weights of other
+# stages are memory that is never written to, and takes none.
+
+
+class Stage(NamedTuple):
+    """One process's part of a model."""
+
+    rank: int
+    """0: the engine's own process."""
+    size: int
+    cuts: tuple[int, ...]
+    """[size + 1] layers at which the stages begin, and their number."""
+
+    @property
+    def run(self) -> range:
+        """The layers that are computed here."""
+        return range(self.cuts[self.rank], self.cuts[self.rank + 1])
+
+    def has(self, layer: int | None) -> bool:
+        """Whether a layer is computed here; None: what lies before and behind all layers."""
+        return self.rank == 0 if layer is None else layer in self.run
+
+
+def cut_layers(sizes: Sequence[int], outside: int, size: int) -> tuple[int, ...] | None:
+    """Layers at which stages begin, and the number of all: as even as may be by what each layer reads, of which the
+    first stage has `outside` beside its layers; each has one layer at least. None: there are too few."""
+    if len(sizes) < size:
+        return None
+    ends = [*accumulate(sizes, initial=outside)]
+    cuts = [0]
+    for stage in range(1, size):
+        wanted = ends[-1] * stage / size
+        nearest = min(range(len(ends)), key=lambda cut: abs(ends[cut] - wanted))
+        cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - (size - stage)))
+    return (*cuts, len(sizes))
+
 
 # Weights that the engine itself rounds to 8 or 4 bits, on an NVIDIA GPU: by the rule of `kernels.cpu.quantize`.
 

@@ -26,9 +26,8 @@ from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.execution.layers.sharded import leave
-from asyncengine.execution.layers.side_experts import SideExpertsConfig
 from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.sparse_mlp import MoEConfig
+from asyncengine.execution.layers.sparse_mlp import MoEConfig, SideExpertsConfig
 from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, StepContext
 from asyncengine.execution.models.decoder_layer import DecoderLayer, plan_layers

@@ -20,9 +20,8 @@ from asyncengine.execution.layers.mlp import MLP
 from asyncengine.execution.layers.norm import Norm
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles
-from asyncengine.execution.layers.side_experts import SideExperts
 from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.sparse_mlp import MoEConfig, SparseMLP
+from asyncengine.execution.layers.sparse_mlp import MoEConfig, SideExperts, SparseMLP
 from asyncengine.execution.layers.step import StepContext
 
 if TYPE_CHECKING:

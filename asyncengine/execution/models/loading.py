@@ -30,10 +30,9 @@ from asyncengine.execution.device.cores import threads_for
 from asyncengine.execution.device.memory import bound_kernel_caches
 from asyncengine.execution.device.pinned import is_hopper
 from asyncengine.execution.layers.kernels import layer_kernels
-from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.options import LayerOptions, Stage, cut_layers
 from asyncengine.execution.layers.sharded import LocalWeight, Ranks, ShardedWeight
 from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.stages import Stage, cut_layers
 from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.step import CausalLM
 from asyncengine.execution.models.checkpoint import open_checkpoint

@@ -21,6 +21,7 @@ from asyncengine.execution.attention.factory import make_backend
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.device.memory import free_bytes, in_words, release_cached
 from asyncengine.execution.device.transfer import on_device
+from asyncengine.execution.layers.recorded import GREEDY, first_lengths
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.first_kernels import sampling_kernels
 from asyncengine.execution.models.loading import LoadedModel
@@ -28,7 +29,6 @@ from asyncengine.execution.models.memory.caches import num_states_for, pool_size
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.draft_model import DraftModel
-from asyncengine.execution.runner.first_steps import GREEDY, first_lengths
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.execution.runner.images import ImageStore
 from asyncengine.execution.runner.model_runner import ModelRunner

@@ -11,11 +11,11 @@ import torch
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.device.memory import release_cached
 from asyncengine.execution.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.execution.layers.recorded import GREEDY, first_lengths
 from asyncengine.execution.models.encoder import Encoder
 from asyncengine.execution.models.loading import LoadedEncoder
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler, Span
-from asyncengine.execution.runner.first_steps import GREEDY, first_lengths
 from asyncengine.execution.runner.model_runner import SMALL
 from asyncengine.execution.runner.parts import launch_in_parts
 from asyncengine.execution.runner.pending import PendingStep

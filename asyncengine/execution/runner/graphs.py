@@ -8,7 +8,7 @@ Padding rows compute a token at position 0 of page 0, in a slot that belongs to 
 slot that their states go to.
 Steps with prompts, with drafts, or with more rows than the largest graph run without.
 
-Graphs with adapters read each row's slot from fixed memory too (`adapted_graphs`).
+Graphs with adapters read each row's slot from fixed memory too (`prompt_graphs.AdaptedGraphs`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.device.pinned import CudaMemory, FixedInputs, Int64Array
 from asyncengine.execution.layers.states import FIRST, LoneTokens
 from asyncengine.execution.runner import step_buffers
-from asyncengine.execution.runner.adapted_graphs import AdaptedGraphs
-from asyncengine.execution.runner.prompt_graphs import Piece, PieceCapture
+from asyncengine.execution.runner.prompt_graphs import AdaptedGraphs, Piece, PieceCapture
 from asyncengine.execution.runner.step_buffers import (
     ADAPTER,
     GIVEN,

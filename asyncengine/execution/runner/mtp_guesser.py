@@ -18,9 +18,9 @@ from weakref import ref
 import torch
 
 from asyncengine.execution.device.transfer import on_device
+from asyncengine.execution.layers.recorded import GREEDY
 from asyncengine.execution.layers.step import CausalLM
 from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.runner.first_steps import GREEDY
 from asyncengine.execution.runner.step_inputs import StepInputs, inputs_of
 from asyncengine.execution.sampling.masks import FilledMasks
 from asyncengine.request_spec import RequestSpec

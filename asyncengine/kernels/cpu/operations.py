@@ -5,9 +5,8 @@ from __future__ import annotations
 from asyncengine.kernels.cpu.activation import activation_id, gelu_and_mul, gelu_tanh_and_mul, in_place, silu_and_mul
 from asyncengine.kernels.cpu.gather import RowCopies, joined
 from asyncengine.kernels.cpu.head_gate import gate_heads, split_queries
-from asyncengine.kernels.cpu.layer_norm import add_layer_norm, layer_norm
-from asyncengine.kernels.cpu.layer_norm import fits as layer_norm_fits
-from asyncengine.kernels.cpu.norm import add_rms_norm, norm_heads, rms_norm
+from asyncengine.kernels.cpu.norm import add_layer_norm, add_rms_norm, layer_norm, norm_heads, rms_norm
+from asyncengine.kernels.cpu.norm import fits as layer_norm_fits
 from asyncengine.kernels.cpu.qk_norm_rope import rotate_heads
 from asyncengine.kernels.cpu.scaling import (
     add,

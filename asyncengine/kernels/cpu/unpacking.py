@@ -59,7 +59,7 @@ def _pairs(block, first: int, out, count: int):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _six_bits(block, steps, minima):  # type: ignore[no-untyped-def]
+def _six_bits(block, steps, minima) -> None:  # type: ignore[no-untyped-def]
     """Eight scales and eight minima of 6 bits, in bytes 4 to 15."""
     for place in range(4):
         scale, minimum, both = block[4 + place], block[8 + place], block[12 + place]

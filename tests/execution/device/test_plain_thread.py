@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
 from asyncengine.execution.device.transfer import is_plain_thread
+from asyncengine.execution.layers.recorded import GREEDY
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.execution.runner.first_steps import GREEDY
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Batch, Row

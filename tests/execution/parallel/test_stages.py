@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 from asyncengine.config import EngineConfig
 from asyncengine.execution.device import shared_gather
 from asyncengine.execution.device.shared_gather import SharedGather
-from asyncengine.execution.layers.stages import cut_layers
+from asyncengine.execution.layers.options import cut_layers
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.runner.stages import StageRelay

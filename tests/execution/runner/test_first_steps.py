@@ -12,12 +12,12 @@ from support import forked
 
 from asyncengine import DEMO_MODEL, Engine
 from asyncengine.config import EngineConfig
+from asyncengine.execution.layers.recorded import GREEDY
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.first_kernels import kernels_of
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner import building
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.execution.runner.first_steps import GREEDY
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.kernels.api import read_kept
 from asyncengine.kernels.cpu import compiler_missing

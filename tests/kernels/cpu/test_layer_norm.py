@@ -15,7 +15,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 
 from asyncengine.execution.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, LayerKernels
 from asyncengine.kernels.cpu.activation import in_place
-from asyncengine.kernels.cpu.layer_norm import add_layer_norm, layer_norm
+from asyncengine.kernels.cpu.norm import add_layer_norm, layer_norm
 from asyncengine.kernels.cpu.team import Team
 
 TYPES = [torch.float32, torch.bfloat16]

@@ -7,9 +7,8 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.attention import AttentionConfig
-from asyncengine.execution.layers.sequence_head import SequenceHeadConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.encoder import EncoderConfig
+from asyncengine.execution.models.encoder import EncoderConfig, SequenceHeadConfig
 from asyncengine.execution.models.families.common import llama_like
 from asyncengine.execution.models.families.gemma import decoder_config
 

@@ -11,7 +11,7 @@ from asyncengine.execution.layers.layer_inputs import LayerInputConfig
 from asyncengine.execution.layers.mlp import MLPConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.side_experts import SideExpertsConfig
+from asyncengine.execution.layers.sparse_mlp import SideExpertsConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, alternate, layer_types_of, rotary_of, windows_of

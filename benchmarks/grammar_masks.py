@@ -29,8 +29,7 @@ import torch
 from asyncengine.errors import EngineError
 from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
 from asyncengine.grammar import Grammar, check_limits
-from asyncengine.grammar.library_text import to_llguidance
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.shared_masks import Mask
 from asyncengine.grammar.vocabulary import Vocabulary

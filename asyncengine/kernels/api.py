@@ -30,20 +30,18 @@ if TYPE_CHECKING:
         routing,
         team,
     )
-    from asyncengine.kernels.cpu.causal_conv import convolve_segments
-    from asyncengine.kernels.cpu.compile_watcher import watcher
+    from asyncengine.kernels.cpu.causal_conv import SegmentPlaces, convolve_segments
     from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
     from asyncengine.kernels.cpu.linears import LinearWeights
     from asyncengine.kernels.cpu.paged_attention import PagedAttention
     from asyncengine.kernels.cpu.sampling import SamplerKernel
     from asyncengine.kernels.cpu.short_conv import ShortConvKernel
-    from asyncengine.kernels.cpu.state_segments import SegmentPlaces
     from asyncengine.kernels.cpu.unpacking import unpack_blocks, unpack_floats
     from asyncengine.kernels.cpu.vectors import UNIT
     from asyncengine.kernels.cuda import operations as gpu
     from asyncengine.kernels.cuda import packed_matmul, row_numbers, triton_missing
     from asyncengine.kernels.cuda.row_sampler import RowSampler
-    from asyncengine.kernels.elsewhere import elsewhere
+    from asyncengine.kernels.elsewhere import elsewhere, watcher
     from asyncengine.kernels.listing import KernelList
 
 _NAMES = {
@@ -53,19 +51,17 @@ _NAMES = {
     "compile_process": "can_start",
     "cpu": "attention_fields barrier compiler_missing experts gemm_quantized lora mamba2 operations packed panel_form "
     "quantize quantized_panels routing team",
-    "cpu.causal_conv": "convolve_segments",
-    "cpu.compile_watcher": "watcher",
+    "cpu.causal_conv": "SegmentPlaces convolve_segments",
     "cpu.gated_delta": "GatedDeltaKernel",
     "cpu.linears": "LinearWeights",
     "cpu.paged_attention": "PagedAttention",
     "cpu.sampling": "SamplerKernel",
     "cpu.short_conv": "ShortConvKernel",
-    "cpu.state_segments": "SegmentPlaces",
     "cpu.unpacking": "unpack_blocks unpack_floats",
     "cpu.vectors": "UNIT",
     "cuda": "gpu packed_matmul row_numbers triton_missing",
     "cuda.row_sampler": "RowSampler",
-    "elsewhere": "elsewhere",
+    "elsewhere": "elsewhere watcher",
     "listing": "KernelList",
 }
 """Names by the package or module that has them."""

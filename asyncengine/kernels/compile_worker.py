@@ -55,7 +55,7 @@ class _Absent(types.ModuleType):
 def serve(names: TextIO, answers: TextIO) -> None:
     """Compile what is named, and answer."""
     from asyncengine.kernels.cpu.calls import compile_named
-    from asyncengine.kernels.cpu.compile_watcher import called_apart
+    from asyncengine.kernels.elsewhere import called_apart
 
     arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
 

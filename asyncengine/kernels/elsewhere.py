@@ -1,10 +1,12 @@
-"""The running background compiler of this process, for callers that are about to call a kernel, or to leave.
+"""Listeners that are told before a kernel is compiled: the background compiler of this process, watchers of a thread.
 
 Imports neither torch nor numba.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Protocol
 
 
@@ -19,3 +21,15 @@ class Elsewhere(Protocol):
 
 elsewhere: list[Elsewhere] = []
 """Background compilers of this process; empty as a rule."""
+
+
+Watcher = Callable[[str, int], None]
+"""Called with a kernel's name before it is compiled, and with how many kernels there are at most."""
+
+watcher: ContextVar[Watcher | None] = ContextVar("asyncengine_kernel_watcher", default=None)
+
+CalledApart = Callable[[str, bool], None]
+"""Called with the name of a function that a kernel calls by address, and with whether it does so rarely."""
+
+called_apart: ContextVar[CalledApart | None] = ContextVar("asyncengine_kernels_called_apart", default=None)
+"""Set: functions called by address (`calls`) are not compiled here."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.compiling import Kernel, noting
+from asyncengine.kernels.elsewhere import called_apart
 
 _NEW = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
 _PRODUCTS: dict[str, Callable[..., tuple[int, ...]]] = {

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.library_text import to_llguidance
+from asyncengine.grammar.llguidance_backend import to_llguidance
 
 from .bytes_tokenizer import END, Bytes
 

@@ -8,8 +8,7 @@ import pytest
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.library_text import to_llguidance
-from asyncengine.grammar.llguidance_backend import explain, summary
+from asyncengine.grammar.llguidance_backend import explain, summary, to_llguidance
 
 from .oracle import accepts, matcher
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.library_text import to_llguidance
+from asyncengine.grammar.llguidance_backend import to_llguidance
 from asyncengine.grammar.lower import fragment, inline_json
 from asyncengine.grammar.spec import Whitespace
 

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from asyncengine.errors import GrammarTooLarge
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.library_text import to_llguidance
+from asyncengine.grammar.llguidance_backend import to_llguidance
 from asyncengine.grammar.schema.numbers import MAX_DIGITS, WRITTEN_DIGITS
 from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.text.chat_messages import MAX_DEPTH, MAX_INTEGER_BITS

@@ -15,8 +15,7 @@ from support.long import TIMES
 
 from asyncengine.errors import GrammarImpossible, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.library_text import to_llguidance
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 

@@ -15,8 +15,7 @@ from support.small_grammars import closed, shared_vocabulary
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.canonical import canonical_json
-from asyncengine.grammar.library_text import to_llguidance
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
 from asyncengine.grammar.lower import OPTIONS, schema_object
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.schema.builder import Builder

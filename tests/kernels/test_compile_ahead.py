@@ -24,9 +24,8 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 from asyncengine.kernels.cache_folder import VARIABLE
 from asyncengine.kernels.cpu import cache, norm
 from asyncengine.kernels.cpu.cache import KernelFolder, kernel_folder
-from asyncengine.kernels.cpu.compile_watcher import watcher
 from asyncengine.kernels.cpu.jit import compiled_for
-from asyncengine.kernels.elsewhere import elsewhere
+from asyncengine.kernels.elsewhere import elsewhere, watcher
 
 _CPU = "asyncengine.kernels.cpu."
 SMALL = f"{_CPU}gather:copy_few_rows:(int64, int64, int64, int64, int64)"

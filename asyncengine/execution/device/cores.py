@@ -8,15 +8,17 @@ engine uses half as many, and tries more again later, at growing intervals.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from asyncengine.execution.device.openmp import torch_threads
 from asyncengine.kernels.api import compiler_missing
 from asyncengine.stats import ThreadStats
 
@@ -206,3 +208,44 @@ def _preempted() -> int:
     except ImportError:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+# The number of threads that torch's operators use on one thread of the program: OpenMP's setting of that thread.
+
+_NAMES = ("*gomp*", "*iomp5*", "*omp.*", "*omp140*")
+
+
+@functools.cache
+def _setter() -> Callable[[int], None] | None:
+    """`omp_set_num_threads` of the library that torch uses; None: not found. Tried on the thread that calls first."""
+    before = torch.get_num_threads()
+    for pattern in _NAMES:
+        for path in sorted((Path(torch.__file__).parent / "lib").glob(pattern)):
+            try:
+                setter = ctypes.CDLL(str(path)).omp_set_num_threads
+            except (OSError, AttributeError):
+                continue
+            setter(before + 1)
+            found = torch.get_num_threads()
+            setter(before)
+            if found == before + 1:
+                return setter
+    return None
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Within, torch's operators on this thread use `threads` threads; on others, and afterwards, as many as before.
+
+    Does nothing where torch is built with another library than the OpenMP it comes with.
+    """
+    before = torch.get_num_threads()  # also makes torch read its own setting before ours
+    setter = _setter() if before != threads else None
+    if setter is None:
+        yield
+        return
+    setter(threads)
+    try:
+        yield
+    finally:
+        setter(before)

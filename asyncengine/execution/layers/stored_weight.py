@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from asyncengine.execution.device.arena import Empty, ordinary
-from asyncengine.execution.device.openmp import torch_threads
+from asyncengine.execution.device.cores import torch_threads
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.execution.layers.weight_forms import PanelWeight, WeightForm

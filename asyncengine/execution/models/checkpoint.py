@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncengine.execution.layers.stored import StoredMatrix
-    from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix
-    from asyncengine.execution.models.formats.stored_tensors import StoredTensors
+    from asyncengine.execution.models.formats.stored_tensors import FoundMatrix, StoredTensors
 
     Find = Callable[[Mapping[str, Any], StoredTensors], dict[str, FoundMatrix]]
     """(quantization_config, tensors) -> matrices by the names that they have without quantization. Raises
@@ -170,7 +169,7 @@ class Checkpoint(CheckpointSource):
         found = self.matrices.get(name)
         if found is None:
             return self.opened.read(self.tensors[name].file, name)
-        from asyncengine.execution.models.formats.mapped_matrix import MappedMatrix
+        from asyncengine.execution.models.formats.stored_tensors import MappedMatrix
 
         parts = {part: self.opened.read(self.stored[stored].file, stored) for part, stored in found.parts.items()}
         return MappedMatrix(found, parts, self.opened.release)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from asyncengine.execution.layers.attention import AttentionConfig
-from asyncengine.execution.layers.embedding import Embedding, LMHead
+from asyncengine.execution.layers.embedding import Embedding, LayerInputConfig, LayerInputs, LMHead
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
-from asyncengine.execution.layers.layer_inputs import LayerInputConfig, LayerInputs
 from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.mlp import MLPConfig
 from asyncengine.execution.layers.norm import Norm, NormConfig

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncengine.execution.layers.attention import Attention, AttentionConfig
+from asyncengine.execution.layers.embedding import LayerInput
 from asyncengine.execution.layers.latent_attention import LatentAttention
-from asyncengine.execution.layers.layer_inputs import LayerInput
 from asyncengine.execution.layers.linear import Linear
 from asyncengine.execution.layers.mlp import MLP
 from asyncengine.execution.layers.norm import Norm

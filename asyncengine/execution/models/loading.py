@@ -346,9 +346,13 @@ def _load_module(
 ) -> tuple[CausalLM, list[str], int]:
     """transformers' own module, tried on a few tokens."""
     from asyncengine.execution.models.fallback.classes import check_module
-    from asyncengine.execution.models.fallback.model import TransformersModel, freeze_rotary
+    from asyncengine.execution.models.fallback.model import (
+        TransformersModel,
+        freeze_rotary,
+        quantize_module,
+        resident_bytes,
+    )
     from asyncengine.execution.models.fallback.probing import probe
-    from asyncengine.execution.models.fallback.quantized import quantize_module, resident_bytes
 
     bar.stage("reading weights")
     with typed(described.checkpoint.folder):

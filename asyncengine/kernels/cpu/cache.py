@@ -39,9 +39,8 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from asyncengine.kernels.cache_folder import VARIABLE, kernels_root
-from asyncengine.kernels.cpu.compile_watcher import watcher
 from asyncengine.kernels.cpu.vectors import UNIT
-from asyncengine.kernels.elsewhere import elsewhere
+from asyncengine.kernels.elsewhere import elsewhere, watcher
 
 logger = logging.getLogger("asyncengine")
 

@@ -23,10 +23,10 @@ from numba.core import cgutils
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
-from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.jit import compiled_for, serial_in_order
 from asyncengine.kernels.cpu.team_loops import call_piece, run_together
 from asyncengine.kernels.cpu.vectors import LONG
+from asyncengine.kernels.elsewhere import called_apart
 
 _SYMBOL = "asyncengine_kernel_address"
 _TEXT = ir.IntType(8).as_pointer()
@@ -51,7 +51,7 @@ llvmlite.binding.add_symbol(_SYMBOL, ctypes.cast(_FINDER, ctypes.c_void_p).value
 
 def _name_of(function: Any, types: tuple[Any, ...], *, rare: bool = False) -> str:
     """The name of a function for these types, which is compiled now so that its errors are its caller's: unless it is
-    rarely called, or others compile it (`compile_watcher.called_apart`)."""
+    rarely called, or others compile it (`elsewhere.called_apart`)."""
     name = name_of(function.dispatcher, types)
     report = called_apart.get()
     if report is not None:
@@ -69,7 +69,7 @@ def name_of(function: Any, types: tuple[Any, ...]) -> str:
 
 def address_of(name: str) -> int:
     """The address of "module:function:void(types)", which is compiled if need be. It never moves. 0 where others
-    compile it (`compile_watcher.called_apart`)."""
+    compile it (`elsewhere.called_apart`)."""
     report = called_apart.get()
     if report is not None:
         report(name, False)

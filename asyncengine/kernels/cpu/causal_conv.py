@@ -6,6 +6,8 @@ whatever part of a sequence a step has. Work is shared out by rows and by blocks
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,10 +15,47 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import allocates, array, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
+
+# A step's segments (`layers.states.StateSegments`) for kernels of state layers: int64 by address.
+
+
+class Segments(Protocol):
+    """The fields of `StateSegments`."""
+
+    @property
+    def rows(self) -> NDArray[np.int64]: ...
+    @property
+    def begins(self) -> NDArray[np.int64]: ...
+    @property
+    def ends(self) -> NDArray[np.int64]: ...
+    @property
+    def sources(self) -> NDArray[np.int64]: ...
+    @property
+    def targets(self) -> NDArray[np.int64]: ...
+
+
+class SegmentPlaces(NamedTuple):
+    """Segments by address, as kernels take them."""
+
+    rows: int
+    bounds: int
+    begins: int
+    ends: int
+    sources: int
+    targets: int
+
+    @classmethod
+    def of(cls, segments: Segments | SegmentPlaces) -> SegmentPlaces:
+        """(rows, addresses of the bounds of rows, of begins, ends, sources and targets). `segments` holds their
+        memory."""
+        if isinstance(segments, SegmentPlaces):
+            return segments
+        parts = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
+        return cls(len(segments.rows) - 1, *(part.ctypes.data for part in parts))
+
 
 CHANNELS = 256
 """Channels of a block."""

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, parallel_for
-from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
+from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, size_of, square_sum, store

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import matrix_unit
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.jit import (
     allocates,
     array,
@@ -57,6 +56,7 @@ from asyncengine.kernels.cpu.quantized_writer import Cells, TileWriter, make_til
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import LINE, LONG, UNIT, WORD, WORDS, at, bits_of, load, number_of, size_of
+from asyncengine.kernels.elsewhere import called_apart
 
 # The tile of a product with quantized weights for CPUs with a matrix unit (Intel's AMX), in LLVM's terms.
 
@@ -159,7 +159,7 @@ def gemm(
 
 def code_for(form: PanelForm, dtype: torch.dtype) -> int:
     """The address of what multiplies weights of this form, for a result of that type. Compiled now if need be: unless
-    others compile it (`compile_watcher.called_apart`)."""
+    others compile it (`elsewhere.called_apart`)."""
     kind = "uint16" if dtype == torch.bfloat16 else "float32"
     report = called_apart.get()
     if report is not None:

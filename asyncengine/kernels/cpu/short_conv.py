@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
+from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens
 from asyncengine.kernels.cpu.jit import allocates, array, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.state_segments import SegmentPlaces, Segments
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of

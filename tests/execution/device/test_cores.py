@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from asyncengine.engine.device_thread import SwitchInterval
-from asyncengine.execution.device.cores import Company, Cores, Sharing
-from asyncengine.execution.device.openmp import torch_threads
+from asyncengine.execution.device.cores import Company, Cores, Sharing, torch_threads
 
 pytest.importorskip("numba")
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import ChatPlanner
-from asyncengine.grammar.library_text import to_llguidance
+from asyncengine.grammar.llguidance_backend import to_llguidance
 from asyncengine.text.tokenizer import TextTokenizer
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -13,7 +13,7 @@ import pytest
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner
-from asyncengine.grammar.library_text import to_llguidance
+from asyncengine.grammar.llguidance_backend import to_llguidance
 from asyncengine.text.tokenizer import TextTokenizer
 
 from .families import FAMILIES

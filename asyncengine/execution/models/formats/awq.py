@@ -14,8 +14,7 @@ from typing import Any
 from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
 from asyncengine.execution.models.formats.gptq import form_of_zeros
-from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
-from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors, integer
+from asyncengine.execution.models.formats.stored_tensors import SCALES, FoundMatrix, Parts, StoredTensors, integer
 from asyncengine.execution.models.formats.unpacking import along_outputs, floats, grouped_rows
 
 _LAYOUTS = ("gemm", "exllama", "ipex", "marlin")

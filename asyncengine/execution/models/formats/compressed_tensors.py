@@ -27,8 +27,7 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
 from asyncengine.execution.models.formats import fp8, mxfp4, unpacking
 from asyncengine.execution.models.formats.gptq import order_of
-from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
-from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors, integer
+from asyncengine.execution.models.formats.stored_tensors import SCALES, FoundMatrix, Parts, StoredTensors, integer
 
 logger = logging.getLogger("asyncengine")
 

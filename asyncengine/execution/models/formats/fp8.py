@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
-from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.execution.models.formats.mxfp4 import powers
-from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors
+from asyncengine.execution.models.formats.stored_tensors import SCALES, FoundMatrix, Parts, StoredTensors
 from asyncengine.execution.models.formats.unpacking import floats
 from asyncengine.kernels.api import compiler_missing
 

@@ -22,8 +22,14 @@ from numpy.typing import NDArray
 from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
 from asyncengine.execution.models.formats import unpacking
-from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
-from asyncengine.execution.models.formats.stored_tensors import SCALES, StoredTensors, integer, switch
+from asyncengine.execution.models.formats.stored_tensors import (
+    SCALES,
+    FoundMatrix,
+    Parts,
+    StoredTensors,
+    integer,
+    switch,
+)
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
 """A number that is added to a stored zero, by format."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.execution.models.formats import fp8, mxfp4
-from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix
-from asyncengine.execution.models.formats.stored_tensors import StoredTensors
+from asyncengine.execution.models.formats.stored_tensors import FoundMatrix, StoredTensors
 
 _ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
 _OF_ACTIVATIONS = ("input_scale", "k_scale", "v_scale")

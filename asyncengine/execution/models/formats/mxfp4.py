@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
-from asyncengine.execution.models.formats.mapped_matrix import FoundMatrix, Parts
-from asyncengine.execution.models.formats.stored_tensors import StoredTensors
+from asyncengine.execution.models.formats.stored_tensors import FoundMatrix, Parts, StoredTensors
 from asyncengine.execution.models.formats.unpacking import floats, spread
 
 TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

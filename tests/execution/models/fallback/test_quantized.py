@@ -11,7 +11,7 @@ from support.forwards import logits_of, relative_error
 from torch import nn
 
 from asyncengine import EngineConfig, UnsupportedModel
-from asyncengine.execution.models.fallback.quantized import QuantizedLinear
+from asyncengine.execution.models.fallback.model import QuantizedLinear
 from asyncengine.execution.models.loading import load_model
 
 pytest.importorskip("numba")

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncengine.execution.models.checkpoint import find_matrices, read_header
-from asyncengine.execution.models.formats.mapped_matrix import MappedMatrix
-from asyncengine.execution.models.formats.stored_tensors import StoredTensors
+from asyncengine.execution.models.formats.stored_tensors import MappedMatrix, StoredTensors
 from asyncengine.execution.models.mapped import OpenFiles
 
 

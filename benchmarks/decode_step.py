@@ -36,7 +36,7 @@ from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Rotary
 from asyncengine.execution.layers.weight_forms import DenseWeight, PackedWeight, QuantizedWeight
 from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.models.fallback.attention_function import LayerAttention
+from asyncengine.execution.models.fallback.probing import LayerAttention
 from asyncengine.execution.models.families.lfm2 import ShortConv
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner

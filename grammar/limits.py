@@ -24,11 +24,10 @@ from fractions import Fraction
 from typing import Any
 
 from asyncengine.errors import GrammarTooLarge
-from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import placed
 from asyncengine.grammar.regexes import scan
 from asyncengine.grammar.schemas import children, resolve, subschemas
-from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.spec import Grammar, parse_json
 
 MAX_CHAIN = 256
 """Most rules or schemas open at once, counted through references: a seventh of what overflows 8 MiB."""

@@ -8,12 +8,11 @@ import re
 from typing import Any
 
 from asyncengine.errors import GrammarUnsupported
-from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.lark import literal
 from asyncengine.grammar.regexes import expression, looks_ahead, quoted
 from asyncengine.grammar.schema.formats import keep_enforced
 from asyncengine.grammar.schemas import subschemas, with_local_references
-from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 
 FLEXIBLE = r"( |\n[ \t]{0,40})"
 """Whitespace between JSON tokens: once at most, so a model cannot run on in blanks. Nothing is always allowed too."""

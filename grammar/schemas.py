@@ -13,9 +13,8 @@ from typing import Any, get_origin
 from urllib.parse import quote, unquote, urljoin
 
 from asyncengine.errors import GrammarError, GrammarImpossible
-from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.lark import placed
-from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 
 ONE = (
     "additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then", "else",

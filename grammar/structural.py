@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.regexes import escaped
 from asyncengine.grammar.schemas import moved, schema_text
-from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.spec import Grammar, parse_json
 
 Tag = tuple[str, Grammar, str]
 """(begin, content, end)"""

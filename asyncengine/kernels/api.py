@@ -30,12 +30,11 @@ if TYPE_CHECKING:
         routing,
         team,
     )
-    from asyncengine.kernels.cpu.causal_conv import SegmentPlaces, convolve_segments
+    from asyncengine.kernels.cpu.causal_conv import SegmentPlaces, ShortConvKernel, convolve_segments
     from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
     from asyncengine.kernels.cpu.linears import LinearWeights
     from asyncengine.kernels.cpu.paged_attention import PagedAttention
     from asyncengine.kernels.cpu.sampling import SamplerKernel
-    from asyncengine.kernels.cpu.short_conv import ShortConvKernel
     from asyncengine.kernels.cpu.unpacking import unpack_blocks, unpack_floats
     from asyncengine.kernels.cpu.vectors import UNIT
     from asyncengine.kernels.cuda import operations as gpu
@@ -51,12 +50,11 @@ _NAMES = {
     "compile_process": "can_start",
     "cpu": "attention_fields barrier compiler_missing experts gemm_quantized lora mamba2 operations packed panel_form "
     "quantize quantized_panels routing team",
-    "cpu.causal_conv": "SegmentPlaces convolve_segments",
+    "cpu.causal_conv": "SegmentPlaces ShortConvKernel convolve_segments",
     "cpu.gated_delta": "GatedDeltaKernel",
     "cpu.linears": "LinearWeights",
     "cpu.paged_attention": "PagedAttention",
     "cpu.sampling": "SamplerKernel",
-    "cpu.short_conv": "ShortConvKernel",
     "cpu.unpacking": "unpack_blocks unpack_floats",
     "cpu.vectors": "UNIT",
     "cuda": "gpu packed_matmul row_numbers triton_missing",

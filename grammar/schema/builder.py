@@ -16,7 +16,6 @@ import json
 from typing import Any
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.regexes import looks_ahead
 from asyncengine.grammar.schema import members as demands
@@ -26,6 +25,7 @@ from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Rules, Symbol
 from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
 from asyncengine.grammar.shapes.nodes import Name, Shape, Terminal, Times, Unordered
+from asyncengine.grammar.spec import canonical_json
 
 MAX_PREFIX = 500
 """Items with a schema of their own."""

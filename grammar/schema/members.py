@@ -13,11 +13,11 @@ from typing import Any
 from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.regexes import quoted, searched, words
 from asyncengine.grammar.schema.terms import Entry, Term
 from asyncengine.grammar.schemas import escape
+from asyncengine.grammar.spec import canonical_json
 
 LENGTHS = ("minLength", "maxLength")
 ARRAY = (

@@ -13,7 +13,6 @@ from fractions import Fraction
 from typing import Any
 
 from asyncengine.errors import GrammarUnsupported
-from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lark import regex
 from asyncengine.grammar.regexes import searched
 from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
@@ -23,7 +22,7 @@ from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.lark import expression_shape, lark_shape, mark_shape
 from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape
 from asyncengine.grammar.shapes.products import Product
-from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.spec import Grammar, parse_json
 from asyncengine.grammar.vocabulary import Vocabulary
 
 MAX_LEAVES = 4096

@@ -19,7 +19,7 @@ from asyncengine.execution.attention.base import StepView
 from asyncengine.execution.attention.cpu import CompiledBackend
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.cores import Cores
-from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import Int64Array
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder

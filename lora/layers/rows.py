@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import Int64Array
 from asyncengine.lora.layers.stack import LoraStack, Segment
 from asyncengine.seams import LONG_ADAPTER_RUN
 

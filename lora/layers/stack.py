@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from asyncengine.execution.device.arena import Arena
-from asyncengine.execution.device.pinned import send
+from asyncengine.execution.device.transfer import send
 from asyncengine.execution.layers.places import Place
 
 RANK_STEP = 8

@@ -35,7 +35,7 @@ def test_near_the_exact_sum(shape: tuple[int, ...], dtype: torch.dtype, bounded:
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("experts", "count"), [(128, 8), (9, 2)])
 def test_chooses_as_torch(experts: int, count: int, scores: Any) -> None:
-    from asyncengine.kernels.cuda import routing as kernels
+    from asyncengine.kernels.cuda import grouped_experts as kernels
 
     config = RouterConfig(experts, count, scores, normalised=scores == "softmax", scale=1.5)
     logits = torch.randn(300, experts + 1, generator=torch.Generator().manual_seed(1)).cuda()

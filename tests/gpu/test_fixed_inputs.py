@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncengine.execution.device.pinned import CudaMemory, FixedInputs
+from asyncengine.execution.device.transfer import CudaMemory, FixedInputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -16,7 +16,7 @@ from support.attention_pair import Pair, Parts, prepare
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.attention.flashinfer_plan import LayerGroup, float_workspace_bytes
-from asyncengine.execution.device.pinned import is_hopper
+from asyncengine.execution.device.transfer import is_hopper
 from asyncengine.execution.runner.graphs import CudaCapture
 
 pytestmark = pytest.mark.skipif(

@@ -14,13 +14,13 @@ from support.small_grammars import closed, shared_vocabulary
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
 from asyncengine.grammar.lower import OPTIONS, schema_object
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.schema.builder import Builder
 from asyncengine.grammar.schema.members import MAX_EXCLUDED, Texts
 from asyncengine.grammar.schema.terms import MAX_TERMS
+from asyncengine.grammar.spec import canonical_json
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import compilable, invalid_texts, valid_texts

@@ -16,7 +16,7 @@ import torch
 from asyncengine.execution.attention.base import AttentionBackend, LayerSpec, StepView
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.attention.torch_paged import TorchPagedBackend
-from asyncengine.execution.device.pinned import FixedInputs
+from asyncengine.execution.device.transfer import FixedInputs
 from asyncengine.execution.runner.graphs import Capture, Graph
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from asyncengine.execution.layers.mlp import clamped
+from asyncengine.execution.layers.experts import clamped
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from asyncengine.execution.layers.kernels import LayerKernels, layer_kernels
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import TensorSlot
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int32Array, Int64Array
 from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.transfer import Int32Array, Int64Array
 
 _FAR = 2**40
 """More positions than a sequence has."""

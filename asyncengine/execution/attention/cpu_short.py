@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncengine.execution.attention.base import LayerSpec
-from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import Int64Array
 from asyncengine.kernels.api import attention_fields as fields
 from asyncengine.kernels.api import team
 

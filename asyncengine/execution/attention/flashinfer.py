@@ -50,7 +50,7 @@ from asyncengine.execution.attention.flashinfer_plan import (
     pack_step,
     uploaded_size,
 )
-from asyncengine.execution.device.pinned import CudaMemory, Int32Array
+from asyncengine.execution.device.transfer import CudaMemory, Int32Array
 from asyncengine.kernels.api import triton_missing
 
 logger = logging.getLogger("asyncengine")

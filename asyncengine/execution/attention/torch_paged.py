@@ -19,8 +19,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.execution.attention.base import AttentionBackend, LayerSpec, PagePool, StepView, first_seen, page_bytes
-from asyncengine.execution.device.pinned import Int32Array, Int64Array, upload
 from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.transfer import Int32Array, Int64Array, upload
 
 
 def masked_attention(

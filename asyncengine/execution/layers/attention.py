@@ -18,8 +18,8 @@ from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, RotaryConfig, rotate
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.layers.stored import TensorSlot
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import Spans, own_rows
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.states import Slots, StateStep, advance_segments, each_token, state_kernels
+from asyncengine.execution.layers.stored import TensorSlot
 
 ConvActivation = Literal["silu"]
 

@@ -14,9 +14,8 @@ from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import RowAdapters
-from asyncengine.execution.layers.stored import StoredMatrix
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot
 from asyncengine.execution.layers.weight_forms import WeightForm, parts_of
 
 _FEW = 64

@@ -16,11 +16,9 @@ import torch
 from torch.nn.functional import linear
 
 from asyncengine.execution.layers.kernels import ACTIVATIONS
-from asyncengine.execution.layers.mlp import clamped
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import gather_experts, held_by, leave
-from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.stored import RowRange, StoredForm, StoredMatrix, dense
+from asyncengine.execution.layers.stored import RowRange, StoredForm, StoredMatrix, TensorSlot, dense
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 from asyncengine.execution.layers.weight_forms import DenseWeight, WeightForm
 from asyncengine.kernels.api import triton_missing
@@ -381,3 +379,9 @@ def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, d
     within = config.gated and config.activation == "silu" and config.bias is None
     first, second = gpu.ExpertWeights(found[0], up.bias), gpu.ExpertWeights(found[1], down.bias)
     return partial(gpu.mix, up=first, down=second, activation=None if within else gate, experts=config.experts)
+
+
+def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """[..., 2 * width] -> [..., width]: g sigmoid(alpha g) (u + 1) of neighbours g and u, bounded (gpt-oss)."""
+    gate, up = both.float()[..., ::2].clamp(max=limit), both.float()[..., 1::2].clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)

@@ -24,7 +24,7 @@ from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
-from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import TensorSlot
 
 _TINY = 1e-6
 """A term that keeps the division by a key's length finite: it is added to the square of the length."""

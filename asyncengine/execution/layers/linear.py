@@ -10,9 +10,8 @@ import torch
 
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import LocalWeight, Share, own_rows
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import RowAdapters
-from asyncengine.execution.layers.stored import StoredMatrix, dense
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
 from asyncengine.execution.layers.weight_forms import WeightForm
 
 

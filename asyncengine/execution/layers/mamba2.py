@@ -22,10 +22,9 @@ from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import StoredMatrix, dense
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
 
 
 @dataclass(frozen=True, slots=True)

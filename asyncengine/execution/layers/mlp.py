@@ -1,21 +1,23 @@
-"""Feed-forward layers: gated (Shazeer 2020) and plain."""
+"""Feed-forward layers: gated (Shazeer 2020) and plain, and mixtures of experts in their place or beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch.nn import functional
 
+from asyncengine.execution.layers.experts import Experts, ExpertsConfig
 from asyncengine.execution.layers.kernels import Activation
 from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.routing import Router, RouterConfig
 from asyncengine.execution.layers.sharded import cut_rows, gathered, share_of
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import RowAdapters
-from asyncengine.execution.layers.stored import StoredMatrix, dense
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,165 @@ class MLP:
             yield there, replace(own[here], replaces=(here,))
 
 
-def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """[..., 2 * width] -> [..., width]: g sigmoid(alpha g) (u + 1) of neighbours g and u, bounded (gpt-oss)."""
-    gate, up = both.float()[..., ::2].clamp(max=limit), both.float()[..., 1::2].clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)
+# A layer's mixture of experts as its feed-forward part: a router, the experts, and what all rows go through.
+
+
+@dataclass(frozen=True, slots=True)
+class LatentExpertsConfig:
+    """Two products around the routed experts, of a checkpoint's names (Nemotron 3 Super)."""
+
+    width: int
+    """Numbers of a row that experts read and give."""
+    before: str
+    behind: str
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A layer's mixture: a router, its experts, and what all rows go through beside them."""
+
+    router: RouterConfig
+    experts: ExpertsConfig
+    shared: MLPConfig | None = None
+    """Experts that every row goes to, as one feed-forward part."""
+    shared_gate: str | None = None
+    """The checkpoint's name of a row: shared experts' output is multiplied by the sigmoid of its product (Qwen 2)."""
+    scales_inputs: bool = False
+    """A weight multiplies what its expert reads, not what it gives (Llama 4)."""
+    aliases: tuple[tuple[str, str], ...] = field(default=())
+    """(checkpoint's name, another one) of further tensors (`save_original_format=False`)."""
+    latent: LatentExpertsConfig | None = None
+    """Experts read and give vectors of another width."""
+
+
+class SparseMLP:
+    """x [rows, width] -> [rows, width]: the experts of each row, and those that all rows share."""
+
+    def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
+        self.config, self._prefix = config, prefix
+        self.router = Router(options, config.router, prefix, width, config.shared_gate)
+        self.latent: list[Linear] = []
+        """Projections before the experts and behind them."""
+        if (latent := config.latent) is not None:
+            before, behind = Part(prefix + latent.before, latent.width), Part(prefix + latent.behind, width)
+            self.latent = [
+                Linear(options, [before], width, bias=latent.bias),
+                Linear(options, [behind], latent.width, bias=latent.bias),
+            ]
+        self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
+        self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
+        self._kernels = options.kernels
+
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+        chosen, weights, gate = self.router(x)
+        y = x if not self.latent else self.latent[0](x, adapters)
+        y = self._scaled(y, chosen, weights) if self.config.scales_inputs else self.experts(y, chosen, weights)
+        if self.latent:
+            y = self.latent[1](y, adapters)
+        if self.shared is None:
+            return y
+        shared = self.shared(x, adapters)
+        return self._kernels.add(y, shared) if gate is None else self._kernels.add_gated(y, shared, gate)
+
+    def chosen(self, _: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The experts of each row of x, int64 [rows, experts of a row], best first."""
+        return self.router(x)[0]
+
+    def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Each (row, expert) pair as a row of its own, which has one expert."""
+        count = chosen.shape[1]
+        y = self.experts(self._kernels.scaled_rows(x, weights), chosen.view(-1, 1), None)
+        return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
+
+    def linears(self) -> list[Linear]:
+        """Linears that adapters may change: none of the experts' own."""
+        return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything outside its linears."""
+        return self.router.nbytes + self.experts.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+        yield from self.router.slots()
+        yield from self.experts.slots()
+        for product in self.latent:
+            yield from product.slots()
+        if self.shared is not None:
+            yield from self.shared.slots()
+
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Other names of the same; each slot says which it stands for."""
+        if not self.config.experts.only_stacked:
+            yield from self.experts.stacked_slots()
+        own = dict(self.slots()) if self.config.aliases else {}
+        for name, other in self.config.aliases:
+            slot = own[self._prefix + name]
+            yield self._prefix + other, replace(slot, replaces=(self._prefix + name,))
+
+
+# A mixture of experts beside a layer's feed-forward part: each with norms of its own, and added (Gemma 4).
+
+
+@dataclass(frozen=True, slots=True)
+class SideExpertsConfig:
+    """With the checkpoint's names."""
+
+    router: RouterConfig
+    experts: ExpertsConfig
+    scale: str
+    """The checkpoint's name of a scale: of a row, once it is normalised for the router; it is then times width^-0.5."""
+    before: str
+    """Norm of what experts take: the stream."""
+    after: str
+    """Norm of what they give."""
+    after_mlp: str
+    """Norm of what the feed-forward part gives, before the two are added."""
+
+
+class SideExperts:
+    """(stream, what the feed-forward part gives) [rows, width] -> [rows, width]."""
+
+    def __init__(
+        self, options: LayerOptions, config: SideExpertsConfig, norm: NormConfig, prefix: str, width: int
+    ) -> None:
+        self.router = Router(options, config.router, prefix, width)
+        self.experts = Experts(options, config.experts, prefix, width)
+        self.before, self.after, self.after_mlp = (
+            Norm(options, norm, prefix + name, width) for name in (config.before, config.after, config.after_mlp)
+        )
+        self._scaled = Norm(options, replace(norm, weight=False), prefix + config.scale, width)
+        self._factor, self._kernels = width**-0.5, options.kernels
+
+    def __call__(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        chosen, weights, _ = self.router(self._scaled(residual))
+        made = self.experts(self.before(residual), chosen, weights)
+        return self._kernels.add(self.after_mlp(branch), self.after(made))
+
+    def chosen(self, residual: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        """The experts of each row of the stream, int64 [rows, experts of a row], best first."""
+        return self.router(self._scaled(residual))[0]
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Norms that have a weight of a norm's name."""
+        return [self.before, self.after, self.after_mlp]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything outside its linears and norms."""
+        return self.router.nbytes + self.experts.nbytes + self._scaled.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name; norms apart."""
+        weight = self._scaled.weight
+
+        def load(tensor: torch.Tensor | StoredMatrix) -> None:
+            weight.copy_(tensor if isinstance(tensor, torch.Tensor) else dense(tensor).view(weight.shape))
+            weight.mul_(self._factor)
+
+        yield self._scaled.path, TensorSlot(tuple(weight.shape), load, initial=1.0)
+        yield from self.router.slots()
+        yield from self.experts.slots()

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import TensorSlot
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.kernels.api import triton_missing
 
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int64Array, upload
 from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.sharded import Share, gathered
 from asyncengine.kernels.api import triton_missing
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from asyncengine.execution.layers.linear import Linear
     from asyncengine.execution.layers.norm import Norm
     from asyncengine.execution.layers.options import LayerOptions
-    from asyncengine.execution.layers.slots import TensorSlot
     from asyncengine.execution.layers.step import StepContext
+    from asyncengine.execution.layers.stored import TensorSlot
 
 FIRST = 0
 """The slot of the state before any token."""

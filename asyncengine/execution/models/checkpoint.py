@@ -218,7 +218,7 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     check_sizes(raw, len(tensors) if files else None)
     plain = Checkpoint(folder, raw, files, tensors)
     if raw.get("model_type") == "jev":
-        from asyncengine.execution.models.decision_head import decision_part
+        from asyncengine.execution.models.multimodal import decision_part
 
         return decision_part(plain)
     return _with_matrices(plain)

@@ -16,13 +16,12 @@ from asyncengine.execution.layers.attention import Attention, AttentionConfig
 from asyncengine.execution.layers.embedding import LayerInput
 from asyncengine.execution.layers.latent_attention import LatentAttention
 from asyncengine.execution.layers.linear import Linear
-from asyncengine.execution.layers.mlp import MLP
+from asyncengine.execution.layers.mlp import MLP, MoEConfig, SideExperts, SparseMLP
 from asyncengine.execution.layers.norm import Norm
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles
-from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.sparse_mlp import MoEConfig, SideExperts, SparseMLP
 from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.layers.stored import TensorSlot
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig

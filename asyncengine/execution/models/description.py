@@ -31,14 +31,13 @@ from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, Uns
 from asyncengine.execution.device.memory import is_out_of_memory
 from asyncengine.execution.layers.stored_weight import stored_missing
 from asyncengine.execution.models.config import MissingField
-from asyncengine.execution.models.decision_head import with_head
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.encoder import EncoderConfig
 from asyncengine.execution.models.fallback.classes import ATTENTION_LAYERS, check_family, kinds_of, load_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.execution.models.families.encoders import encoder_config_of, is_encoder_config
 from asyncengine.execution.models.formats import CheckpointSource, first_line
-from asyncengine.execution.models.multimodal import text_part
+from asyncengine.execution.models.multimodal import text_part, with_head
 from asyncengine.execution.models.pooling_files import read_pooling
 from asyncengine.execution.models.refusals import LENGTH_FIELDS, check_architectures, check_files, misnamed
 from asyncengine.execution.models.weights import why_no_head

@@ -26,8 +26,8 @@ from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 

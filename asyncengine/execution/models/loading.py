@@ -28,13 +28,13 @@ from asyncengine.execution.attention.flashinfer_plan import LayerGroup, why_not
 from asyncengine.execution.device.arena import find_memory
 from asyncengine.execution.device.cores import threads_for
 from asyncengine.execution.device.memory import bound_kernel_caches
-from asyncengine.execution.device.pinned import is_hopper
+from asyncengine.execution.device.transfer import is_hopper
 from asyncengine.execution.layers.kernels import layer_kernels
 from asyncengine.execution.layers.options import LayerOptions, Stage, cut_layers
 from asyncengine.execution.layers.sharded import LocalWeight, Ranks, ShardedWeight
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.step import CausalLM
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.description import ModelDescription, describe_encoder, describe_model, typed

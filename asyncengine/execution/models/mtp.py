@@ -21,9 +21,8 @@ from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.norm import Norm
 from asyncengine.execution.layers.options import LayerOptions, rounded_weight
 from asyncengine.execution.layers.rotary import Angles
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import StoredMatrix
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot
 from asyncengine.execution.layers.weight_forms import PackedWeight, WeightForm
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 

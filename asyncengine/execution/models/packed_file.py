@@ -28,7 +28,7 @@ from pathlib import Path
 from asyncengine.config import ModelSettings
 from asyncengine.execution.device.arena import MappedPart
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.slots import TensorSlot
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.description import ModelDescription
 from asyncengine.execution.models.identity import digest_of, digest_of_code, machine, stamp_of, versions, weights_digest
 from asyncengine.files import written_whole

@@ -18,8 +18,7 @@ from asyncengine.errors import ModelNotFound
 from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import leave
-from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.stored import NumberForm, StoredForm
+from asyncengine.execution.layers.stored import NumberForm, StoredForm, TensorSlot
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.progress import LoadProgress

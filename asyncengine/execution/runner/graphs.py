@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from asyncengine.execution.attention.base import StepView
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
-from asyncengine.execution.device.pinned import CudaMemory, FixedInputs, Int64Array
+from asyncengine.execution.device.transfer import CudaMemory, FixedInputs, Int64Array
 from asyncengine.execution.layers.states import FIRST, LoneTokens
 from asyncengine.execution.runner import step_buffers
 from asyncengine.execution.runner.prompt_graphs import AdaptedGraphs, Piece, PieceCapture

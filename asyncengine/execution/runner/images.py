@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from asyncengine.execution.attention.base import StepView
-from asyncengine.execution.device.pinned import Int64Array
-from asyncengine.execution.device.transfer import upload
+from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.step import StepImages
 from asyncengine.execution.models.formats import first_line
 from asyncengine.execution.models.vision import Encoded

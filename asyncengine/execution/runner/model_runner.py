@@ -16,8 +16,7 @@ from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.device.memory import release_cached
-from asyncengine.execution.device.pinned import Int64Array
-from asyncengine.execution.device.transfer import Readback, copy_stream, is_plain_thread, on_device, upload
+from asyncengine.execution.device.transfer import Int64Array, Readback, copy_stream, is_plain_thread, on_device, upload
 from asyncengine.execution.layers.recorded import MOST_TOKENS
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.execution.layers.step import CausalLM, StepContext

@@ -23,7 +23,7 @@ import torch
 from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.device.memory import is_out_of_memory
-from asyncengine.execution.device.pinned import FixedInputs, Int64Array
+from asyncengine.execution.device.transfer import FixedInputs, Int64Array
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.runner.step_buffers import FlatStep

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from asyncengine.execution.attention.base import StepView
-from asyncengine.execution.device.pinned import Int32Array, Int64Array
-from asyncengine.execution.device.transfer import upload
+from asyncengine.execution.device.transfer import Int32Array, Int64Array, upload
 from asyncengine.execution.layers.states import StateSegments
 from asyncengine.execution.pooling.pool import Span
 from asyncengine.step import Batch, Row, first_scored

@@ -12,8 +12,7 @@ from weakref import ref
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int64Array
-from asyncengine.execution.device.transfer import send, upload
+from asyncengine.execution.device.transfer import Int64Array, send, upload
 from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
 from asyncengine.execution.sampling.slot_params import SlotParams
 from asyncengine.kernels.api import row_numbers as n

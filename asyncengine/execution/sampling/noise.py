@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import Int64Array
 
 Integers = TypeVar("Integers", torch.Tensor, Int64Array)
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int64Array
-from asyncengine.execution.device.transfer import Readback, upload
+from asyncengine.execution.device.transfer import Int64Array, Readback, upload
 from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotTables
 from asyncengine.execution.sampling.masks import FilledMasks
 from asyncengine.execution.sampling.noise import BLOCK_FLAG, gumbel, noise_keys

@@ -8,7 +8,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.execution.device.pinned import Int64Array
+from asyncengine.execution.device.transfer import Int64Array
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Row
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.execution.device.pinned import Int64Array
-from asyncengine.execution.device.transfer import upload
+from asyncengine.execution.device.transfer import Int64Array, upload
 
 _FIRST_CANDIDATES = 1024
 """A top-p set is looked for among this many tokens before everything is sorted."""

@@ -14,9 +14,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig
 from asyncengine.execution.layers.norm import NormConfig
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.states import Slots, StateSpec, advance_segments
 from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import default_rotary
 from asyncengine.execution.models.loading import LoadedModel

@@ -11,8 +11,7 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
-from asyncengine.execution.layers.experts import Experts, ExpertsConfig
-from asyncengine.execution.layers.mlp import clamped
+from asyncengine.execution.layers.experts import Experts, ExpertsConfig, clamped
 from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.kernels.cpu import activation
 from asyncengine.kernels.cpu.jit import kind_of

@@ -12,7 +12,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
 from asyncengine.execution.layers.causal_conv import CausalConv
-from asyncengine.kernels.cuda.causal_conv import convolve
+from asyncengine.kernels.cuda.recurrence import convolve
 
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 

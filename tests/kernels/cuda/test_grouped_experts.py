@@ -20,9 +20,8 @@ from support.layer_options import options
 from asyncengine.execution.layers import experts as layers
 from asyncengine.execution.layers import routing
 from asyncengine.execution.layers.experts import Experts, ExpertsConfig
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig, SparseMLP
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.sparse_mlp import MoEConfig, SparseMLP
 from asyncengine.kernels.cuda import grouped_experts as kernels
 
 FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16

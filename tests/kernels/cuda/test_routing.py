@@ -12,7 +12,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
 from asyncengine.execution.layers.routing import RouterConfig, route
-from asyncengine.kernels.cuda import routing as kernels
+from asyncengine.kernels.cuda import grouped_experts as kernels
 
 PLAIN = RouterConfig(24, 4)
 CONFIGS = {

@@ -22,8 +22,7 @@ from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.options import HEAD_BITS, bits_of, rounded_weight
 from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.step import CausalLM, StepContext
-from asyncengine.execution.models.fallback.attention_function import LayerAttention, attach
-from asyncengine.execution.models.fallback.probing import Probed
+from asyncengine.execution.models.fallback.probing import LayerAttention, Probed, attach
 
 
 class CurrentStep:

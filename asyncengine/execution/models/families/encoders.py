@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.stored import StoredMatrix, dense
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
 from asyncengine.execution.models.encoder import EncoderConfig
 
 EncoderConfigOf = Callable[[Any, int | None, bool], EncoderConfig]

@@ -8,10 +8,9 @@ from typing import Any
 from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.embedding import LayerInputConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import MLPConfig, SideExpertsConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.sparse_mlp import SideExpertsConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, alternate, layer_types_of, rotary_of, windows_of

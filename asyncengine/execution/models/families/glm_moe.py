@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.execution.layers.experts import ExpertsConfig
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, layer_types_of, llama_like, rotary_of

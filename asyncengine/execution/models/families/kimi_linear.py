@@ -19,15 +19,14 @@ from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
-from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, layer_types_of

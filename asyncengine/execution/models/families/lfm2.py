@@ -11,13 +11,13 @@ import torch
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.mlp import MoEConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, share_of
-from asyncengine.execution.layers.slots import TensorSlot
-from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep
+from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import layer_types_of, llama_like

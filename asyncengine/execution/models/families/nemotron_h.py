@@ -12,10 +12,9 @@ from typing import Any
 from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import LatentExpertsConfig, MLPConfig, MoEConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.sparse_mlp import LatentExpertsConfig, MoEConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, head_dim_of

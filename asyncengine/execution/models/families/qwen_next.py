@@ -8,10 +8,9 @@ from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
-from asyncengine.execution.layers.mlp import MLPConfig
+from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.layers.sparse_mlp import MoEConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of

@@ -23,9 +23,8 @@ from asyncengine.execution.attention.factory import kv_dtype
 from asyncengine.execution.device.memory import free_bytes, limited_by
 from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.options import LayerOptions, bits_of
-from asyncengine.execution.layers.slots import TensorSlot
 from asyncengine.execution.layers.states import StateSpec
-from asyncengine.execution.layers.stored import StoredForm, bytes_of
+from asyncengine.execution.layers.stored import StoredForm, TensorSlot, bytes_of
 from asyncengine.execution.layers.stored_weight import chunk_group, stored_missing
 from asyncengine.execution.models import description
 from asyncengine.execution.models.checkpoint import open_checkpoint

@@ -4,12 +4,13 @@ fits, and the output's position in the grammar need not be known."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from asyncengine.grammar.closing.prices import Prices
 from asyncengine.grammar.schema.rules import MAX_NESTING
+from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
-from asyncengine.grammar.shapes.nodes import Chain, Either, Letters, Lexeme, Literal, Shape, Times, Unordered, parts
+from asyncengine.grammar.shapes.nodes import Shape, Times, Unordered
 from asyncengine.grammar.vocabulary import UNREACHABLE
 
 ROUNDS = MAX_NESTING + 2
@@ -18,7 +19,6 @@ CANDIDATES = 63
 """Letters that `OtherKey` tries behind the beginning of a word, each of which only another word can take."""
 KEY_END = 5
 """Bytes that it then takes to the end of the key, at most."""
-Edges = Mapping[Shape, Sequence[Shape]]
 
 
 def farthest(root: Shape, prices: Prices) -> int:
@@ -28,10 +28,10 @@ def farthest(root: Shape, prices: Prices) -> int:
     round through them costs no more than the dearest step of each together.
     """
     known: dict[Shape, int] = {}
-    below = _peeled(prices.inner, prices.inner, prices.users)
+    below = nodes.peeled(prices.inner, prices.inner, prices.users)
     above: dict[Shape, None] = {}
     if len(below) < len(prices.inner):
-        above = _peeled(prices.inner, prices.users, prices.inner)
+        above = nodes.peeled(prices.inner, prices.users, prices.inner)
     circle = [shape for shape in prices.inner if shape not in below and shape not in above]
     for shape in below:
         known[shape] = _dearest(shape, prices, known)
@@ -46,22 +46,10 @@ def farthest(root: Shape, prices: Prices) -> int:
     return max(known[root], prices.cost(root))
 
 
-def _peeled(shapes: Iterable[Shape], inner: Edges, users: Edges) -> dict[Shape, None]:
-    """The shapes of which no circle is part, each behind those in it."""
-    missing = {shape: len(inner.get(shape, ())) for shape in shapes}
-    order = [shape for shape, count in missing.items() if not count]
-    for shape in order:  # grows while it is walked
-        for user in users.get(shape, ()):
-            missing[user] -= 1
-            if not missing[user]:
-                order.append(user)
-    return dict.fromkeys(order)
-
-
 def _dearest(shape: Shape, prices: Prices, known: dict[Shape, int]) -> int:
     """Tokens from the dearest position in a shape to its end: within a part of it that is in `known`, or between
     parts."""
-    if isinstance(shape, Literal):
+    if isinstance(shape, nodes.Literal):
         return max((prices.speller.cost(shape.data, begin) for begin in range(1, len(shape.data))), default=0)
     if isinstance(shape, Words):
         return _of_words(shape, prices)
@@ -70,7 +58,7 @@ def _dearest(shape: Shape, prices: Prices, known: dict[Shape, int]) -> int:
 
 def _steps(shape: Shape, prices: Prices) -> Iterator[tuple[Shape, int]]:
     """The parts of a shape, each with the cost of what may have to follow it."""
-    if isinstance(shape, Chain):
+    if isinstance(shape, nodes.Chain):
         yield from ((item, prices.suffix(shape, index + 1)) for index, item in enumerate(shape.items))
     elif isinstance(shape, Times):
         unit = prices.unit_of(shape)
@@ -81,10 +69,10 @@ def _steps(shape: Shape, prices: Prices) -> Iterator[tuple[Shape, int]]:
         more = max(0, shape.least - len(shape.needed)) * max(costs) if shape.counts else 0
         for index, item in enumerate(shape.items):
             yield item, more + sum(costs[other] for other in shape.needed if other != index % len(costs))
-    elif isinstance(shape, Letters):
+    elif isinstance(shape, nodes.Letters):
         yield from ((tail, prices.cost(tail)) for _, _, tail in shape.tails)
-    elif isinstance(shape, (Either, Lexeme)):
-        yield from ((part, 0) for part in parts(shape))
+    elif isinstance(shape, (nodes.Either, nodes.Lexeme)):
+        yield from ((part, 0) for part in nodes.parts(shape))
 
 
 def _of_words(shape: Words, prices: Prices) -> int:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from asyncengine.errors import GrammarTooLarge
-from asyncengine.grammar.shapes.nodes import Name, Shape, Terminal, Times, Unordered
+from asyncengine.grammar.shapes.nodes import Name, Shape, Terminal, Times, Unordered, peeled
 
 MAX_RULES, MAX_ALTERNATIVES = 20_000, 200_000
 MAX_NESTING = 62
@@ -200,20 +200,13 @@ def _spliced(symbols: Symbols, inlined: Mapping[Shape, Symbols]) -> Symbols:
 
 
 def _endless(leads: Mapping[Name, Sequence[Name]]) -> dict[Name, bool]:
-    """The names whose texts may nest without end, given those that each leads to: what is left when rules are taken out
-    one by one that lead to none but rules taken out before."""
+    """The names whose texts may nest without end, given those that each leads to."""
     users: dict[Name, list[Name]] = {name: [] for name in leads}
     for name, rules in leads.items():
         for rule in rules:
             users[rule].append(name)
-    waiting = {name: len(rules) for name, rules in leads.items()}
-    ready = [name for name in leads if not waiting[name]]
-    for name in ready:  # grows while it is walked
-        for user in users[name]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                ready.append(user)
-    return dict.fromkeys((name for name in leads if waiting[name]), True)
+    ending = peeled(leads, leads, users)
+    return dict.fromkeys((name for name in leads if name not in ending), True)
 
 
 def repeat(rule: Name, least: int, most: int | None, taken: int) -> Symbols:

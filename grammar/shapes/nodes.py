@@ -7,7 +7,7 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_CODE = 0x10FFFF
@@ -310,3 +310,17 @@ def within(root: Shape, most: int) -> dict[Shape, Sequence[Shape]]:
         if len(order) > most:
             raise Unmodelled
     return found
+
+
+def peeled(
+    shapes: Iterable[Shape], inner: Mapping[Any, Sequence[Shape]], users: Mapping[Any, Sequence[Shape]]
+) -> dict[Shape, None]:
+    """The shapes of which no circle is part, each behind those in it."""
+    missing = {shape: len(inner.get(shape, ())) for shape in shapes}
+    order = [shape for shape, count in missing.items() if not count]
+    for shape in order:  # grows while it is walked
+        for user in users.get(shape, ()):
+            missing[user] -= 1
+            if not missing[user]:
+                order.append(user)
+    return dict.fromkeys(order)

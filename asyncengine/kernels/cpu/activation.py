@@ -178,6 +178,16 @@ def _gelu(x: np.float32) -> np.float32:
     return x * (np.float32(1) - tail if x > np.float32(0) else tail)
 
 
+@inline
+def _gate_rows(activation: Any, first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
+    halves = array(pointer(both, kind), (last, 2, width))
+    results = array(pointer(out, kind), (last, width))
+    for row in range(first, last):
+        for index in range(width):
+            gate = widen(narrow(activation(widen(halves[row, 0, index])), kind))
+            results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+
+
 @serial_in_order
 def _gate_part(
     piece: int, pieces: int, worker: int,
@@ -187,34 +197,19 @@ def _gate_part(
     if code != _SILU:
         call(code, (first, last, both, out, width, kind))
     else:
-        halves = array(pointer(both, kind), (last, 2, width))
-        results = array(pointer(out, kind), (last, width))
-        for row in range(first, last):
-            for index in range(width):
-                gate = widen(narrow(silu(widen(halves[row, 0, index])), kind))
-                results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+        _gate_rows(silu, first, last, both, out, width, kind)
 
 
 @serial_in_order
 def gate_by_gelu_tanh(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
     """Rows `first` to `last`, for `gate_code`."""
-    halves = array(pointer(both, kind), (last, 2, width))
-    results = array(pointer(out, kind), (last, width))
-    for row in range(first, last):
-        for index in range(width):
-            gate = widen(narrow(_gelu_tanh(widen(halves[row, 0, index])), kind))
-            results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+    _gate_rows(_gelu_tanh, first, last, both, out, width, kind)
 
 
 @serial_in_order
 def gate_by_gelu(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
     """The same with GELU by the error function."""
-    halves = array(pointer(both, kind), (last, 2, width))
-    results = array(pointer(out, kind), (last, width))
-    for row in range(first, last):
-        for index in range(width):
-            gate = widen(narrow(_gelu(widen(halves[row, 0, index])), kind))
-            results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+    _gate_rows(_gelu, first, last, both, out, width, kind)
 
 
 @serial_in_order

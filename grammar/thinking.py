@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from asyncengine.grammar.shared_masks import Mask
     from asyncengine.seams import GrammarMatcher
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncengine.assembly.stores import folder_of
 from asyncengine.integrations.cli.errors import FAILED, CliError
@@ -43,11 +43,9 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
 
 
 def _print(folder: Path, found: Sequence[ModelRecords]) -> None:
-    table = Table(title=f"{folder}: {size(sum(model.bytes for model in found))}", title_justify="left")
-    table.add_column("model")
-    for column in ("bytes", "segments", "records", "tokens", "damaged", "unreadable"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    names = ("bytes", "segments", "records", "tokens", "damaged", "unreadable")
+    columns = "model", *(Column(name, justify="right") for name in names), ""
+    table = Table(*columns, title=f"{folder}: {size(sum(model.bytes for model in found))}", title_justify="left")
     for model in found:
         figures = model.segments, model.records, model.tokens, model.damaged, model.unreadable
         written = "an engine writes it" if model.being_written else ""

@@ -24,6 +24,8 @@ from asyncengine.integrations.cli.options import engine_config
 from asyncengine.outputs import Embeddings
 from asyncengine.sync_engine import Engine
 
+KEYWORDS = ("prompt_name", "prompt", "dimensions", "normalize", "truncate")
+"""Flags that are keywords of `Engine.embed`."""
 CHUNK_LINES = 2048
 """Lines in memory at once, with their vectors: enough for many batches."""
 CHUNK_CHARACTERS = 4_000_000
@@ -55,15 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _embedded(engine: Engine, texts: list[str], before: int, args: argparse.Namespace) -> Embeddings:
     """The texts' vectors; `before` lines stand before them. Raises `CliError` for a line that is refused."""
     try:
-        return engine.embed(
-            texts,
-            prompt_name=args.prompt_name,
-            prompt=args.prompt,
-            dimensions=args.dimensions,
-            normalize=args.normalize,
-            truncate=args.truncate,
-            show_progress=False,
-        )
+        return engine.embed(texts, show_progress=False, **{name: getattr(args, name) for name in KEYWORDS})
     except InvalidParameter as error:
         index = re.fullmatch(r"texts\[(\d+)\]", error.field)
         if index is None:

@@ -4,10 +4,8 @@ The formulas and weights are GPUStack's (of August 2026, commit 47277d79) but fo
 `binpack` prefers what is nearly full, `spread` (the default) nodes and devices where few instances run, those of the
 same model above all.
 
-Spread is graded, between the fewest and the most instances that any candidate's node runs. Where some node runs none of
-this model, such nodes get 85 points and up to 15 more for few instances of other models; a node that runs some gets 45,
-up to 35 more for few of them and up to 20 for few others. So none of this model is preferred, but a node with few of
-both passes one with none of it and the most of others.
+Spread is graded, between the fewest and the most instances that any candidate's node runs: none of this model is
+preferred, but a node with few of both passes one with none of it and the most of others.
 """
 
 from __future__ import annotations

@@ -150,11 +150,8 @@ class EngineGeneration:
         trainer = self.trainer
         args, ends = getattr(trainer, "args", None), getattr(trainer, "eos_token_ids", None)  # older TRL has one id
         fields: dict[str, Any] = {
-            "temperature": trainer.temperature,
-            "top_p": trainer.top_p,
-            "top_k": trainer.top_k,
+            **{name: getattr(trainer, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
             "min_p": trainer.min_p or 0.0,
-            "repetition_penalty": trainer.repetition_penalty,
             "max_tokens": trainer.max_completion_length,
             "ignore_eos": True,  # the model's own ids; those that the trainer knows stop instead
             "stop_token_ids": [trainer._tokenizer.eos_token_id] if ends is None else ends,

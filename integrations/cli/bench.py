@@ -34,7 +34,10 @@ def run(args: argparse.Namespace) -> int:
     counts = args.concurrency if isinstance(args.concurrency, tuple) else (args.concurrency,)
     args.concurrency = [as_integer("concurrency", count, 1) for count in counts]
     if args.plot is not None:
-        _require_matplotlib()
+        try:  # before the sweep, not after it
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise CliError('--plot needs matplotlib: pip install "asyncengine[bench]"', FAILED) from error
     config = engine_config(args, max_num_seqs=max(args.concurrency), show_progress=False, adapters=given_adapters(args))
     console = Console(stderr=True)
     with console.status(f"loading {args.model}") as status:
@@ -91,14 +94,6 @@ def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None
             f"{row.tokens_per_pass:.2f}",
         )
     console.print(table)
-
-
-def _require_matplotlib() -> None:
-    """Before the sweep, not after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise CliError('--plot needs matplotlib: pip install "asyncengine[bench]"', FAILED) from error
 
 
 def _draw(path: Any, setup: dict[str, Any], rows: list[Measured]) -> None:

@@ -323,21 +323,17 @@ class Scenes:
 def _summary(engine: AsyncEngine, scenes: list[dict[str, Any]]) -> dict[str, Any]:
     stats, answers = engine.stats(), [line for scene in scenes for line in scene["answers"]]
     times = {"first_token": stats.first_token, "inter_token": stats.inter_token, "step": stats.step}
+    counts = ("finished", "prompt_tokens", "cached_tokens", "hit_rate", "preemptions", "tokens_per_pass")
     return {
         "model": engine.info.name,
         "dtype": engine.info.dtype,
         "requests": sum(stats.finished.values()),
-        "finished": stats.finished,
+        **{name: getattr(stats, name) for name in counts},
         "right_answers": sum(line["right"] for line in answers),
         "checked_answers": len(answers),
         "output_tokens": stats.generated_tokens,
-        "prompt_tokens": stats.prompt_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "hit_rate": stats.hit_rate,
         "tokens_per_second": stats.generated_tokens / sum(scene["seconds"] for scene in scenes),
         **{f"{name}_ms": {"p50": one.p50 * 1000, "p99": one.p99 * 1000} for name, one in times.items()},
-        "preemptions": stats.preemptions,
-        "tokens_per_pass": stats.tokens_per_pass,
         "scenes": scenes,
     }
 

@@ -48,10 +48,8 @@ class FleetAdapters:
 
     def cancel(self, ticket: int) -> None:
         with self._lock:
-            digest = self._claims.pop(ticket, None)
-            if digest is None or digest in self._claims.values():
-                return
-            waiting = self._leaving.pop(digest, [])
+            digest = self._claims.pop(ticket, "")
+            waiting = [] if digest in self._claims.values() else self._leaving.pop(digest, [])
         for future in waiting:
             future.set_result(None)
 

@@ -1,4 +1,4 @@
-"""The processes that host a fleet's replicas: what Ray's (`ray_cluster`) and this machine's (`one_machine`) have in
+"""The processes that host a fleet's replicas: what Ray's (`ray_cluster`) and this machine's (`frontend`) have in
 common."""
 
 from __future__ import annotations

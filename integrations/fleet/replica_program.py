@@ -1,4 +1,4 @@
-"""The program of a replica on the fleet's own machine: a `Replica`, spoken to over two sockets (`one_machine`).
+"""The program of a replica on the fleet's own machine: a `Replica`, spoken to over two sockets (`frontend`).
 
 One carries calls and their answers, the other commands and updates, which wait here where the fleet does not take them.
 Messages go behind their lengths, and are unpickled: the sockets have no address that anybody else could connect to.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -64,7 +65,10 @@ class Answer:
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
         self._headers = [(name.encode(), _one_line(value)) for name, value in headers]
-        self._release, self._facts = release, facts
+        self._facts = facts
+        self.after = ExitStack()
+        """Calls to make when the request has ended."""
+        self.after.callback(release)
         self._reasons: list[str] = []
         self._left = False
         self._ended = False
@@ -93,7 +97,7 @@ class Answer:
             watcher.cancel()
             self.abort()
             facts |= measured(self._stream.usage, self._stream.timings) | {"finish": ",".join(self._reasons) or None}
-            self._release()
+            self.after.close()
 
     def abort(self) -> None:
         """End the request before the engine's next step."""
@@ -107,16 +111,6 @@ class Answer:
         if not self._ended and "abort" in self._reasons:
             raise _aborted(completion.samples[self._reasons.index("abort")].error)
         return self.writer.whole(completion)
-
-    def then(self, call: Callable[[], object]) -> None:
-        """Have `call` called once, when the request has ended."""
-        first = self._release
-
-        def release() -> None:
-            first()
-            call()
-
-        self._release = release
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Abort the request when its client leaves; give signs of life on a stream on which nothing is sent."""

@@ -86,7 +86,10 @@ class Models:
         cannot be loaded now.
         """
         base, adapter = self._find(name, task)
-        self._check_open()
+        if self.draining_until is not None:
+            left = max(1, min(MAX_WAIT, math.ceil(self.draining_until - time.monotonic())))
+            why = "the server ends, and takes no more requests"
+            raise Problem(503, why, code="draining", headers=(("retry-after", str(left)),))
         engine = await self._acquired(base)
         if self._shown.get(base) is not engine:
             self._show(base, engine)
@@ -102,12 +105,6 @@ class Models:
         """Take no more requests; call `then` when those that there are have ended. `seconds`: the time they have."""
         self.draining_until, self._drained = time.monotonic() + seconds, then
         self._check_drained()
-
-    def _check_open(self) -> None:
-        if self.draining_until is not None:
-            left = max(1, min(MAX_WAIT, math.ceil(self.draining_until - time.monotonic())))
-            why = "the server ends, and takes no more requests"
-            raise Problem(503, why, code="draining", headers=(("retry-after", str(left)),))
 
     def _check_drained(self) -> None:
         if self.draining_until is not None and not self._in_use:

@@ -175,7 +175,7 @@ class _Responses:
         assert isinstance(made.writer, _Keeping)
         response_id = made.writer.response["id"]
         self._running[response_id] = made
-        made.then(lambda: self._running.pop(response_id, None))
+        made.after.callback(self._running.pop, response_id, None)
         return made
 
     def forget(self, response_id: str, owner: object) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,42 +16,30 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 Outputs = tuple[torch.Tensor, ...]
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A computation to be done again."""
-
-    call: Callable[[Sequence[torch.Tensor]], Outputs]
-    """Function of the inputs."""
-    values: Outputs
-    """The results of the one that was done."""
-    inputs: int
-    """Tensors that are inputs; the others are parameters, which `call` knows."""
-    parameters: Sequence[torch.Tensor]
-    autocast: tuple[bool, torch.dtype]
+Call = Callable[[Sequence[torch.Tensor]], Outputs]
+"""A computation to be done again: a function of its inputs."""
 
 
 class _Recomputed(torch.autograd.Function):
-    """(plan, *inputs, *parameters) -> the plan's values."""
+    """(call, values, parameters, *inputs, *parameters) -> values, with the gradients of call(inputs)."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> Outputs:
-        ctx.plan = plan
+    def forward(ctx: Any, call: Call, values: Outputs, parameters: Sequence[torch.Tensor], *tensors: Any) -> Outputs:
+        ctx.call, ctx.parameters = call, parameters
+        ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         ctx.save_for_backward(*tensors)  # which notices who changes one before the backward pass
-        values, plan.values = plan.values, ()
         return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        plan, wanted = ctx.plan, ctx.needs_input_grad[1:]
-        needed = list(zip(ctx.saved_tensors[: plan.inputs], wanted, strict=False))
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        needed = list(zip(saved[: len(saved) - len(ctx.parameters)], wanted, strict=False))
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in needed]
-        on, dtype = plan.autocast
+        on, dtype = ctx.autocast
         with torch.enable_grad(), torch.autocast("cpu", dtype=dtype, enabled=on):
-            made = plan.call(inputs)
-        sources = [*inputs, *plan.parameters]
+            made = ctx.call(inputs)
+        sources = [*inputs, *ctx.parameters]
         places = [place for place, needs in enumerate(wanted) if needs]
         grads: list[torch.Tensor | None] = [None] * len(sources)
         outputs = [(out, grad.to(out.dtype)) for out, grad in zip(made, gradients, strict=True) if out.requires_grad]
@@ -61,19 +48,16 @@ class _Recomputed(torch.autograd.Function):
             found = torch.autograd.grad(own, [sources[place] for place in places], given, allow_unused=True)
             for place, grad in zip(places, found, strict=True):
                 grads[place] = grad
-        return (None, *grads)
+        return (None, None, None, *grads)
 
 
 def recomputed(
-    call: Callable[[Sequence[torch.Tensor]], Outputs], values: Outputs, inputs: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-) -> Outputs:  # fmt: skip
+    call: Call, values: Outputs, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> Outputs:
     """`values`, with the gradients of call(inputs), which is run in the backward pass. `parameters`: what else it is a
     function of."""
-    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    plan = _Plan(call, values, len(inputs), parameters, autocast)
     apply: Any = _Recomputed.apply  # which torch gives a type from 2.14 on
-    return apply(plan, *inputs, *parameters)
+    return apply(call, values, parameters, *inputs, *parameters)
 
 
 def recomputed_module(module: Any, forward: Any, value: torch.Tensor, args: Any, kwargs: Any) -> Any:

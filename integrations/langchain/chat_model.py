@@ -19,7 +19,6 @@ from langchain_core.runnables.config import ContextThreadPoolExecutor, get_confi
 from langchain_core.tools import BaseTool
 from pydantic import ConfigDict
 
-from asyncengine import ModelInfo
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import structured
 from asyncengine.integrations.langchain.errors import mapped_errors
@@ -230,7 +229,35 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return {"token_usage": usage, "model_name": outputs[0]["model_name"]}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        return _profile(self._name(), self._settings(), self._engines().known())
+        """Abilities of the model, as far as they are known without loading it.
+
+        Whether it calls tools its chat template says, once it is loaded, or a `tool_format` in the settings; until then
+        nothing is said about it. Whether it reasons and whether it reads pictures is said once it is loaded.
+        """
+        config, model = self._settings(), self._engines().known()
+        grammars, limit = config.get("grammar_backend") != "none", config.get("max_model_len")
+        calls = True if config.get("tool_format", "auto") != "auto" else None
+        profile = ModelProfile(
+            name=self._name(),
+            open_weights=True,
+            text_inputs=True,
+            text_outputs=True,
+            audio_inputs=False,
+            video_inputs=False,
+            pdf_inputs=False,
+            pdf_tool_message=False,
+            structured_output=grammars,
+            temperature=True,
+        )
+        if model is not None:
+            calls, limit = model.tool_format is not None, model.max_model_len
+            profile["reasoning_output"] = model.reasons
+            profile["image_inputs"] = profile["image_tool_message"] = model.no_images is None
+        if calls is not None or not grammars:
+            profile["tool_calling"] = profile["tool_choice"] = profile["tool_call_streaming"] = bool(calls and grammars)
+        if isinstance(limit, int):
+            profile["max_input_tokens"] = limit
+        return profile
 
 
 def _count(inputs: object) -> int:
@@ -252,43 +279,3 @@ def _widened(
     if most is None:
         configs[0] = {**configs[0], "max_concurrency": min(length, MAX_BATCH_THREADS)}
     return configs
-
-
-def _profile(name: str, config: Mapping[str, Any], model: ModelInfo | None) -> ModelProfile:
-    """Abilities of a model, as far as they are known without loading it. `config` are the engine's settings and `model`
-    is the loaded one, if it is loaded.
-
-    Whether a model calls tools is known once it is loaded, for its chat template says so, or from a `tool_format` in
-    the settings; until then nothing is said about it. Whether it reasons and whether it reads pictures is said once it
-    is loaded.
-    """
-    grammars = config.get("grammar_backend") != "none"
-    profile = ModelProfile(
-        name=name,
-        open_weights=True,
-        text_inputs=True,
-        text_outputs=True,
-        audio_inputs=False,
-        video_inputs=False,
-        pdf_inputs=False,
-        pdf_tool_message=False,
-        structured_output=grammars,
-        temperature=True,
-    )
-    calls = _calls_tools(config, model) if grammars else False
-    if calls is not None:
-        profile["tool_calling"] = profile["tool_choice"] = profile["tool_call_streaming"] = calls
-    if model is not None:
-        profile["reasoning_output"] = model.reasons
-        profile["image_inputs"] = profile["image_tool_message"] = model.no_images is None
-    limit = config.get("max_model_len") if model is None else model.max_model_len
-    if isinstance(limit, int):
-        profile["max_input_tokens"] = limit
-    return profile
-
-
-def _calls_tools(config: Mapping[str, Any], model: ModelInfo | None) -> bool | None:
-    """None: not known yet."""
-    if model is not None:
-        return model.tool_format is not None
-    return True if config.get("tool_format", "auto") != "auto" else None

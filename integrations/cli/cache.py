@@ -44,7 +44,7 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
 
 def _print(folder: Path, found: Sequence[ModelRecords]) -> None:
     names = ("bytes", "segments", "records", "tokens", "damaged", "unreadable")
-    columns = "model", *(Column(name, justify="right") for name in names), ""
+    columns: list[Column | str] = ["model", *(Column(name, justify="right") for name in names), ""]
     table = Table(*columns, title=f"{folder}: {size(sum(model.bytes for model in found))}", title_justify="left")
     for model in found:
         figures = model.segments, model.records, model.tokens, model.damaged, model.unreadable

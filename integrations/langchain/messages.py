@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    ChatMessage,
-    FunctionMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
+from langchain_core import messages as lc
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects import openai_shape
@@ -25,7 +17,7 @@ _CALL = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "funct
 _RESULT = {"tool_result", "function_call_output"}
 
 
-def to_openai(messages: Sequence[BaseMessage]) -> list[openai_shape.Message]:
+def to_openai(messages: Sequence[lc.BaseMessage]) -> list[openai_shape.Message]:
     """Raises `InvalidParameter` naming the message for content that cannot be used and for unknown message
     classes."""
     converted: list[openai_shape.Message] = []
@@ -34,27 +26,27 @@ def to_openai(messages: Sequence[BaseMessage]) -> list[openai_shape.Message]:
     return converted
 
 
-def convert_message(item: BaseMessage, where: str) -> list[openai_shape.Message]:
+def convert_message(item: lc.BaseMessage, where: str) -> list[openai_shape.Message]:
     """The message called `where`; several where it brings results of tools along. Raises as `to_openai`."""
-    if isinstance(item, AIMessage):
+    if isinstance(item, lc.AIMessage):
         # A call that was no valid JSON cannot be rendered as a call; as text the model sees what it wrote.
         texts = [_text(item.content, where, skip=_CALL), *(bad["args"] or "" for bad in item.invalid_tool_calls)]
         text = "\n".join(filter(None, texts))
         return [openai_shape.assistant_message(text, _tool_calls(item), item.name, _reasoning(item, where))]
-    if isinstance(item, ToolMessage):
+    if isinstance(item, lc.ToolMessage):
         return [openai_shape.tool_message(_content(item.content, where), item.tool_call_id, item.name)]
-    if isinstance(item, FunctionMessage):
+    if isinstance(item, lc.FunctionMessage):
         return [openai_shape.tool_message(_content(item.content, where), None, item.name)]
-    if isinstance(item, SystemMessage):
+    if isinstance(item, lc.SystemMessage):
         return [openai_shape.message("system", _content(item.content, where), item.name)]
-    if isinstance(item, HumanMessage):
+    if isinstance(item, lc.HumanMessage):
         return _human(item, where)
-    if isinstance(item, ChatMessage):
+    if isinstance(item, lc.ChatMessage):
         return [openai_shape.message(item.role, _content(item.content, where), item.name)]
     raise InvalidParameter(where, f"messages of class {type(item).__name__} cannot be sent to a model")
 
 
-def _human(item: HumanMessage, where: str) -> list[openai_shape.Message]:
+def _human(item: lc.HumanMessage, where: str) -> list[openai_shape.Message]:
     """Anthropic puts tool results into the user's message; they become messages of their own before its text."""
     results = [
         openai_shape.tool_message(
@@ -68,7 +60,7 @@ def _human(item: HumanMessage, where: str) -> list[openai_shape.Message]:
     return [*results, openai_shape.message("user", content, item.name)] if content or not results else results
 
 
-def _tool_calls(item: AIMessage) -> list[openai_shape.Message]:
+def _tool_calls(item: lc.AIMessage) -> list[openai_shape.Message]:
     """`tool_calls` wins over tool_use blocks in the content, which repeat it when a history was made by hand."""
     calls = [openai_shape.tool_call(call["id"], call["name"], call["args"]) for call in item.tool_calls]
     if calls or item.invalid_tool_calls:
@@ -80,7 +72,7 @@ def _tool_calls(item: AIMessage) -> list[openai_shape.Message]:
     ]
 
 
-def _reasoning(item: AIMessage, where: str) -> str:
+def _reasoning(item: lc.AIMessage, where: str) -> str:
     """An answer's reasoning, where the adapter writes it, or else of its content blocks, which repeat it."""
     kept = item.additional_kwargs.get("reasoning_content")
     found = [] if kept is None else [(f"{where}.additional_kwargs['reasoning_content']", kept)]

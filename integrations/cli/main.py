@@ -39,13 +39,14 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {"literal": literal, "path": Path, 
 _SWITCHES = {"on": "store_true", "both": argparse.BooleanOptionalAction}
 
 
-def _add_command(commands: Any, name: str, about: dict[str, Any]) -> None:
-    """Add the parser of a command, which `about` describes as commands.toml does."""
+def _add_command(commands: Any, name: str, about: dict[str, Any], shared: Mapping[str, Any]) -> None:
+    """Add the parser of a command, which `about` describes as commands.toml does. `shared`: arguments of several."""
     usage, settings = f"asyncengine {name} {about.pop('usage')}", about.pop("settings", ())
     words = {word: about.pop(word) for word in ("help", "description")}
     parser = commands.add_parser(name, usage=usage, allow_abbrev=False, **words)
     found: dict[str | None, Any] = {None: parser}
-    for argument, how in about.items():
+    for argument, own in about.items():
+        how = {**shared.get(own.pop("like", ""), {}), **own}
         section, either = how.pop("section", None), how.pop("either", None)
         if section not in found:
             found[section] = parser.add_argument_group(section)
@@ -105,8 +106,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     written = tomllib.loads((resources.files(__package__) / "commands.toml").read_text(encoding="utf-8"))
+    shared = written.pop("shared")
     for name, about in written.items():
-        _add_command(commands, name, about)
+        _add_command(commands, name, about, shared)
     parser.commands = commands.choices
     return parser
 

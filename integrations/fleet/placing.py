@@ -143,8 +143,10 @@ def _as_node(each: RayNode, ours: Sequence[Instance], settings: FleetConfig) -> 
     kind = each.labels.get(_KIND, "cuda")
     taken = {index for share in shares for index, _ in share.devices}
     ranks = sum(len(share.devices) for share in shares)
-    others = each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * ranks
-    hidden = _not_ours(len(each.devices), taken, math.ceil(others - 1e-4))
+    others = math.ceil(each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * ranks - 1e-4)
+    # Ray does not say which GPUs other programs have: the last of those that none of ours is on
+    untaken = [index for index in range(len(each.devices)) if index not in taken]
+    hidden = untaken[max(0, len(untaken) - others) :] if others > 0 else []
     return Node(
         name=each.id,
         # Ray tells of reservations a little later than they are made: a node never has more than all of it
@@ -157,9 +159,3 @@ def _as_node(each: RayNode, ours: Sequence[Instance], settings: FleetConfig) -> 
         ),
         labels=tuple(each.labels.items()),
     )
-
-
-def _not_ours(count: int, taken: set[int], others: int) -> set[int]:
-    """Indices of GPUs that other programs have. Ray does not say which: the last of those that none of ours is on."""
-    free = [index for index in range(count) if index not in taken]
-    return set(free[max(0, len(free) - others) :]) if others > 0 else set()

@@ -86,8 +86,9 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
         answer_id = secrets.token_hex(16)
         stream, engine = start(target, turn, params, answer_id), target.engine
         answered = Answered(
-            answer_id, target.name, int(time.time()), lambda: prompts_of(stream), engine.token_texts, engine.detokenize,
-            lambda: stream.timings, lambda: stream.usage,
+            answer_id, target.name, int(time.time()),
+            lambda: stream.prompts if isinstance(stream, Several) else [stream.prompt_token_ids],
+            engine.token_texts, engine.detokenize, lambda: stream.timings, lambda: stream.usage,
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(
@@ -128,8 +129,3 @@ def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -
     engine = target.engine
     encode = None if turn.special_tokens else partial(engine.tokenize, add_special_tokens=False)
     return Several(turn.prompts, lambda prompt: engine.stream(prompt, params, **options), params.n, encode)
-
-
-def prompts_of(stream: TokenStream | Several) -> list[tuple[int, ...]]:
-    """Token ids of the prompts of a stream, as far as it is submitted."""
-    return stream.prompts if isinstance(stream, Several) else [stream.prompt_token_ids]

@@ -184,17 +184,14 @@ def text_parser(schema: Any) -> BaseOutputParser[Any]:
 
 def call_parser(schema: Any, name: str) -> BaseOutputParser[Any]:
     """Reads an answer that is one call of the tool `name`."""
-    if _is_whole(schema) or (isinstance(schema, type) and issubclass(schema, BaseModel) and name != _title(schema)):
+    titled = isinstance(schema, type) and issubclass(schema, BaseModel)
+    # by another name than LangChain's parser knows the class
+    if _is_whole(schema) or (titled and name != (schema.model_config.get("title") or schema.__name__)):
         inside = None if _is_object(type_schema(schema)) or not _is_whole(schema) else VALUE
         return CallTypeParser(key_name=name, first_tool_only=True, kind=schema, inside=inside)
     if is_model(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-
-
-def _title(model: type[BaseModel]) -> str:
-    """The name by which LangChain's parser knows a class."""
-    return model.model_config.get("title") or model.__name__
 
 
 def _own(message: AIMessage) -> AIMessage:

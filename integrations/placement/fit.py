@@ -198,11 +198,6 @@ def largest_on_devices(view: View) -> int:
     return most if most >= claim.copied_bytes else 0
 
 
-def largest_on_processors(view: View) -> int:
-    """The largest `cpu_bytes` that would fit."""
-    return 0 if view.claim.cpu_bytes is None else int(view.host_free.max(initial=0))
-
-
 def _shares(view: View, rows: Int64Array, columns: Int64Array, given: Int64Array, part: int) -> list[Shares]:
     """Shares of devices that give so much, if there are any: with a utilization all of it is taken, else `part` of
     each."""

@@ -100,8 +100,9 @@ def place(
         found = find(view)
         if found:
             return _best(table, view, strategy, stage, found)
+    on_processors = 0 if model.cpu_bytes is None else int(view.host_free.max(initial=0))
     reasons = (*fell, *_did_not_fit(view))
-    return Refusal(model.model, len(table), reasons, fit.largest_on_devices(view), fit.largest_on_processors(view))
+    return Refusal(model.model, len(table), reasons, fit.largest_on_devices(view), on_processors)
 
 
 def _filters(table: Cluster, claim: Claim) -> Iterator[tuple[str, Mask, str]]:
@@ -218,15 +219,17 @@ def rank_for_removal(
     free, host_free = free_memory(cluster, np.arange(len(cluster.alive)))
     spread = Spread(cluster, model, np.flatnonzero(cluster.alive), PLACEMENT_MAX)
 
-    def placement(instance: Instance) -> float:
+    def keeping(instance: Instance) -> float:
         shares = [_as_shares(cluster, share) for share in instance.shares]
         if strategy == "spread":
             scores = [spread.of(each.rows, each.columns) for each in shares]
         else:
             scores = [binpack(free, host_free, each, most=PLACEMENT_MAX, back=True) for each in shares]
-        return combine(strategy, np.concatenate(scores))
+        on_devices, layers = instance.layers or (0, 1)
+        offload = on_devices / layers * OFFLOAD_MAX
+        return _status(cluster, instance) + offload + combine(strategy, np.concatenate(scores))
 
-    ranked = [Ranked(each, (_status(cluster, each) + _offload(each) + placement(each)) * scale) for each in found]
+    ranked = [Ranked(each, keeping(each) * scale) for each in found]
     return tuple(sorted(ranked, key=lambda each: each.score))
 
 
@@ -236,10 +239,6 @@ def _status(cluster: Cluster, instance: Instance) -> float:
     if not ready or instance.state == "failed":
         return 0.0
     return STATUS_MAX if instance.state == "running" else STATUS_MAX * 0.5
-
-
-def _offload(instance: Instance) -> float:
-    return 0.0 if instance.layers is None else instance.layers[0] / instance.layers[1] * OFFLOAD_MAX
 
 
 def _as_shares(cluster: Cluster, share: Share) -> Shares:

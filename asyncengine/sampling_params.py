@@ -30,13 +30,14 @@ MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 
 
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    """A check: a str is one stop string."""
-    stops = (value,) if isinstance(value, str) else as_items(name, value)
-    for item in stops:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """A check: a str is one text."""
+    texts = (value,) if isinstance(value, str) else as_items(name, value)
+    for item in texts:
         if not isinstance(item, str) or not item:
-            raise InvalidParameter(name, "each stop string must be a non-empty str", item)
-    return stops
+            kind = "stop string" if name == "stop" else "word"
+            raise InvalidParameter(name, f"each {kind} must be a non-empty str", item)
+    return texts
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -83,7 +84,7 @@ class SamplingParams(Settings):
     seed: Annotated[int, integer_in(MIN_INT64, MAX_SEED)] | None = None
     """Same seed, same prompt, same parameters: same tokens in any batch. From -2**63 to 2**64-1; `None`: a fresh
     random one."""
-    stop: Annotated[Sequence[str], _stops] = ()
+    stop: Annotated[Sequence[str], _texts] = ()
     """Strings that end the text; they are not part of it unless `include_stop`."""
     stop_token_ids: Annotated[Sequence[int], _token_ids] = ()
     """Token ids that end the output, besides the model's end-of-sequence ids."""
@@ -105,6 +106,9 @@ class SamplingParams(Settings):
     allowed_token_ids: Annotated[Sequence[int], _token_ids] | None = None
     """The only tokens that the output may have; end-of-sequence ids are none of them unless they are named. Cannot go
     with a grammar (vLLM's parameter of this name)."""
+    bad_words: Annotated[Sequence[str], _texts] = ()
+    """Texts whose tokens the output may not complete, with a blank before them or without (vLLM's parameter of this
+    name). What a grammar leaves no choice about comes all the same. Cannot go with `allowed_token_ids`."""
     logprobs: bool = False
     """Return the log-probability of each output token under the model's own distribution
     (before penalties, bias, temperature and truncation; vLLM's `raw_logprobs`)."""
@@ -150,9 +154,10 @@ class SamplingParams(Settings):
             raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
         if self.max_tokens == 0 and self.grammar is not None:
             raise InvalidParameter("grammar", "has nothing to constrain where max_tokens is 0")
-        if self.allowed_token_ids is not None and (self.grammar is not None or not self.allowed_token_ids):
-            limit = "cannot go with a grammar" if self.allowed_token_ids else "must name a token, or be None"
-            raise InvalidParameter("allowed_token_ids", limit)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids", "must name a token, or be None")
+        if self.allowed_token_ids and (self.grammar is not None or self.bad_words):
+            raise InvalidParameter("allowed_token_ids", "cannot go with a grammar or bad_words")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"must not exceed max_tokens={self.max_tokens}", self.min_tokens)
 

@@ -16,14 +16,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.narrowing import Narrowing
 from asyncengine.grammar.settings import GrammarSettings
 from asyncengine.grammar.spec import Grammar
-from asyncengine.grammar.thinking import ThinkingBudget, ThinkingMatcher
 from asyncengine.sampling_params import OnBudget
 from asyncengine.seams import GrammarDone, GrammarMatcher, GrammarOrder
 
@@ -153,9 +154,13 @@ class GrammarService:
 
     # ---------------------------------------------------------------- the queue
 
-    def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
-        if isinstance(order.grammar, ThinkingBudget):
-            self._start_budgeted(ticket, order.grammar, order, done)
+    def start(self, ticket: int, order: GrammarOrder, done: Callable[[int, Any], None]) -> None:
+        if isinstance(around := order.grammar, Narrowing):
+            done = partial(self._around, around, done)
+            if around.grammar is None:
+                done(ticket, None)
+            else:
+                self.start(ticket, order._replace(grammar=around.grammar), done)
             return
         spec: Grammar = order.grammar
         key = spec.key
@@ -172,18 +177,10 @@ class GrammarService:
                 return
         done(ticket, outcome)
 
-    def _start_budgeted(self, ticket: int, budget: ThinkingBudget, order: GrammarOrder, done: GrammarDone) -> None:
-        """The same for a budget of thoughts around a grammar, or around none, which waits for nothing."""
-
-        def done_within(ticket: int, outcome: GrammarMatcher | Exception | None) -> None:
-            if not isinstance(outcome, Exception):
-                outcome = ThinkingMatcher(budget, self._library().vocabulary, outcome)
-            done(ticket, outcome)
-
-        if budget.grammar is None:
-            done_within(ticket, None)
-        else:
-            self.start(ticket, order._replace(grammar=budget.grammar), done_within)
+    def _around(self, around: Narrowing, done: GrammarDone, ticket: int, outcome: Any) -> None:
+        """Hand on the matcher of a constraint around a compiled grammar, or around none."""
+        failed = isinstance(outcome, Exception)
+        done(ticket, outcome if failed else around.matcher(around, self._library().vocabulary, outcome))
 
     def _wait(self, ticket: int, key: str, spec: Grammar, order: GrammarOrder, done: GrammarDone) -> None:
         """Join or begin the job of `key`. Holds the lock."""

@@ -32,6 +32,7 @@ from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.grammar.chat import ChatPlan
+    from asyncengine.grammar.narrowing import BadWords
 
 _NOT_SAMPLED = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
 
@@ -153,6 +154,9 @@ class RequestValidator:
                 )
             grammar = self.grammars.check(params.grammar, max_total - len(tokens), params.on_budget)
             params = params.replace(grammar=grammar)
+        final = params.grammar if plan is None else plan.final
+        if params.bad_words:
+            params = params.replace(grammar=self._bad_words(params))
         if plan is not None and plan.thinking is not None:
             params = params.replace(grammar=replace(plan.thinking, grammar=params.grammar))
         mailbox = Mailbox()
@@ -163,7 +167,6 @@ class RequestValidator:
             _check_images(params, images, len(tokens))
             tokens = with_identity(tokens, images)
         specs = self._specify(tokens, params, options, max_total, arrival, prediction, images)
-        final = params.grammar if plan is None else plan.final
         return PreparedRequest(
             streams=tuple(self._stream(spec, mailbox, stops) for spec in specs),
             mailbox=mailbox,
@@ -309,6 +312,16 @@ class RequestValidator:
             if not all(type(token) is int and 0 <= token < vocab for token in tokens):
                 raise InvalidParameter("prediction", f"must be a text or token ids below {vocab}", prediction)
         return tokens[: self.info.max_model_len]  # no answer gets further
+
+    def _bad_words(self, params: SamplingParams) -> BadWords:
+        """The tokens of `bad_words`, around any grammar."""
+        from asyncengine.grammar.narrowing import BadWords
+
+        if self.tokenizer is None or self.grammars is None:
+            raise InvalidParameter("bad_words", "this engine takes no grammars, which would hold them off")
+        texts = [blank + word.lstrip(" ") for word in params.bad_words for blank in ("", " ")]
+        words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return BadWords(words=tuple(filter(None, words)), grammar=params.grammar)
 
     def _check_length(self, prompt_len: int, params: SamplingParams, clip: bool) -> int:
         """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.narrowing import BadWords, Narrowing
 from asyncengine.grammar.thinking import ThinkingBudget
 from asyncengine.images import ImageSpan, PromptImage
 from asyncengine.kvcache import KVCache
@@ -191,8 +192,7 @@ def _message_from_json(value: list[Any]) -> messages.Message:
     name, fields = value
     if name == RequestSpec.__name__:
         params = fields["params"]
-        if params["grammar"] is not None:
-            params["grammar"] = _grammar_from_json(params["grammar"])
+        params["grammar"] = _grammar_from_json(params["grammar"])
         fields["params"] = SamplingParams(**params)
         fields["options"] = RequestOptions(**fields["options"])
         fields["prompt"] = tuple(fields["prompt"])
@@ -205,11 +205,11 @@ def _message_from_json(value: list[Any]) -> messages.Message:
     return _MESSAGES[name](**fields)
 
 
-def _grammar_from_json(fields: dict[str, Any]) -> Grammar | ThinkingBudget:
-    if "closing" not in fields:
-        return Grammar(**fields)
-    inner = fields.pop("grammar")
-    return ThinkingBudget(**fields, grammar=None if inner is None else Grammar(**inner))
+def _grammar_from_json(fields: dict[str, Any] | None) -> Grammar | Narrowing | None:
+    if fields is None or "grammar" not in fields:
+        return None if fields is None else Grammar(**fields)
+    inner = _grammar_from_json(fields.pop("grammar"))
+    return (BadWords if "words" in fields else ThinkingBudget)(**fields, grammar=inner)
 
 
 class _OldForm:

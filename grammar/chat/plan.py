@@ -197,14 +197,13 @@ class ChatPlanner:
         """The budget of the thoughts that an output may have. Raises `InvalidParameter`."""
         if most is None:
             return None
-        budget, marks = as_integer("max_thinking_tokens", most, 0), self.reasoning
+        budget, marks, channels = as_integer("max_thinking_tokens", most, 0), self.reasoning, self._in_channels
         if marks is None:
             limit = "cannot be kept: this model's chat template has no marks around thoughts that are known here"
             raise InvalidParameter("max_thinking_tokens", limit, most)
-        if state == "closed":
-            return None
-        closing = marks.end + (NEXT if self._in_channels else "")
-        return ThinkingBudget(budget, marks.start, marks.end, closing, state == "open", self._in_channels)
+        closing = marks.end + NEXT * channels
+        held = ThinkingBudget(budget, marks.start, marks.end, closing, state == "open", channels)
+        return None if state == "closed" else held
 
     def _grammar(
         self, tools: Sequence[Tool], callable_tools: Sequence[Tool], choice: Choice, several: bool,

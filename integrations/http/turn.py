@@ -32,8 +32,7 @@ class Turn:
     """Fields of the request that are hints, with the template variables that each stands for. They are set where the
     model's chat template reads them; a hint of which it reads nothing is told as ignored."""
     budget_field: str = ""
-    """The field that bounds thoughts where a model without any is fine, too; the wish of that name tells the template.
-    """
+    """The field that bounds thoughts, where a model without any passes it over; the wish of that name is a hint."""
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `RequestOptions`."""
     grammar: Callable[[], Grammar] | None = None

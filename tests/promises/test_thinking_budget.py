@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncengine import AsyncEngine, ChatKeywords, Engine, SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.narrowing import BadWords
 from asyncengine.grammar.thinking import ThinkingBudget
 from asyncengine.request_spec import RequestSpec
 from asyncengine.testing import Recording
@@ -174,6 +176,18 @@ async def test_samples_streams_and_log_probabilities(folders: dict[str, Path]) -
         assert several.usage.reasoning_tokens == 15
 
 
+async def test_words_are_held_off_in_thoughts_and_answers(folders: dict[str, Path]) -> None:
+    async with await engine(folders["qwen"]) as made:
+        for kind in ("free", "calls"):
+            free = await made.chat(chat("one"), params(1), max_thinking_tokens=30, **KINDS[kind])
+            bad = [free.reasoning[5:7], free.reasoning[9], free.reasoning[20:23]]
+            answer = await made.chat(chat("one"), params(1, bad_words=bad), max_thinking_tokens=30, **KINDS[kind])
+            assert len(answer.reasoning) == 30
+            assert answer.reasoning[:5] == free.reasoning[:5]
+            assert not any(word in answer.reasoning + answer.text for word in bad)
+            assert bool(answer.tool_calls) is (kind == "calls")
+
+
 def test_an_engine_of_its_own_thread_refuses_by_name(folders: dict[str, Path]) -> None:
     with Engine.from_pretrained(folders["qwen"], dtype="float32", kv_cache_memory="4MB") as made:
         answer = made.chat(chat("one"), params(3), max_thinking_tokens=2)
@@ -185,11 +199,12 @@ def test_an_engine_of_its_own_thread_refuses_by_name(folders: dict[str, Path]) -
 
 def test_it_travels_as_plain_data(tmp_path: Path) -> None:
     """To the engines of a fleet, and into a recording."""
-    for grammar in (None, Grammar.json_object()):
+    for grammar in (None, Grammar.json_object(), BadWords(words=((1, 2),), grammar=Grammar.json_object())):
         budget = ThinkingBudget(3, "<think>", "</think>", "</think>", True, grammar=grammar)
         assert pickle.loads(pickle.dumps(budget)) == budget
         recording = Recording(EngineConfig(), 8)
         recording.record("apply", RequestSpec(1, (1, 2), SamplingParams(grammar=budget), 9))
         [(_, spec)] = Recording.load(recording.save(tmp_path / "saved")).entries
         assert isinstance(spec, RequestSpec)
-        assert spec.params.grammar == budget
+        assert type(spec.params.grammar.grammar) is type(grammar)
+        assert json.dumps(asdict(spec.params.grammar)) == json.dumps(asdict(budget))

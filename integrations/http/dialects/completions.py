@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from math import inf
+from statistics import fmean
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
@@ -25,7 +27,7 @@ Scored = tuple[str, float | None, Mapping[str, float] | None]
 def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
     values = fields.read(TABLES["completions"])
-    turn = read_common(values)
+    turn = read_common(values, chooses=True)
     turn.prompts = read_prompts(values["own"]["prompt"])
     samples = turn.params.get("n", 1)
     if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
@@ -37,7 +39,10 @@ def read(fields: Fields) -> Turn:
     if scored and turn.stream:
         name = "logprobs" if of_prompt is None else "prompt_logprobs"
         raise InvalidParameter(name, "of a prompt are not served in a stream")
-    turn.params |= {"logprobs": top is not None, "top_logprobs": max(top or 0, of_prompt or 0)}
+    turn.params |= {
+        "logprobs": top is not None or "chosen" in turn.extra,
+        "top_logprobs": max(top or 0, of_prompt or 0),
+    }
     turn.params |= {"prompt_logprobs": scored}
     return turn
 
@@ -60,6 +65,7 @@ class Writer(Frames):
     def __init__(self, turn: Turn, answered: Answered) -> None:
         super().__init__("cmpl-", "text_completion", turn, answered)
         self._prompts, self._samples = turn.prompts, turn.params.get("n", 1)
+        self._chosen = turn.extra.get("chosen", self._samples)
         self._echo, self._top = turn.extra.get("echo"), turn.extra.get("logprobs")
         self._offsets: dict[int, int] = {}
         """Characters of each choice whose logprobs were sent."""
@@ -99,10 +105,18 @@ class Writer(Frames):
             entries = entries[len(ids) :]
         choices = [
             self._choice(index, sample, of_prompts[index // self._samples])
-            for index, sample in enumerate(completion.samples)
+            for first in range(0, len(completion.samples), self._samples)
+            for index, sample in self._best(completion.samples, first)
         ]
-        head = self.head("text_completion")
-        return {**head, "choices": choices, **self.measured(completion)}
+        numbered = [choice | {"index": number} for number, choice in enumerate(choices)]
+        return {**self.head("text_completion"), "choices": numbered, **self.measured(completion)}
+
+    def _best(self, samples: Sequence[Sample], first: int) -> list[tuple[int, Sample]]:
+        """The samples of one prompt that are returned: all, or those of the best mean log-probability, in order."""
+        found = list(enumerate(samples[first : first + self._samples], first))
+        if self._chosen < self._samples:
+            found.sort(key=lambda each: -fmean([entry.logprob for entry in each[1].logprobs or ()] or [-inf]))
+        return found[: self._chosen]
 
     def _choice(self, index: int, sample: Sample, of_prompt: list[TokenLogprob | None]) -> dict[str, Any]:
         logprobs = None

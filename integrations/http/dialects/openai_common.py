@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from asyncengine.checks import as_integer
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.http.dialects.openai_shape import llama_cpp_timings, openai_usage
@@ -32,14 +33,17 @@ GUIDES: Mapping[str, Maker] = {
 """Names of vLLM, llama.cpp and SGLang for a grammar, with its makers."""
 
 
-def read_common(values: Values) -> Turn:
-    """The turn of what both kinds of completions have. Raises `InvalidParameter` naming the field."""
+def read_common(values: Values, *, chooses: bool = False) -> Turn:
+    """The turn of what both kinds of completions have. `chooses`: the `n` best of `best_of` samples are returned.
+    Raises `InvalidParameter` naming the field."""
     turn = Turn.of(values)
     if turn.params.get("stop") in ("", []):
         del turn.params["stop"]
     samples = turn.params.get("n", 1)
     if (best_of := values["own"].get("best_of", samples)) != samples:
-        raise InvalidParameter("best_of", f"must be n, which is {samples}: all samples are returned", best_of)
+        if not chooses or turn.stream or best_of < as_integer("n", samples, 1):
+            raise InvalidParameter("best_of", f"must be n, which is {samples}, or more for texts in one piece", best_of)
+        turn.params["n"], turn.extra["chosen"] = best_of, samples
     turn.grammar = grammar(values["guide"])
     return turn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import openai
@@ -44,6 +45,30 @@ def test_each_prompt_has_its_samples_in_order(client: openai.OpenAI, engine: Eng
     assert answer.usage.completion_tokens == 2 * sum(each.usage.completion_tokens for each in done)
     assert ask(client, ids).choices[0].text == wanted[1]
     assert ask(client, [TEXT]).choices[0].text == wanted[0]
+
+
+def test_the_likeliest_samples_are_returned(client: openai.OpenAI) -> None:
+    prompts, sampled = [TEXT, "Once"], {"temperature": 1.0, "seed": 4, "max_tokens": 12}
+    made = ask(client, prompts, n=5, logprobs=0, **sampled).choices
+    wanted = []
+    for group in (made[:5], made[5:]):
+        means = {choice.index: fmean(choice.logprobs.token_logprobs) for choice in group}
+        wanted += sorted(group, key=lambda choice, of=means: -of[choice.index])[:2]
+    best = ask(client, prompts, n=2, best_of=5, **sampled)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in wanted]
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert {choice.logprobs for choice in best.choices} == {None}
+    scored = ask(client, prompts, n=1, best_of=5, logprobs=0, echo=True, **sampled).choices
+    assert [choice.text for choice in scored] == [TEXT + wanted[0].text, "Once" + wanted[2].text]
+    assert scored[1].logprobs.token_logprobs[-12:] == wanted[2].logprobs.token_logprobs
+    assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in made)
+
+
+def test_bad_words_are_held_off(client: openai.OpenAI) -> None:
+    free = ask(client, TEXT, temperature=0, max_tokens=12, logprobs=0).choices[0]
+    word = next(token for token in free.logprobs.tokens if token.strip())
+    held = ask(client, TEXT, temperature=0, max_tokens=12, logprobs=0, bad_words=[word]).choices[0]
+    assert word not in held.logprobs.tokens
 
 
 def test_a_stream_of_several_prompts_adds_up(client: openai.OpenAI) -> None:
@@ -145,7 +170,11 @@ async def rest_of(several: Several) -> list[Chunk]:
         ({"echo": True, "logprobs": 1, "stream": True}, "logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"suffix": "."}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+        ({"best_of": 3, "n": "2"}, "n"),
+        ({"best_of": 0}, "best_of"),
+        ({"bad_words": [""]}, "bad_words"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"guided_regex": "(", "max_tokens": 3}, "guided_regex"),

@@ -31,13 +31,15 @@ class Plan:
     step is its own: a text longer than the budget goes alone.
     """
 
-    __slots__ = ("left", "rows", "threshold", "total")
+    __slots__ = ("copies", "left", "rows", "threshold", "total")
 
     def __init__(self, total: int, threshold: int | None) -> None:
         self.total = self.left = total
         self.threshold = threshold
         self.rows: dict[int, Row] = {}
         """Rows by ticket, in the order in which they were planned."""
+        self.copies: dict[int, tuple[int, int]] = {}
+        """`Batch.copies` by the ticket whose row reads the copy."""
 
     def grant(self, wanted: int, whole: bool = False) -> int:
         """Number of `wanted` positions that a request may compute now (0 if the step is full). Takes nothing."""
@@ -54,6 +56,7 @@ class Plan:
 
     def drop(self, request: Request) -> None:
         """`request` is not in this step after all."""
+        self.copies.pop(request.ticket, None)
         planned = self.rows.pop(request.ticket, None)
         if planned is not None:
             self.left += planned.num_scheduled

@@ -41,7 +41,7 @@ from asyncengine.scheduler.states import with_states
 from asyncengine.seams import AdapterAdmission
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.planner import SpeculationCounters
-from asyncengine.step import Batch, Row, StepResult
+from asyncengine.step import Batch, StepResult
 
 CROWDED = "a request needs their pages"
 """Why pins give way."""
@@ -56,11 +56,13 @@ class Scheduler:
         kv: KVCache,
         adapters: AdapterAdmission | None = None,
         drafts: DraftPlanner | None = None,
+        copies: bool = False,
     ) -> None:
-        """`drafts`: None is as the configuration says."""
+        """`drafts`: None is as the configuration says. `copies`: the executor makes `Batch.copies`."""
         self.config = config
         self.kv = kv
         self.last_step = 0
+        self._copies = copies and kv.states is None and kv.lookback is None and kv.windows is None
         self.last_reset = PrefixCacheReset(0, 0)
         self._policy = start_policy(config.policy)
         # A decode must never wait for budget: then every running request advances in every step.
@@ -161,7 +163,7 @@ class Scheduler:
                 plan.widen(lone, self.kv)
         if rows:
             self._drafting.add(rows, plan.total)
-            return self._launch(rows, now)
+            return self._launch(plan, now)
         if self.waiting and not (self.running or self._in_flight or self.restores):
             if self.roster.drop_pins(CROWDED):
                 return self.schedule(now)
@@ -261,14 +263,35 @@ class Scheduler:
         preempt = partial(self._preempt, plan=plan)
         for request in self._admission.admit(self.waiting, self.running, plan, held, preempt):
             self.roster.note_start(request, now)
+            leader = self._leader_of(request)
+            if leader is not None:
+                request.num_computed = request.num_launched = len(request.tokens) - 1
             count = self._grant(request, plan)
             if request.table is not None and not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
             if count:  # else its picture is encoded in a later step
                 plan.add(request, count)
+            if leader is not None and leader.table is not None and request.table is not None:
+                place = request.num_launched // self.kv.page_size
+                plan.copies[request.ticket] = leader.table.pages[place], request.table.pages[place]
+                leader.last_step = self.last_step + 1  # which names its page
 
-    def _launch(self, rows: dict[int, Row], now: float) -> Batch:
+    def _leader_of(self, request: Request) -> Request | None:
+        """The first sample of its prompt, if `request` shares all full pages with it, and takes what the prompt fills
+        of the next one as a copy: its last token alone is left to compute."""
+        leader, last = self.running.get(request.spec.group or 0), len(request.tokens) - 1
+        if not self._copies or leader is None or leader is request or request.table is None:
+            return None
+        if leader.spec.prompt != request.spec.prompt or request.num_output or request.spec.images:
+            return None
+        if self._admission.match_limit(request) < last:
+            return None
+        known = request.table.num_shared * self.kv.page_size
+        return leader if leader.num_computed > last and known < last < known + self.kv.page_size else None
+
+    def _launch(self, plan: Plan, now: float) -> Batch:
         """Make the plan a fact: from here on results for it will come."""
+        rows = plan.rows
         self.last_step += 1
         requests = [self.running[ticket] for ticket in rows]
         charge = self._charge
@@ -289,7 +312,7 @@ class Scheduler:
             if row.samples:
                 request.num_pending += 1
         encode = self.encoding.take() if self.encoding.used else None
-        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), encode)
+        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), encode, tuple(plan.copies.values()))
         epochs = [request.epoch for request in requests]
         self._in_flight.append(InFlight(batch, requests, epochs, now, total - len(requests)))
         return batch

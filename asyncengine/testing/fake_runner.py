@@ -305,6 +305,8 @@ class FakeExecutor:
 
     def _write(self, batch: Batch) -> None:
         """All rows write before any reads, as one forward pass does layer by layer."""
+        for source, page in batch.copies:
+            self.memory[page] = list(self.memory[source])
         written: dict[tuple[int, int], int] = {}
         near: dict[tuple[int, int], int] = {}
         for row in batch.rows:

@@ -55,6 +55,8 @@ class Recording:
     """Kinds of the model's attention layers."""
     num_window_pages: int = 0
     """Pages of those with windows, page 0 included; 0: all layers have the same."""
+    copies: bool = False
+    """Whether its executor made `Batch.copies`."""
 
     def record(self, kind: str, value: object) -> None:
         self.entries.append((kind, value))
@@ -65,6 +67,7 @@ class Recording:
         path = Path(path)
         head = {"config": asdict(self.config), "num_pages": self.num_pages}
         kept = {"num_states": self.num_states, "windows": self.windows, "num_window_pages": self.num_window_pages}
+        kept["copies"] = self.copies
         lines = [json.dumps({**head, **kept})]
         for kind, value in self.entries:
             lines.append(json.dumps([kind, value if kind != "apply" else _message_to_json(value)]))
@@ -80,6 +83,7 @@ class Recording:
         recording.num_states = fields.get("num_states", 0)  # 0.1 had none
         recording.windows = tuple((window, chunk) for window, chunk in fields.get("windows", ()))
         recording.num_window_pages = fields.get("num_window_pages", 0)
+        recording.copies = fields.get("copies", False)
         older = _OldForm()
         for line in lines:
             kind, value = json.loads(line)
@@ -117,7 +121,7 @@ def replay(
         num_window_pages=recording.num_window_pages,
         most_ahead=config.most_ahead,
     )
-    scheduler = Scheduler(config, kv, adapters)
+    scheduler = Scheduler(config, kv, adapters, copies=recording.copies)
     scheduler.restores.enabled = any(isinstance(value, messages.PrefixFound) for _, value in recording.entries)
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []

@@ -57,6 +57,7 @@ class Steps:
         check_every: int = 1,
         num_states: int = 0,
         num_window_pages: int = 0,
+        copies: bool = False,
         **settings: Any,
     ) -> None:
         settings.setdefault("page_size", 4)
@@ -76,7 +77,7 @@ class Steps:
             num_window_pages=self.executor.num_window_pages,
             most_ahead=self.config.most_ahead,
         )
-        self.scheduler = Scheduler(self.config, self.kv, adapters)
+        self.scheduler = Scheduler(self.config, self.kv, adapters, copies=copies)
         self.now = 0.0
         self.depth = self.config.max_steps_in_flight or 1
         self.batches: list[Batch] = []

@@ -65,7 +65,7 @@ class GrammarLife(Life):
         rng = self.rng
         self.faults = faults
         self.adapters = AdapterSlots(rng.choice([1, 2]))
-        self.scheduler = Scheduler(self.config, self.scheduler.kv, self.adapters)
+        self.scheduler = Scheduler(self.config, self.scheduler.kv, self.adapters, copies=self.recording.copies)
         model = FakeModel(LOGITS, EOS, rng.choice([0, 20]), self.recording.windows)
         recording = self.recording
         self.executor = FakeExecutor(

@@ -39,6 +39,8 @@ class Tally:
     cached_tokens: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     depth2: int = 0
+    copies: int = 0
+    """Pages that samples of a prompt took as copies."""
     state_hits: int = 0
     state_evictions: int = 0
     beyond_the_pool: int = 0
@@ -90,7 +92,7 @@ class Life:
         `books_every`: the scheduler's books are checked at every n-th of the places where they can be (that is half
         of a life's time); tokens always are, and the books at the end."""
         self.seed = seed
-        self._places, self._books_every = 0, books_every
+        self._places, self._books_every, self.copies = 0, books_every, 0
         self.tenants = random.Random(seed)
         self.readers = random.Random(f"readers {seed}")
         self.resets = random.Random(f"resets {seed}")
@@ -131,7 +133,8 @@ class Life:
             most_ahead=self.config.most_ahead,
         )
         self.capacity = min(kv.longest, LONGEST * kv.pool.capacity * self.config.page_size)
-        self.scheduler = Scheduler(self.config, kv)
+        self.recording.copies = bool(seed % 4)
+        self.scheduler = Scheduler(self.config, kv, copies=self.recording.copies)
         model = FakeModel(eos_every=rng.choice([0, 20]), windows=kinds)
         self.executor = FakeExecutor(num_pages, self.config.page_size, model, num_states, num_window_pages=own)
         self.predict: Callable[[Sequence[int]], tuple[int, ...]] = lambda right: ()
@@ -286,6 +289,7 @@ class Life:
             self.recording.record("schedule", self.now)
             batch = self.scheduler.schedule(self.now)
             if batch is not None:
+                self.copies += len(batch.copies)
                 self.check_retire_rule(batch)
                 self.in_flight.append(batch)
                 if self.early:
@@ -311,6 +315,10 @@ class Life:
     def check_retire_rule(self, batch: Batch) -> None:
         """No page or state that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""
         size = self.config.page_size
+        copied = {page for _, page in batch.copies}
+        for earlier in self.in_flight:
+            named = {page for row in earlier.rows for page in row.pages}
+            assert copied.isdisjoint(named), f"step {batch.step} copies onto pages that a step in flight names"
         for flying in (row for earlier in self.in_flight for row in earlier.rows):
             named = set(flying.pages[: -(-(flying.start + flying.num_scheduled) // size)])
             for row in batch.rows:
@@ -372,6 +380,7 @@ class Life:
         tally.beyond_the_pool += sum(len(got) + self.prompts[t] > whole for t, got in self.received.items())
         tally.state_hits += states.hits
         tally.state_evictions += states.evictions
+        tally.copies += self.copies
         tally.depth2 += self.config.max_steps_in_flight == 2
         tally.windowed += self.windowed
         tally.vectors += len(self.vectors)

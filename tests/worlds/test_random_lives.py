@@ -37,7 +37,9 @@ class Kind(NamedTuple):
 
 ENDS = ("stop", "length", "abort", "timeout")
 KINDS = {
-    "requests": Kind(Life, 8, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
+    "requests": Kind(
+        Life, 8, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6, "copies": 1 / 8}, ENDS
+    ),
     "states": Kind(
         partial(Life, states=True), 4,
         {"requests": 60, "preemptions": 20, "state_hits": 15, "state_evictions": 15, "depth2": 1 / 6}, ENDS,

@@ -117,6 +117,8 @@ class ModelRunner:
         """
         if self.draft_model is not None:
             batch = self.draft_model.guess(batch)
+        if batch.copies:
+            self.page_memory().copy(batch.copies)
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
         if batch.encode is not None and self.image_store is not None:

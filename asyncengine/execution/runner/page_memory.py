@@ -82,6 +82,13 @@ class CpuPageMemory:
                 for piece, copy in zip(pool.page(index), pool.page(index, rank), strict=True):
                     copy[:] = piece
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Make the second page of each of `copies` one of the first."""
+        for source, page in copies:
+            for pool in self._pools[RecordPart.PAGE]:
+                for piece, copied in zip(pool.page(source), pool.page(page), strict=True):
+                    copied[:] = piece
+
     def give_back(self) -> None:
         """Let the system have the memory of all pages and states of this process, of which nothing is read any more."""
         if self._shared is not None:

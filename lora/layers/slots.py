@@ -21,8 +21,7 @@ from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.step import AdapterRecords, CausalLM, RowAdapters
 from asyncengine.kernels.api import compiler_missing, triton_missing
-from asyncengine.lora.layers.rows import RowStack, RowStep
-from asyncengine.lora.layers.stack import LoraStack, padded_rank
+from asyncengine.lora.layers.stack import LoraStack, RowStack, RowStep, padded_rank
 from asyncengine.seams import ModuleDims
 
 # Low-rank deltas with the same shapes in every step, whichever rows use which adapter: what CUDA graphs need.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from asyncengine.execution.device.arena import Arena
-from asyncengine.execution.device.transfer import send
+from asyncengine.execution.device.transfer import Int64Array, send
 from asyncengine.execution.layers.places import Place
+from asyncengine.seams import LONG_ADAPTER_RUN
 
 RANK_STEP = 8
 """Ranks are padded to multiples of this, with zeros: a padded factor adds exact zeros."""
@@ -110,3 +115,149 @@ class LoraStack(ABC):
             for part, (left, right) in enumerate(pairwise(self._ends)):
                 part_of_down = down[:, part * self.rank : (part + 1) * self.rank]
                 y[begin:end, left:right].addmm_(part_of_down, b[:, left:right])
+
+
+# Low-rank deltas on CPU, where the compiled kernel does not serve (float16, embeddings): row by row for few rows of an
+# adapter, by segment for many.
+#
+# A decoding step has one row, or a few, of each adapter: too little work for matrix products, whose calls cost more
+# than the numbers. What is to be done for a row is a weighted sum of rows of a table, twice: of A^T with the row of x
+# as weights, of B with the result as weights. PyTorch's `embedding_bag` is exactly that: one call does it for all rows
+# and adapters (and for merged products), reads of each adapter what its rows need, once, and nothing for rows without
+# one.
+
+
+class Stretch:
+    """Neighbouring rows that are served row by row: `slots` int64 [rows], -1 for none; `ranks` int64 [slots]."""
+
+    def __init__(self, begin: int, slots: Int64Array, ranks: Int64Array) -> None:
+        self.begin, self.end = begin, begin + len(slots)
+        self._takes = slots >= 0
+        self._own = slots[self._takes]
+        self._ranks = ranks[self._own]
+        self.rows = None if self._takes.all() else torch.from_numpy(np.flatnonzero(self._takes))
+        """Rows with an adapter, counted from `begin`; None: all of them."""
+        self._down: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._up: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+
+    def down(self, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(indices, offsets) into A^T [slots * inputs, ...] for the rows with an adapter."""
+        if inputs not in self._down:
+            indices = (self._own[:, None] * inputs + np.arange(inputs)).ravel()
+            self._down[inputs] = _int32(indices), _int32(np.arange(len(self._own)) * inputs)
+        return self._down[inputs]
+
+    def first_rows(self, inputs: int) -> torch.Tensor:
+        """int64: where each row's slot begins in A^T [slots * inputs, ...]."""
+        return torch.from_numpy(self._own * inputs)
+
+    def up(self, rank: int, parts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(indices, offsets, pick) into B [slots * rank * blocks, ...], all rows' blocks in order.
+
+        `parts` is the part each block belongs to. `pick` takes the weights out of x @ A^T, flat; None: all, in order.
+        """
+        key = rank, parts
+        if key not in self._up:
+            blocks, count = len(parts), len(self._own)
+            steps, ranks = np.arange(rank), np.minimum(self._ranks, rank)
+            used = np.broadcast_to(steps < ranks[:, None, None], (count, blocks, rank))
+            place = (self._own[:, None, None] * rank + steps) * blocks + np.arange(blocks)[:, None]
+            pick = (np.arange(count)[:, None, None] * (max(parts) + 1) + np.array(parts)[:, None]) * rank + steps
+            lengths = np.zeros(len(self._takes), dtype=np.int64)
+            lengths[self._takes] = ranks
+            offsets = np.cumsum([0, *np.repeat(lengths, blocks)])[:-1]
+            whole = used.all() and parts == tuple(range(blocks))
+            self._up[key] = _int32(place[used]), _int32(offsets), None if whole else _int32(pick[used])
+        return self._up[key]
+
+
+class RowStep:
+    """The rows of a step on CPU: `slots` int64 [rows], -1 for none. `ranks` int64 [slots] as padded."""
+
+    def __init__(self, slots: Int64Array, ranks: Int64Array) -> None:
+        self.size = len(slots)
+        self.used = frozenset(np.unique(slots).tolist())
+        self._slots, self._ranks = slots, ranks
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Long runs of one adapter, in order."""
+        return self._runs[0]
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """Stretches between long runs of one adapter, or of none, in order."""
+        return self._runs[1]
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[Segment, ...], Sequence[Stretch]]:
+        """(`segments`, `stretches`), which the compiled kernel never asks for."""
+        segments: list[Segment] = []
+        stretches: list[Stretch] = []
+        done = 0
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(self._slots)) + 1).tolist(), self.size]):
+            if end - begin < LONG_ADAPTER_RUN:
+                continue
+            stretches += self._between(done, begin)
+            done = end
+            if self._slots[begin] >= 0:
+                segments.append((begin, end, int(self._slots[begin])))
+        return tuple(segments), stretches + self._between(done, self.size)
+
+    @cached_property
+    def groups(self) -> Any:
+        """All rows by adapter, as the compiled kernel takes them."""
+        from asyncengine.kernels.api import lora
+
+        return lora.RowGroups(self._slots)
+
+    def _between(self, begin: int, end: int) -> list[Stretch]:
+        """These rows, without those at both ends that have no adapter; none if none has."""
+        takes = begin + np.flatnonzero(self._slots[begin:end] >= 0)
+        if not len(takes):
+            return []
+        first, last = int(takes[0]), int(takes[-1])
+        return [Stretch(first, self._slots[first : last + 1], self._ranks)]
+
+
+class RowStack(LoraStack):
+    """Factors laid out as tables for `embedding_bag`."""
+
+    by_input = True
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: RowStep) -> None:
+        if self.held.isdisjoint(step.used):
+            return
+        x, y = self._flat(x, y, step.size)
+        self._add_segments(x, y, step.segments)
+        for stretch in step.stretches:
+            part = x[stretch.begin : stretch.end]
+            if stretch.rows is not None:
+                part = part.index_select(0, stretch.rows)
+            if self.place.embedding:
+                down = self._a_table.index_select(0, part + stretch.first_rows(self.place.in_features))
+            else:
+                down = _weighted_sums(self._a_table, *stretch.down(self.place.in_features), part.reshape(-1))
+            indices, offsets, pick = stretch.up(self.rank, self._block_parts)
+            weights = down.view(-1) if pick is None else down.view(-1).index_select(0, pick)
+            delta = _weighted_sums(self._b_table, indices, offsets, weights)
+            y[stretch.begin : stretch.end].view_as(delta).add_(delta)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        sizes = self.place.widths
+        width = math.gcd(*sizes)  # in blocks of one width, all outputs of a merged product are rows of one table
+        self._block_parts = tuple(part for part, size in enumerate(sizes) for _ in range(size // width))
+        self._a_table = self._a.permute(0, 3, 1, 2).view(-1, len(sizes) * self.rank)
+        self._b_table = self._b.view(-1, width)
+
+
+def _weighted_sums(
+    table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Row i: the sum of weights[j] * table[indices[j]] over j in offsets[i] .. offsets[i + 1]."""
+    return torch.embedding_bag(table, indices, offsets, False, 0, False, weights)[0]
+
+
+def _int32(numbers: Any) -> torch.Tensor:
+    return torch.from_numpy(numbers.astype(np.int32))

@@ -11,7 +11,7 @@ import torch
 from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import StepView
 from asyncengine.execution.attention.factory import make_backend
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import CausalLM, StepContext
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int32Array, Int64Array
 
 _FAR = 2**40

@@ -16,7 +16,7 @@ import torch
 
 from asyncengine.execution.attention import base, cpu_short
 from asyncengine.execution.device.arena import Empty, ordinary
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int64Array
 from asyncengine.kernels.api import PagedAttention, team
 from asyncengine.kernels.api import attention_fields as fields

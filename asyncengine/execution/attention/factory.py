@@ -14,7 +14,7 @@ from asyncengine.execution.attention.base import AttentionBackend, LayerSpec
 from asyncengine.execution.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.execution.attention.flashinfer_plan import why_not
 from asyncengine.execution.attention.torch_paged import TorchPagedBackend
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.kernels.api import compiler_missing
 
 logger = logging.getLogger("asyncengine")

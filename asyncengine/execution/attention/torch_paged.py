@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.execution.attention.base import AttentionBackend, LayerSpec, PagePool, StepView, first_seen, page_bytes
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int32Array, Int64Array, upload
 
 

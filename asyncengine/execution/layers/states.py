@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.sharded import Share, gathered
 from asyncengine.kernels.api import triton_missing

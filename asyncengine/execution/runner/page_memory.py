@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncengine.execution.attention.base import PagePool
 from asyncengine.execution.device.arena import give_back
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.layers.states import StatePools
 from asyncengine.step import RecordPart
 

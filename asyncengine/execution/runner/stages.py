@@ -20,8 +20,7 @@ import torch
 from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.device.collective_gather import Gather
-from asyncengine.execution.device.shared_gather import SharedGather
-from asyncengine.execution.device.shared_pools import SharedPools
+from asyncengine.execution.device.shared_gather import SharedGather, SharedPools
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import LoadedModel

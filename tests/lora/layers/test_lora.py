@@ -73,7 +73,7 @@ def test_eight_adapters_and_the_base_in_one_batch(
         assert driver.answers(slots, chunk) == expected, f"chunk {chunk}"
     assert driver.answers(slots, 7, preempt_every=5) == expected
     for length in (1, 2, 100):
-        monkeypatch.setattr("asyncengine.lora.layers.rows.LONG_ADAPTER_RUN", length)
+        monkeypatch.setattr("asyncengine.lora.layers.stack.LONG_ADAPTER_RUN", length)
         driver.lora._known.clear()
         assert driver.answers(slots, 16) == expected, f"products for segments from {length} rows on"
 

@@ -12,10 +12,9 @@ from support.device_modes import DEVICE, NoWaiting
 
 from asyncengine.execution.layers.places import Place
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.lora.layers import rows as rows_module
-from asyncengine.lora.layers.rows import RowStack, RowStep
+from asyncengine.lora.layers import stack as stack_module
 from asyncengine.lora.layers.slots import CompiledStack, KernelStack, MaskedStack, MaskedStep
-from asyncengine.lora.layers.stack import LoraStack, padded_rank
+from asyncengine.lora.layers.stack import LoraStack, RowStack, RowStep, padded_rank
 
 SLOTS = 6
 PARTS = {"one": [24], "q, k and v": [32, 8, 8], "gate and up": [40, 40], "odd widths": [9, 6]}
@@ -85,7 +84,7 @@ STEPS = {
 def test_each_row_gets_its_own_delta(
     form: str, widths: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "LONG_ADAPTER_RUN", 4)
+    monkeypatch.setattr(stack_module, "LONG_ADAPTER_RUN", 4)
     stack = make(form, place_of(widths))
     deltas = fill(stack)
     x, y = torch.randn(1, len(slots), 20), torch.randn(1, len(slots), sum(widths))
@@ -100,7 +99,7 @@ def test_each_row_gets_its_own_delta(
 @pytest.mark.parametrize("form", ["rows", "masked"])
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "LONG_ADAPTER_RUN", 4)
+    monkeypatch.setattr(stack_module, "LONG_ADAPTER_RUN", 4)
     stack = make(form, place_of([12], 50, kind="embedding"))
     deltas = fill(stack)
     x, y = torch.randint(0, 50, (1, len(slots))), torch.zeros(1, len(slots), 12)
@@ -168,14 +167,14 @@ def test_outputs_that_lie_apart() -> None:
 def test_what_a_step_does_not_use_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make("rows", place_of([8]))
     fill(stack)
-    monkeypatch.setattr(rows_module, "_weighted_sums", None)
+    monkeypatch.setattr(stack_module, "_weighted_sums", None)
     stack.add(torch.zeros(1, 2, 20), torch.zeros(1, 2, 8), step_of("rows", [3, 5]))
     stack.clear(1)
     stack.add(torch.zeros(1, 2, 20), torch.zeros(1, 2, 8), step_of("rows", [1, -1]))
 
 
 def test_long_runs_go_by_product_and_the_rest_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "LONG_ADAPTER_RUN", 4)
+    monkeypatch.setattr(stack_module, "LONG_ADAPTER_RUN", 4)
     step = step_of("rows", STEPS["long and short"])
     assert step.segments == ((0, 5, 1), (14, 18, 4), (18, 22, 0))
     assert [(each.begin, each.end) for each in step.stretches] == [(5, 8), (22, 24)]

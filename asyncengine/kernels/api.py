@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncengine.kernels import recording
     from asyncengine.kernels.cache_folder import cache_root
-    from asyncengine.kernels.compile_ahead import CompileAhead, read_kept
-    from asyncengine.kernels.compile_process import can_start
+    from asyncengine.kernels.compile_ahead import CompileAhead, can_start, read_kept
     from asyncengine.kernels.cpu import (
         attention_fields,
         barrier,
@@ -41,13 +40,12 @@ if TYPE_CHECKING:
     from asyncengine.kernels.cuda import packed_matmul, row_numbers, triton_missing
     from asyncengine.kernels.cuda.row_sampler import RowSampler
     from asyncengine.kernels.elsewhere import elsewhere, watcher
-    from asyncengine.kernels.listing import KernelList
+    from asyncengine.kernels.recording import KernelList
 
 _NAMES = {
     "": "recording",
     "cache_folder": "cache_root",
-    "compile_ahead": "CompileAhead read_kept",
-    "compile_process": "can_start",
+    "compile_ahead": "CompileAhead can_start read_kept",
     "cpu": "attention_fields barrier compiler_missing experts gemm_quantized lora mamba2 operations packed panel_form "
     "quantize quantized_panels routing team",
     "cpu.causal_conv": "SegmentPlaces ShortConvKernel convolve_segments",
@@ -60,7 +58,7 @@ _NAMES = {
     "cuda": "gpu packed_matmul row_numbers triton_missing",
     "cuda.row_sampler": "RowSampler",
     "elsewhere": "elsewhere watcher",
-    "listing": "KernelList",
+    "recording": "KernelList",
 }
 """Names by the package or module that has them."""
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -1,6 +1,6 @@
 """Kernels of a first load, compiled by several processes beside the reading of weights.
 
-numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_process`) are
+numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_worker`) are
 given the names of kernels; each puts the code into the cache on disk, where this process finds it when it calls them.
 What a kernel calls by address comes back as a name for the next free process, so that only what Python calls has to be
 known beforehand. Those that a first answer needs come first, and a load waits for no others: whoever calls one of the
@@ -13,19 +13,92 @@ main module is not imported in them. Where no process can be started (frozen pro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Self
 
 from asyncengine.kernels.cache_folder import is_first_time
-from asyncengine.kernels.compile_process import CompilerProcess, can_start
 from asyncengine.kernels.elsewhere import elsewhere
+
+# A process that compiles (`compile_worker`), as the program sees it: started, spoken to, ended.
+
+_START = (
+    "import json, sys, types; sys.path[:] = json.loads(sys.argv[1]); "
+    "package = sys.modules['asyncengine'] = types.ModuleType('asyncengine'); package.__path__ = [sys.argv[2]]; "
+    "from asyncengine.kernels.compile_worker import main; main()"
+)
+"""With the package that the program itself runs, wherever that was imported from."""
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class CompilerProcess:
+    """One process. Names go in by line and answers come out (`compile_worker` says which)."""
+
+    def __init__(self) -> None:
+        """Raises `OSError` where no process can be started."""
+        paths = json.dumps([os.path.abspath(path) for path in sys.path])
+        self._program = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, paths, _PACKAGE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._program.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._program.returncode is not None
+
+    def becomes_ready(self) -> bool:
+        """Blocks until it can compile. False: it never will."""
+        return self.hear() == "ready"
+
+    def ask(self, line: str) -> None:
+        """Raises `OSError` if it is gone."""
+        assert self._program.stdin is not None
+        self._program.stdin.write(f"{line}\n")
+        self._program.stdin.flush()
+
+    def hear(self) -> str:
+        """The next line; empty if it is gone."""
+        assert self._program.stdout is not None
+        return self._program.stdout.readline().strip()
+
+    def kill(self) -> None:
+        """At once, whatever it is doing. Any thread may."""
+        self._program.kill()
+
+    def end(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.kill()
+        self._program.wait()
+        for pipe in (self._program.stdin, self._program.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what was written last went nowhere
+                pipe.close()
+
+
+def can_start() -> bool:
+    """Is the program that runs here Python as such, which can be asked to run a module? No frozen program is, and
+    nothing that only has Python inside."""
+    return not getattr(sys, "frozen", False) and Path(sys.executable or "").stem.lower().startswith("python")
+
 
 logger = logging.getLogger("asyncengine")
 

@@ -1,4 +1,4 @@
-"""The process that compiles kernels for another one (`compile_process`): names come in by line, code goes to the cache.
+"""The process that compiles kernels for another one (`compile_ahead`): names come in by line, code goes to the cache.
 
 It says "ready", then of each name it is given: "+other" for each function that the kernel calls by address, which is
 left to whoever asks ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". What comes as

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from asyncengine.kernels import compile_ahead
-from asyncengine.kernels.compile_ahead import CompileAhead
-from asyncengine.kernels.compile_process import can_start
+from asyncengine.kernels.compile_ahead import CompileAhead, can_start
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:

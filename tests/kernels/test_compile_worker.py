@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys
-from asyncengine.kernels.compile_process import CompilerProcess
+from asyncengine.kernels.compile_ahead import CompilerProcess
 
 first, second = CompilerProcess(), CompilerProcess()
 assert first.becomes_ready()

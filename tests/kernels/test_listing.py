@@ -23,7 +23,7 @@ from asyncengine.execution.models.families import decoder_config_of
 from asyncengine.execution.models.first_kernels import kernels_of
 from asyncengine.kernels.cpu import activation, scaling
 from asyncengine.kernels.cpu.compiling import Kernel, noting
-from asyncengine.kernels.listing import KernelList
+from asyncengine.kernels.recording import KernelList
 
 CPU = "asyncengine.kernels.cpu."
 

@@ -1,7 +1,7 @@
 """Compiled kernels that a decoder or an encoder calls, by name, known before its weights are read.
 
 For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Its layers run once over weights that
-hold nothing yet, under a `kernels.listing.KernelList`. Only the sampler is named here: it is made later than the model,
+hold nothing yet, under a `recording.KernelList`. Only the sampler is named here: it is made later than the model,
 and what it calls by address depends on what requests ask for. A kernel that is missing is compiled when it is first
 called, which `tests/execution/models` would find.
 """

@@ -30,7 +30,7 @@ Note = Callable[["Kernel", tuple[Any, ...]], Any]
 """Called in place of a kernel that Python calls, with that and its arguments; gives what the call gives."""
 
 noting: ContextVar[Note | None] = ContextVar("asyncengine_kernel_calls", default=None)
-"""The recorder of this thread's calls of kernels (`kernels.recording`), or what lists them (`kernels.listing`)."""
+"""The listener to this thread's calls of kernels: a recorder, or a list (`kernels.recording`)."""
 _TEAMS = "asyncengine.kernels.cpu.team_loops"
 """The module whose kernels nobody notes: one of them stops a team that is collected while others compute."""
 _ENVIRONMENT = "_ZN08NumbaEnv"

@@ -27,11 +27,11 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.cpu import CompiledBackend
+from asyncengine.execution.layers.basic import Norm
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.embedding import Embedding, LMHead
 from asyncengine.execution.layers.mamba2 import Mamba2
 from asyncengine.execution.layers.mlp import MLP
-from asyncengine.execution.layers.norm import Norm
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Rotary
 from asyncengine.execution.layers.weight_forms import DenseWeight, PackedWeight, QuantizedWeight

@@ -10,10 +10,10 @@ import torch
 from support.forwards import relative_error
 from support.segments import segments_of
 
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, StateStep
 from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec, MergedHeads
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.kernels import Activation
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, RotaryConfig, rotate
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of

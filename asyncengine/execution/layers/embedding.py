@@ -10,9 +10,8 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.device.output_buffers import OutputBufferPool, new_tensor
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.kernels import ACTIVATIONS
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.step import RowAdapters
 from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot

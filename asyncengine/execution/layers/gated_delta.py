@@ -19,9 +19,8 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.layers import states
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.causal_conv import CausalConv
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.execution.layers.stored import TensorSlot

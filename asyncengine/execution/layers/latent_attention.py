@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm, NormConfig
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of

@@ -17,9 +17,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from asyncengine.execution.layers.basic import Linear, NormConfig, Part
 from asyncengine.execution.layers.causal_conv import CausalConv
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur

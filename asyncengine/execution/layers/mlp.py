@@ -9,10 +9,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.experts import Experts, ExpertsConfig
 from asyncengine.execution.layers.kernels import Activation
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import Router, RouterConfig
 from asyncengine.execution.layers.sharded import cut_rows, gathered, share_of

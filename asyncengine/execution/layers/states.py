@@ -32,8 +32,7 @@ from asyncengine.execution.layers.sharded import Share, gathered
 from asyncengine.kernels.api import triton_missing
 
 if TYPE_CHECKING:
-    from asyncengine.execution.layers.linear import Linear
-    from asyncengine.execution.layers.norm import Norm
+    from asyncengine.execution.layers.basic import Linear, Norm
     from asyncengine.execution.layers.options import LayerOptions
     from asyncengine.execution.layers.step import StepContext
     from asyncengine.execution.layers.stored import TensorSlot

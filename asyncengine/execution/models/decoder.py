@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.embedding import Embedding, LayerInputConfig, LayerInputs, LMHead
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
-from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig, SideExpertsConfig
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.recorded import RecordedLayers

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncengine.execution.layers.attention import Attention, AttentionConfig
+from asyncengine.execution.layers.basic import Linear, Norm
 from asyncengine.execution.layers.embedding import LayerInput
 from asyncengine.execution.layers.latent_attention import LatentAttention
-from asyncengine.execution.layers.linear import Linear
 from asyncengine.execution.layers.mlp import MLP, MoEConfig, SideExperts, SparseMLP
-from asyncengine.execution.layers.norm import Norm
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles
 from asyncengine.execution.layers.step import StepContext

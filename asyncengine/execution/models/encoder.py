@@ -19,10 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.embedding import Embedding
 from asyncengine.execution.layers.kernels import ACTIVATIONS
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary

@@ -16,9 +16,8 @@ import torch
 
 from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.attention import Attention, AttentionConfig
+from asyncengine.execution.layers.basic import Linear, Norm, Part
 from asyncengine.execution.layers.embedding import LMHead
-from asyncengine.execution.layers.linear import Linear, Part
-from asyncengine.execution.layers.norm import Norm
 from asyncengine.execution.layers.options import LayerOptions, rounded_weight
 from asyncengine.execution.layers.rotary import Angles
 from asyncengine.execution.layers.step import StepContext

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncengine.execution.layers.attention import AttentionConfig, plan_heads
-from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 
 CONFIG = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, scale=0.25)

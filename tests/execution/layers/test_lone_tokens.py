@@ -10,9 +10,9 @@ import torch
 from support.layer_options import CPU, options
 from support.segments import segments_of
 
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, StateStep
 from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
 from asyncengine.execution.models.families.lfm2 import ShortConvConfig

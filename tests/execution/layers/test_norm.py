@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.layer_options import fill, options
 
-from asyncengine.execution.layers.norm import Norm, NormConfig
+from asyncengine.execution.layers.basic import Norm, NormConfig
 
 WIDTH = 64
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

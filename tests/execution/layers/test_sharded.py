@@ -14,7 +14,7 @@ from support.stored_matrices import FORMS, RandomMatrix
 pytest.importorskip("numba")
 
 from asyncengine.execution.device import shared_gather
-from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.basic import Linear, Part
 from asyncengine.execution.layers.sharded import ShardedWeight, cut_rows
 from asyncengine.execution.layers.stored import StoredForm
 

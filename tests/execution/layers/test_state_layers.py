@@ -12,9 +12,9 @@ from support.segments import assert_same_bits, forward
 
 pytest.importorskip("numba")
 
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.states import StatePools
 from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
 from asyncengine.execution.models.families.lfm2 import ShortConvConfig

@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.layers import stored_weight
-from asyncengine.execution.layers.linear import Linear, Part
+from asyncengine.execution.layers.basic import Linear, Part
 from asyncengine.execution.layers.stored import StoredForm
 from asyncengine.execution.layers.stored_weight import GroupedWeight
 from asyncengine.execution.models.decoder import Decoder

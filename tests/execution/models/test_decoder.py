@@ -15,7 +15,7 @@ from support.long import LONG
 from support.tiny_models import FAMILIES, VOCAB, make_model, save
 
 from asyncengine.config import EngineConfig
-from asyncengine.execution.layers.linear import Linear
+from asyncengine.execution.layers.basic import Linear
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.families import NATIVE
 from asyncengine.execution.models.loading import load_model

@@ -12,8 +12,8 @@ from support.layer_options import CPU, options
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mlp import MLPConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.states import Slots, StateSpec, advance_segments
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import TensorSlot

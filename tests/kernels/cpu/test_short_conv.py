@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.segments import Part, assert_same_bits, forward, memory_of
 
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.kernels import layer_kernels
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.states import StatePools
 from asyncengine.execution.models.families.lfm2 import ShortConv, ShortConvConfig

@@ -19,9 +19,9 @@ if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
 from asyncengine.execution.layers import states
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig, learn, unit
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateStep
 from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
 from asyncengine.execution.models.families.lfm2 import ShortConvConfig

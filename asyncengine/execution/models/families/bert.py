@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mlp import MLPConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.encoder import DISTANCES, EncoderConfig, SequenceHeadConfig
 from asyncengine.execution.models.families.common import activation

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncengine.execution.layers.norm import NormConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import alternate, llama_like, rotary_of, windows_of

@@ -12,8 +12,8 @@ import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.models.config import unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.embedding import LayerInputConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mlp import MLPConfig, SideExpertsConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mlp import MLPConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.models.config import Defaults
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation

@@ -14,13 +14,12 @@ import torch
 from torch.nn import functional
 
 from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
-from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
-from asyncengine.execution.layers.norm import Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of

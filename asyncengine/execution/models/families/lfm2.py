@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from asyncengine.execution.layers.basic import Linear, NormConfig, Part
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
-from asyncengine.execution.layers.linear import Linear, Part
 from asyncengine.execution.layers.mlp import MoEConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, share_of

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig

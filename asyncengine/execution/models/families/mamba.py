@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.mlp import MoEConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig

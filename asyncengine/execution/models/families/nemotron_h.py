@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.layers.mlp import LatentExpertsConfig, MLPConfig, MoEConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig

@@ -6,10 +6,10 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mlp import MLPConfig
-from asyncengine.execution.layers.norm import NormConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.encoder import EncoderConfig, SequenceHeadConfig
 from asyncengine.execution.models.families.common import activation, head_dim_of, rotary_of

@@ -14,6 +14,7 @@ from asyncengine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+MAX_SESSION_NAME = 512
 Prompt = str | Sequence[int]
 WeightSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 """A model as `from_pretrained` takes it, or tensors by the names of its checkpoints."""
@@ -38,6 +39,7 @@ class RequestKeywords(VectorKeywords, total=False):
     prediction: Prompt | Mapping[str, Any] | None
     speculation: bool | Literal["auto", "off"] | None
     clip_max_tokens: bool
+    session: str | None
 
 
 class ChatKeywords(RequestKeywords, total=False):
@@ -77,6 +79,8 @@ class RequestOptions:
     """False or "off": nothing is drafted for this request. None, True or "auto": as the engine's `speculation` says."""
     clip_max_tokens: bool = False
     """A `max_tokens` beyond the end of the context means up to there. False: it is refused."""
+    session: str | None = None
+    """Name of the session (`AsyncEngine.session`) that it belongs to, which is opened if there is none."""
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
@@ -96,10 +100,12 @@ class RequestOptions:
         Done when the request is prepared, not on construction: `stream(...)` raises where its consumer first awaits.
         Whether the adapter is known is for the engine to say.
         """
-        for name in ("request_id", "cache_salt", "tenant"):
+        for name in ("request_id", "cache_salt", "tenant", "session"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidParameter(name, "must be a str or None", value)
+        if self.session is not None and len(self.session) > MAX_SESSION_NAME:
+            raise InvalidParameter("session", f"must have at most {MAX_SESSION_NAME} characters", len(self.session))
         speculation: Any = self.speculation
         if isinstance(speculation, str):  # as the engine's setting is written
             speculation = {"auto": None, "off": False}.get(speculation, speculation)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.prefix_store import PrefixStore
-from asyncengine.kvcache.store.segments import StoreCounts
+from asyncengine.kvcache.store.counts import StoreCounts
 from asyncengine.speculation.planner import SpeculationCounters
 from asyncengine.stats import EngineStats, ImageStats, SpeculationStats, Summary, ThreadStats
 

@@ -56,6 +56,7 @@ class KVCache:
         self.states = StateGroup(num_states) if num_states else None
         if self.states is not None:
             self.tree.losing.append(self.states.forget)
+            self.tree.passing.append(self.states.pass_over)
         self.windows: PageGroup | None = None
         """None: all layers have the same pages."""
         self.groups: tuple[PageGroup, ...] = (self.pages,)
@@ -335,6 +336,7 @@ class KVCache:
         if num_pages < table.num_pages and self._any_windows:
             num_pages = 0  # what the windows have passed by the end is not there, and it ends before that
         self.publish(table, tokens, num_pages * self.page_size, 0, priority)
+        self.tree.share(table.node)
         self.close(table, 0)
 
     @property

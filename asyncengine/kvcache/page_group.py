@@ -176,7 +176,7 @@ class PageGroup:
                 node = self.tree.pass_over(node, key)
                 continue
             place = index - table.first
-            node = self.tree.extend(node, key, pages[place], priority)
+            node = self.tree.extend(node, key, pages[place], priority, table.branches)
             if node.page != pages[place]:
                 if pages is table.pages:
                     pages = list(pages)

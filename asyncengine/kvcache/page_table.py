@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncengine.kvcache.radix_tree import Namespace, Node, Span
+from asyncengine.kvcache.radix_tree import Branches, Namespace, Node, Span
 from asyncengine.kvcache.states import WorkingState
 
 
@@ -28,6 +28,8 @@ class PageTable:
     """Spans of its path that are in sight of where others may want to start: kept longest when it has passed."""
     state: WorkingState | None = None
     """None: the model keeps none, or the request has not started."""
+    branches: Branches | None = None
+    """The session of its request; None: it belongs to none."""
     window: PageTable | None = None
     """Table of its window pages; None: all layers have the same pages."""
     matched: Node = field(init=False)

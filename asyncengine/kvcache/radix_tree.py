@@ -32,12 +32,30 @@ Span = tuple[int, int]
 """Depths of a path: those above the first, up to the second."""
 
 
+class Branches:
+    """The ends of a session's branches (`kvcache.sessions`), and when it will be back for them."""
+
+    __slots__ = ("back", "closed", "tips")
+
+    def __init__(self) -> None:
+        self.tips: dict[Node, int | None] = {}
+        """Last pages of its branches, oldest first, with the groups of the requests that left them."""
+        self.back = 0
+        """Tick at which its next request is expected, or came; 0: it is not known."""
+        self.closed = False
+
+    def rank(self, last_used: int, now: int) -> int:
+        """Tick of the last use of a page of which as much is to be expected. An order by last use takes a page to be
+        wanted in as long as it has not been; one that is wanted at `back` ranks as if it were used as long before."""
+        return min(2 * now - self.back, max(self.back, last_used)) if self.back else last_used
+
+
 class Node:
     """One cached page; the root of a namespace has depth 0 and no page, nor has a hole."""
 
     __slots__ = (
-        "children", "created", "depth", "digest", "hash", "hits", "last_used", "locks", "namespace", "noted", "page",
-        "parent", "passed", "priority", "queued", "state", "tokens", "twin",
+        "children", "created", "depth", "digest", "hash", "hits", "last_used", "locks", "namespace", "noted", "owner",
+        "page", "parent", "passed", "priority", "private", "queued", "state", "tips", "tokens", "twin",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], page: int, tick: int, priority: int) -> None:
@@ -55,15 +73,23 @@ class Node:
         self.state = 0  # slot of the snapshot of the recurrent state after this page (`kvcache.states`); 0: none
         self.twin: Node | None = None  # node of the same tokens in the tree of window pages
         self.passed = False  # nobody is expected to start from here
+        self.private = False  # only sessions have used it
+        self.owner: Branches | None = None  # the session that used it last
+        self.tips: dict[Branches, None] = {}  # sessions of which a branch ends here
         self.namespace: Namespace | None = None  # roots only
         self.hash = 0  # where a log is kept
         self.digest = b""  # where pages are stored (`kvcache.saving`): that of its records; b"": not known yet
         self.noted = -1  # likewise: when the page was created that was noted last
 
 
-EvictionKey = Callable[[Node], tuple[int, ...]]
-"""Key of a cached page (`eviction`), of which the smallest goes first when memory is needed. It may only grow while the
-node lives: the tree revalidates lazily."""
+EvictionKey = Callable[[Node, int], tuple[int, ...]]
+"""Key of a cached page and the tick of its last use (`eviction`), of which the smallest goes first when memory is
+needed. It may only grow while the node lives: the tree revalidates lazily."""
+
+
+def tick_of(reading: float) -> int:
+    """The tick of a reading of the engine's clock."""
+    return int(reading * 1e6)
 
 
 class RadixTree:
@@ -81,12 +107,14 @@ class RadixTree:
         """Number of pages that no request uses or is expected to start from."""
         self.losing: list[Callable[[Node], None]] = []
         """Called with each node whose page leaves the tree."""
+        self.passing: list[Callable[[Node], None]] = []
+        """Called with each node from which no request is expected to start any more."""
         self.log: CacheLog | None = None
         """Told of every page that comes or goes. Nobody who has none pays for it."""
         self.roots: dict[Namespace, Node] = {}
         """The root of each namespace that has pages or is locked."""
         self._heap: list[tuple[object, int, Node]] = []  # what `evict` may take, by a key that may be out of date
-        self._tick = 0
+        self._tick = self._now = 0
 
     @property
     def num_evictable(self) -> int:
@@ -173,17 +201,20 @@ class RadixTree:
                 if step.locks == 0:
                     if parent is not None:
                         self.num_locked -= 1
-                        if self.lookback is not None and not any(low < step.depth <= end for low, end in ends):
+                        behind = self.lookback is not None and not any(a < step.depth <= end for a, end in ends)
+                        if behind or self._is_unclaimed(step):
                             self._pass(step, True)
                     self._settle(step)
             step = parent
 
-    def extend(self, node: Node, tokens: tuple[int, ...], page: int, priority: int) -> Node:
+    def extend(
+        self, node: Node, tokens: tuple[int, ...], page: int, priority: int, owner: Branches | None = None
+    ) -> Node:
         """The child of `node` for one full page of `tokens`, which must be written (its step committed).
 
         If another request published the same tokens first, the existing child is returned and the caller must use its
         page in place of its own (mini-sglang #142: not doing so is a use-after-free). The caller holds a lock on
-        `node` and it moves to the child: lock counts on the path stay right.
+        `node` and it moves to the child: lock counts on the path stay right. `owner`: the session of the request.
         """
         child = node.children.get(tokens)
         self._tick += 1
@@ -191,11 +222,13 @@ class RadixTree:
             child = self._join(node, tokens)
         if not child.page:
             child.created, child.priority = self._tick, priority
+            child.private = owner is not None or node.private
             child.page = page  # last: who copies a page on another thread sees by both that it is the same one
             self.num_pages += 1
             if self.log is not None:
                 self.log.published(child.hash)
         child.last_used = self._tick
+        child.owner = owner
         child.priority = min(child.priority, priority)
         if child.locks == 0:
             self.num_locked += 1
@@ -203,6 +236,38 @@ class RadixTree:
                 self._pass(child, False)
         child.locks += 1
         return child
+
+    def advance(self, now: float) -> None:
+        """Let ticks be microseconds of the clock, which reads `now`, as far as they are not ahead of it. Keys that
+        depend on the time stay as they are until the next call."""
+        self._now = self._tick = max(self._tick, tick_of(now))
+
+    def share(self, node: Node) -> None:
+        """Note that a request outside of sessions has used the path to `node`: it is not theirs alone."""
+        while node.private:
+            node.private = False
+            node = node.parent  # type: ignore[assignment]  # roots are not private
+
+    def pass_unclaimed(self, node: Node) -> None:
+        """Note of the end of the path to `node` that no request is expected to start there."""
+        while self._is_unclaimed(node):
+            self._pass(node, True)
+            if self._may_go(node):
+                self._queue(node)
+            node = node.parent  # type: ignore[assignment]  # roots are not private
+
+    def rank_anew(self, nodes: Iterable[Node]) -> None:
+        """The keys of `nodes` have become smaller: note them."""
+        for node in nodes:
+            if self._may_go(node):
+                node.queued = False
+                self._queue(node)
+
+    def _is_unclaimed(self, node: Node) -> bool:
+        """Whether only sessions have used the page, and no branch of theirs leads there."""
+        if not node.private or node.locks or node.tips or not node.page:
+            return False
+        return all(child.passed or not child.page for child in node.children.values())
 
     def pass_over(self, node: Node, tokens: tuple[int, ...]) -> Node:
         """The child of `node` for a page of `tokens` that the caller has not any more, as it is; else a hole, which
@@ -263,13 +328,16 @@ class RadixTree:
             self.roots.pop(node.namespace, None)
 
     def _key(self, node: Node) -> tuple[bool, tuple[int, ...]]:
-        return not node.passed, self.strategy(node)
+        last_used = node.last_used if node.owner is None else node.owner.rank(node.last_used, self._now)
+        return not node.passed, self.strategy(node, last_used)
 
     def _pass(self, node: Node, passed: bool) -> None:
         """Note whether `node` has been passed. Its key becomes smaller, so it must be queued once more."""
         if node.passed != passed:
             node.passed = passed
             self.num_passed += 1 if passed else -1
+            for tell in self.passing if passed else ():
+                tell(node)
             node.queued = node.queued and not passed
 
     def _queue(self, node: Node) -> None:
@@ -303,6 +371,12 @@ class RadixTree:
         for tell in self.losing:
             tell(node)
         self._pass(node, False)
+        for owner in list(node.tips):  # its branch ends a page earlier now
+            group = owner.tips.pop(node)
+            if node.parent is not None and node.parent.page:
+                owner.tips.setdefault(node.parent, group)
+                node.parent.tips[owner] = None
+        node.tips, node.owner, node.private = {}, None, False
         self.num_pages -= 1
         if self.log is not None:
             self.log.evicted(node.hash)

@@ -202,13 +202,9 @@ class StateGroup:
             self._trails[working.trail] = working
 
     def settle_guesses(
-        self,
-        use: StateUse,
-        working: WorkingState | None = None,
-        accepted: int = 0,
-        made: int = 0,
+        self, use: StateUse, working: WorkingState | None = None, accepted: int = 0, made: int = 0,
         trail: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take back the slots between guesses of a retired step, of which `made` were computed and `accepted` right.
         `working`: the request's state, which goes on from the last right one; None: the result does not count.
         `trail`: number of accepted guesses up to the last page that they fill of its answer; None: they fill none."""
@@ -316,6 +312,11 @@ class StateGroup:
         self.pool.give((snapshot.slot,))
         self._evictions += 1
 
+    def pass_over(self, node: Node) -> None:
+        """No request is expected to start from the snapshot of `node`, if it has one."""
+        if node.state in self.snapshots:
+            self._passed[node.state] = self.snapshots.pop(node.state)
+
     def reserve(self) -> int:
         """A slot for a state that is read from somewhere else; 0: there is none now."""
         slot = self._take()
@@ -354,8 +355,8 @@ class StateGroup:
             node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
         self._attach(slot, None if node.depth < depth else node)
         origin = working.origin
-        if node.depth > origin.depth and len(origin.children) < 2 and origin.state in self.snapshots:
-            self._passed[origin.state] = self.snapshots.pop(origin.state)
+        if node.depth > origin.depth and len(origin.children) < 2:
+            self.pass_over(origin)
         working.origin = node
 
     def _attach(self, slot: int, node: Node | None) -> None:

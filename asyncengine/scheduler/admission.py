@@ -26,6 +26,7 @@ from typing import Protocol
 from asyncengine.config import BatchingSettings
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node
+from asyncengine.kvcache.sessions import continue_branch
 from asyncengine.kvcache.states import WorkingState
 from asyncengine.policies import Policy, overrides, victim_rank
 from asyncengine.scheduler.queues import WaitingQueue
@@ -295,11 +296,14 @@ class Admission:
             self._slots.acquire(request, beside.running.values())
             return Verdict.ADMITTED
         table = self._kv.open(self.namespace(request), request.tokens, self.match_limit(request))
+        known = table.matched
         verdict = self._fits(request, table, beside)
         if verdict is not Verdict.ADMITTED:
             self._kv.close(table, 0)
             return verdict
-        request.table = table
+        request.table, table.branches = table, request.branches
+        if request.branches is not None and self.match_limit(request) == len(request.tokens) - 1:
+            continue_branch(self._kv.tree, request.branches, known)
         request.num_computed = request.num_launched = table.num_shared * self._kv.page_size
         if request.first_step_at is None:
             request.cached_tokens = request.num_computed

@@ -5,6 +5,7 @@ A new request is posted as its specification, nothing around it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -159,9 +160,21 @@ class UnpinPrefix:
     ticket: int
 
 
+@dataclass(frozen=True, slots=True)
+class SessionEvent:
+    """News of a session by its owner: it is opened, to be closed `seconds` after its last request; it will be back in
+    so many seconds; or it is closed."""
+
+    name: str
+    what: Literal["open", "waiting", "close"]
+    at: float = 0.0
+    """Clock reading."""
+    seconds: float = math.inf
+
+
 Message = (
     RequestSpec | Abort | StopText | Suspend | Resume | GrammarReady | AdapterReady | PrefixFound | PrefixLoaded | Drain
-    | UpdateWeights | Pause | ResetPrefixCache | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix
+    | UpdateWeights | Pause | ResetPrefixCache | WithdrawUpdate | PinPrefix | UnpinPrefix | ImportPrefix | SessionEvent
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]

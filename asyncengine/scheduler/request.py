@@ -6,6 +6,7 @@ from enum import Enum
 
 from asyncengine.errors import GrammarError, InvariantViolation
 from asyncengine.kvcache.page_table import PageTable
+from asyncengine.kvcache.radix_tree import Branches
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.allowed_tokens import AllowedTokens
 from asyncengine.seams import GrammarMatcher
@@ -47,10 +48,10 @@ class Request:
     """
 
     __slots__ = (
-        "adapter_digest", "adapter_slot", "cached_tokens", "discard_until", "drafts_launched", "epoch", "first_step_at",
-        "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched", "num_pending",
-        "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint", "restored_tokens", "restores",
-        "slot", "spec", "state", "suspended", "table", "tokens",
+        "adapter_digest", "adapter_slot", "branches", "cached_tokens", "discard_until", "drafts_launched", "epoch",
+        "first_step_at", "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched",
+        "num_pending", "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint",
+        "restored_tokens", "restores", "slot", "spec", "state", "suspended", "table", "tokens",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -64,6 +65,8 @@ class Request:
         self.adapter_slot = 0
         self.adapter_digest = ""
         """Digest of its adapter's content, once that is in memory; "" for none."""
+        self.branches: Branches | None = None
+        """Branches of its session; None: it belongs to none."""
         self.matcher: GrammarMatcher | None = None
         if spec.params.allowed_token_ids is not None:
             self.matcher = AllowedTokens(spec.params.allowed_token_ids)

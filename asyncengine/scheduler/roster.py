@@ -14,6 +14,7 @@ from typing import Any
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.kvcache.sessions import end_branch
 from asyncengine.policies import Policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.messages import EndReason, UpdateMode
@@ -21,6 +22,7 @@ from asyncengine.scheduler.output import Counters, Output, with_counts
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.restores import Restores
+from asyncengine.scheduler.sessions import Sessions
 from asyncengine.scheduler.slots import Slots
 from asyncengine.speculation import DraftPlanner
 
@@ -120,6 +122,7 @@ class Roster:
         """Requests in state WAITING that hold nothing and are not admitted, for their consumers do not read."""
         self.suspends = True
         """False: the engine drains, and nothing that it waits for may wait for a consumer."""
+        self.sessions = Sessions(kv)
         self.deadlines = Deadlines()
         self.counters = Counters()
         self.outputs: list[Output] = []
@@ -130,6 +133,7 @@ class Roster:
     def add(self, spec: RequestSpec) -> None:
         """A request has come."""
         request = Request(spec)
+        request.branches = self.sessions.arrive(spec)
         self.weights.note_arrival(request)
         self.requests[spec.ticket] = request
         self.policy.arrive(request)
@@ -235,6 +239,10 @@ class Roster:
         """Stop running: publish the computed pages, give back everything held."""
         if request.table is not None:
             self.publish(request)
+            if request.branches is None:
+                self.kv.tree.share(request.table.node)
+            else:
+                end_branch(self.kv.tree, request.branches, request.table.node, request.spec.group)
             self.kv.close(request.table, request.last_step)
             request.table = None
         self.slots.release(request, request.last_step)

@@ -122,6 +122,8 @@ class Scheduler:
                 self.roster.to_pin[ticket] = None
             case messages.UnpinPrefix(ticket):
                 self.roster.unpin(ticket)
+            case messages.SessionEvent():
+                self.roster.sessions.tell(message)
             case messages.UpdateWeights(number, mode):
                 self.roster.add_update(number, mode)
             case messages.Pause(number, mode):
@@ -143,6 +145,7 @@ class Scheduler:
         """The next step, or None if there is nothing to compute before a message or a result arrives."""
         for request in self.roster.deadlines.expired(now):
             self.roster.end(request, "timeout")
+        self.roster.sessions.expire(now)
         self.roster.leave_restores(self.restores.overdue(now))
         if not self.requests or self.roster.weights.stop_steps:
             return None

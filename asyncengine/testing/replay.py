@@ -35,7 +35,7 @@ _MESSAGES: dict[str, Any] = {
         RequestSpec, messages.Abort, messages.StopText, messages.Suspend, messages.Resume, messages.GrammarReady,
         messages.AdapterReady, messages.PrefixFound, messages.PrefixLoaded, messages.Drain, messages.UpdateWeights,
         messages.Pause, messages.ResetPrefixCache, messages.WithdrawUpdate, messages.PinPrefix, messages.UnpinPrefix,
-        messages.ImportPrefix,
+        messages.ImportPrefix, messages.SessionEvent,
     )
 }  # fmt: skip
 

@@ -159,7 +159,7 @@ BASE = {
 }  # fmt: skip
 """Plain data, plug points and small helpers: anybody may import them."""
 
-ROOT_ONLY = {"async_engine", "engine_base", "sync_engine", "engine_group", "shared", "stream", "build"}
+ROOT_ONLY = {"async_engine", "engine_base", "sync_engine", "engine_group", "session", "shared", "stream", "build"}
 """Beside these two sets of files the root of the package holds nothing but `ALIASES`."""
 ALIASES = {"serve", "training", "cli"}
 """Older public names of integrations, beside those in `asyncengine.cluster`."""

@@ -100,6 +100,7 @@ class Steps:
         priority: int = 0,
         salt: str | None = None,
         tenant: str | None = None,
+        session: str | None = None,
         **fields: Any,
     ) -> int:
         """Submit one sample; its ticket. `fields` of its `RequestSpec`. What the test brings a matcher for, or an
@@ -109,7 +110,7 @@ class Steps:
         if needs_grammar and params.grammar is None:
             params = params.replace(grammar="the test's")
         adapter = adapter or ("A" if adapter_loading else None)
-        options = RequestOptions(adapter=adapter, priority=priority, cache_salt=salt, tenant=tenant)
+        options = RequestOptions(adapter=adapter, priority=priority, cache_salt=salt, tenant=tenant, session=session)
         total = len(prompt) + max_tokens
         spec = RequestSpec(self._tickets, tuple(prompt), params, total, options, arrival=self.now, **fields)
         self.expected[self._tickets] = self.executor.model.oracle(prompt, max_tokens, spec.seed, spec.stop_ids)
@@ -118,10 +119,10 @@ class Steps:
             self.scheduler.apply(AdapterReady(self._tickets, adapter))
         return self._tickets
 
-    def add_group(self, prompt: Sequence[int], samples: int, max_tokens: int = 8) -> list[int]:
+    def add_group(self, prompt: Sequence[int], samples: int, max_tokens: int = 8, **more: Any) -> list[int]:
         """`samples` samples of one prompt, each with a seed of its own."""
         first = self._tickets + 1
-        return [self.add(prompt, max_tokens, group=first, seed=1000 + i) for i in range(samples)]
+        return [self.add(prompt, max_tokens, group=first, seed=1000 + i, **more) for i in range(samples)]
 
     def apply(self, message: Any) -> None:
         self.scheduler.apply(message)

@@ -22,9 +22,9 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from asyncengine.kvcache.store.counts import StoreCounts
 from asyncengine.kvcache.store.disk import Disk
 from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, checksum
 from asyncengine.step import RecordPart
@@ -40,20 +40,6 @@ _MOST_FAILURES = 3
 _PLACE = struct.Struct("<QI")
 """Offset of a record, and the CRC-32 of its entry up to there."""
 NAME = re.compile(r"([0-9a-f]{32})-(\d{8,})\.(data|index)")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreCounts:
-    """Figures of a durable prefix cache, since the start. All 0: there is none."""
-
-    records: int = 0
-    """Records that can be found now."""
-    bytes_read: int = 0
-    bytes_written: int = 0
-    damaged: int = 0
-    """Records that were not what they had to be, and not used."""
-    failures: int = 0
-    """Reads and writes that an operating system refused."""
 
 
 class Entry(NamedTuple):

@@ -13,9 +13,9 @@ __all__ = [
     "EngineStats", "FinishReason", "FleetError", "GrammarError", "GrammarImpossible", "GrammarTimeout",
     "GrammarTooLarge", "GrammarUnsupported", "InvalidParameter", "LogprobEntry", "ModelInfo", "ModelNotFound",
     "OutOfMemory", "Policy", "PrefixCacheReset", "QueueFull", "Ranked", "Ranking", "RequestFailed",
-    "RequestKeywords", "RequestTimeout", "Sample", "SamplingParams", "SyncTokenStream", "Timings", "TokenLogprob",
-    "TokenStream", "ToolCall", "ToolCallDelta", "UnsupportedModel", "Usage", "VectorKeywords", "WeightedFair",
-    "WrongLoop", "WrongProcess", "shared_engine", "submitted",
+    "RequestKeywords", "RequestTimeout", "Sample", "SamplingParams", "Session", "SyncTokenStream", "Timings",
+    "TokenLogprob", "TokenStream", "ToolCall", "ToolCallDelta", "UnsupportedModel", "Usage", "VectorKeywords",
+    "WeightedFair", "WrongLoop", "WrongProcess", "shared_engine", "submitted",
 ]  # fmt: skip
 
 _NAMES = {
@@ -36,6 +36,7 @@ _NAMES = {
     "LogprobEntry Ranked Ranking Sample Timings ToolCall ToolCallDelta Usage",
     "policies": "Policy WeightedFair",
     "sampling_params": "SamplingParams",
+    "session": "Session",
     "shared": "EngineHandle shared_engine",
     "stats": "EngineStats",
     "step": "TokenLogprob",
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
     )
     from asyncengine.policies import Policy, WeightedFair
     from asyncengine.sampling_params import SamplingParams
+    from asyncengine.session import Session
     from asyncengine.shared import EngineHandle, shared_engine
     from asyncengine.stats import EngineStats
     from asyncengine.step import TokenLogprob

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from asyncengine.checks import as_switch
 from asyncengine.engine.frontend import Frontend
 from asyncengine.info import ModelInfo
 from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import ChatMessages, ToolSpecs
+from asyncengine.session import Session
 from asyncengine.stats import EngineStats
 
 
@@ -38,6 +39,15 @@ class EngineBase(ABC):
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
         return self.core.client.abort(request_id)
+
+    def session(self, name: str | None = None, *, ttl: float | None = None) -> Session:
+        """A session of many requests, for `with` or `async with`, whose branches in the prefix cache are its own.
+
+        `name`: what a request's `session` may say in place of it; None: a fresh one. `ttl`: seconds after its last
+        request at which it is closed by itself; None: never, but the one longest unused where there are over 4,096.
+        Raises `InvalidParameter`, and `EngineClosed` before the engine has started.
+        """
+        return Session(cast("Any", self), name, ttl)
 
     def count_tokens(
         self, text: str | ChatMessages, tools: ToolSpecs | None = None,

@@ -22,6 +22,7 @@ from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import ChatKeywords, ChatMessages, Prompt, RequestKeywords
 from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.session import Session
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 
@@ -301,6 +302,10 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         """`AsyncEngine.decide` of `model`; None: of the only one that generates."""
         async with self.using(model) as engine:
             return await engine.decide(state, questions, assets=assets, **options)
+
+    def session(self, name: str | None = None, *, ttl: float | None = None, model: str | None = None) -> Session:
+        """`AsyncEngine.session` of `model`; None: of the only one that generates. It must be loaded (see `using`)."""
+        return self.engine_for(model).session(name, ttl=ttl)
 
     @asynccontextmanager
     async def pin(

@@ -4,6 +4,7 @@ there, from which their output comes back as `RequestOutput`s, each with everyth
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from asyncengine.config import EngineConfig
@@ -19,7 +20,7 @@ from asyncengine.outputs import Chunk, FinishReason
 from asyncengine.request_output import RequestOutput
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
-from asyncengine.scheduler.messages import Abort, Drain, Message
+from asyncengine.scheduler.messages import Abort, Drain, Message, SessionEvent
 from asyncengine.seams import AdapterStore, GrammarCompiler
 
 
@@ -34,9 +35,9 @@ class RelayLoop(ServingLoop):
         self.waiters: list[Waiter] = []
         """Consumers that have something new, and sleep."""
 
-    def take(self) -> Iterator[list[RequestSpec] | int]:
+    def take(self) -> Iterator[list[RequestSpec] | int | SessionEvent]:
         """Everything that was posted, in order: the samples of a request or the texts of a batch, which are open from
-        here on, and tickets whose consumers have left. A drain begins when it is met."""
+        here on, tickets whose consumers have left, and news of sessions. A drain begins when it is met."""
         for _, group in groupby(self.inbox.take(), key=_group):
             messages = list(group)
             specs = [message for message in messages if isinstance(message, RequestSpec)]
@@ -49,6 +50,8 @@ class RelayLoop(ServingLoop):
             for message in messages:
                 if isinstance(message, Abort):
                     yield message.ticket
+                elif isinstance(message, SessionEvent):
+                    yield message
                 elif isinstance(message, Drain):
                     self.start_drain(message)
 
@@ -257,6 +260,10 @@ class Outbox(Inbox[RelayMailbox | RequestOutput]):
             request = PreparedRequest(tuple(frontend.validator.reopen(spec, mailbox) for spec in specs), mailbox)
         frontend.loop.queue_limit.enter(request.samples, request.num_tokens)
         frontend.client.post(request)
+
+    def tell(self, frontend: Frontend, event: SessionEvent) -> None:
+        """Post news of a session to the engine, whose clock is another."""
+        frontend.loop.inbox.post(replace(event, at=frontend.loop.clock.now()))
 
     def take_outputs(self) -> list[RequestOutput]:
         """Everything new, of each request once."""

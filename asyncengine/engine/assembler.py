@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine.engine.validation import PreparedRequest
@@ -36,8 +36,13 @@ class _Output:
 class Assembler:
     """Merges waiting chunks into one for the reader, and all chunks into the completion. Pure."""
 
-    def __init__(self, prepared: PreparedRequest, now: Callable[[], float]) -> None:
+    def __init__(
+        self, prepared: PreparedRequest, now: Callable[[], float],
+        called: Callable[[Sequence[str]], object] | None = None,
+    ) -> None:  # fmt: skip
+        """`called`: told the names of the tools that the answer calls, when it has ended."""
         self.prepared = prepared
+        self._called = called
         self._now = now
         self._outputs = [_Output() for _ in prepared.streams]
         self._failed: Chunk | None = None
@@ -87,6 +92,9 @@ class Assembler:
             self.finished = True
             self._ended_at = self._now()
             chunk.usage = self.usage
+            calls = [] if self._reader is None else self._reader.calls(0)
+            if calls and self._called is not None:
+                self._called([call.name for call in calls])
 
     @property
     def usage(self) -> Usage:

@@ -20,6 +20,7 @@ from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.prefix_files import Prefixes, path_of
 from asyncengine.engine.profiling import MOST_STEPS, Profile
+from asyncengine.engine.sessions import ToolWaits
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
 from asyncengine.engine.turns import Sleep, WeightUpdate, writing
@@ -102,6 +103,7 @@ class Frontend:
         self.prepare_release: PrepareRelease | None = None
         """None: its memory cannot be given back."""
         self._images = images
+        self.tool_waits = ToolWaits(loop)
         self._decisions: DecisionPrompts | None = None
         self._update_numbers = count(1)
         self._profiling = threading.Lock()
@@ -273,14 +275,12 @@ class Frontend:
         return Assembler(prepared, self.loop.clock.now)
 
     def post(self, prepared: PreparedRequest) -> Assembler:
-        """Post a prepared request, which has its places in the queue, and make its consumer's end. Raises as
-        `LoopClient.post`."""
+        """Post a prepared request, which has its places in the queue; its consumer's end. As `LoopClient.post`."""
         self.client.post(prepared)
-        return Assembler(prepared, self.loop.clock.now)
+        return self.tool_waits.assembler(prepared)
 
     def _check_serves(self, call: str) -> None:
-        """Raises `InvalidParameter` where the model's task does not allow a call of this name, and as
-        `LoopClient.check_open`."""
+        """Raises `InvalidParameter` where the model's task allows no call of this name, and as `check_open`."""
         self.client.check_open()
         kind, served = _TASKS[self.info.task]
         if call in served:

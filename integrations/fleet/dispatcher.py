@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from asyncengine.assembly.relay import RelayLoop
 from asyncengine.errors import EngineDead, FleetError
 from asyncengine.integrations.fleet.adapters import FleetAdapters
-from asyncengine.integrations.fleet.messages import Command, Update
+from asyncengine.integrations.fleet.messages import Command, Tell, Update
 from asyncengine.integrations.fleet.requests import FleetRequest, Prefill, ReplicaHandle
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.placement.routing import Role, Route, Router
@@ -138,10 +138,14 @@ class Dispatcher:
     # ---------------------------------------------------------------- to replicas
 
     def take(self) -> None:
-        """Take up new requests and aborts, in order."""
+        """Take up new requests, aborts and news of sessions, in order."""
         for item in self.loop.take():
             if isinstance(item, int):
                 self._abort(item)
+                continue
+            if not isinstance(item, list):  # news of a session, which may have branches at several
+                for replica in self.replicas:
+                    self._post(replica, Tell(item))
                 continue
             request = FleetRequest(self.loop, item, self.adapters.claimed(item[0].ticket), self._resumes, self._forget)
             self.requests[request.key] = request

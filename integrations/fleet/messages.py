@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from asyncengine import AdapterInfo
 from asyncengine.assembly.served_model import ServedModel
@@ -36,8 +37,14 @@ class Submit:
     """Reading of the clock by which the times in `specs` were taken."""
 
 
-Command = Submit | int
-"""A request, or the ticket of a sample, a text or a prompt that is wanted no more."""
+class Tell(NamedTuple):
+    """A message to a replica's engine (`Outbox.tell`)."""
+
+    message: Any
+
+
+Command = Submit | Tell | int
+"""A request, a message, or the ticket of a sample, a text or a prompt that is wanted no more."""
 
 
 @dataclass(slots=True)

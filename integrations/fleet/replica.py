@@ -22,7 +22,7 @@ from asyncengine.assembly.served_model import ServedModel
 from asyncengine.engine.peers import Tasks
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
 from asyncengine.integrations.fleet.connection import MAX_MESSAGE_BYTES, UNSENT, Door, new_socket, zmq
-from asyncengine.integrations.fleet.messages import VERSION, Loaded, Submit, Update
+from asyncengine.integrations.fleet.messages import VERSION, Loaded, Submit, Tell, Update
 from asyncengine.integrations.fleet.processes import packed
 from asyncengine.outputs import Chunk
 from asyncengine.request_output import RequestOutput
@@ -231,6 +231,8 @@ class Replica:
                     self._submit(command)
                 except Exception as error:
                     self.outbox.post(_refusal(command, error))
+            elif isinstance(command, Tell):
+                self.outbox.tell(self.engine.core, command.message)
             else:
                 self.engine.core.client.abort_tickets([command])
 

@@ -63,7 +63,7 @@ class FleetRequest(RelayedRequest):
         if self.texts is None:  # a prompt's last token is never taken from a cache
             tokens = (*spec.prompt, *self.tokens.get(spec.index, ()))[:-1]
             pages = page_hashes((self.digest, salt), tokens, page_size)
-        return RouteRequest(pages, self.digest, salt, float(len(self.specs)))
+        return RouteRequest(pages, self.digest, spec.options.session or salt, float(len(self.specs)))
 
     def to_submit(self, now: float, peer: Peer | None = None) -> Submit:
         """The message to its replica: the specifications, the output so far, and whom to ask for the prefix."""

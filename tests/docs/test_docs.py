@@ -92,8 +92,8 @@ def test_only_what_no_extra_installs_may_be_missing() -> None:
     required = [project["dependencies"], *project["optional-dependencies"].values()]
     names = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for group in required for requirement in group}
     assert not names & set(OPTIONAL.values())
-    page = (ROOT / "docs" / "howto" / "other_libraries.md").read_text(encoding="utf-8")
-    assert set().union(*(imported(code) for code in BLOCK.findall(page))) >= OPTIONAL.keys()
+    pages = [(ROOT / "docs" / "howto" / f"{name}.md").read_text("utf-8") for name in ("other_libraries", "tracing")]
+    assert set().union(*(imported(code) for page in pages for code in BLOCK.findall(page))) >= OPTIONAL.keys()
 
 
 LANGUAGES = {"python", "py", "text", "toml", "bash", "dockerfile"}

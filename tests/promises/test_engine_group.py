@@ -25,6 +25,8 @@ async def group() -> AsyncIterator[EngineGroup]:
 async def test_who_is_meant_follows_from_the_work(group: EngineGroup) -> None:
     completion = await group.generate("Once", GREEDY)
     assert completion.token_ids == (await group["chat"].generate("Once", GREEDY)).token_ids
+    with group.session() as session:
+        assert completion.token_ids == (await session.generate("Once", GREEDY)).token_ids
     by_name = await group.embed(["a text"], model="embed")
     assert (await group.embed(["a text"])).vectors.tobytes() == by_name.vectors.tobytes()
     assert sorted(group) == ["chat", "embed"]

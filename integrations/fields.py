@@ -22,7 +22,9 @@ SAMPLING_FIELDS = (
 """Fields of `EngineFields` that are `SamplingParams` fields of the same name."""
 TEMPLATE_VARIABLES = ("enable_thinking", "reasoning_effort")
 """Variables of chat templates that are fields here and keywords of a call, besides `template_kwargs`."""
-CALL_FIELDS = (*SAMPLING_FIELDS, *TEMPLATE_VARIABLES, "max_thinking_tokens", "adapter", "timeout", "priority")
+CALL_FIELDS = (
+    *SAMPLING_FIELDS, *TEMPLATE_VARIABLES, "max_thinking_tokens", "adapter", "timeout", "priority", "session",
+)  # fmt: skip
 """Fields of `EngineFields` that are keywords of each call."""
 CALL_KEYWORDS = (*SamplingParams.__dataclass_fields__, *ChatKeywords.__annotations__)
 EMPTY_MEANS_NONE = ("tools", "template_kwargs")
@@ -117,6 +119,8 @@ class EngineFields(EngineChoice):
     """Seconds from submit to the end of the answer; then the call raises with the partial text."""
     priority: int | None = None
     """Lower goes first, where the engine's policy is "priority"."""
+    session: str | None = None
+    """Name of the session (`AsyncEngine.session`) that every request belongs to."""
     enable_thinking: bool | None = None
     """Variable of the chat template, where it reads one of that name (Qwen3's does); else it does nothing."""
     reasoning_effort: str | None = None

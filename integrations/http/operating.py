@@ -24,8 +24,8 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def adapter_routes(serving: Serving) -> list[Route]:
-    """Paths of adapters. They read folders of this machine, so they are served to holders of a key, or where it is
-    allowed."""
+    """Paths of adapters, which read folders of this machine and so are served to holders of a key, or where it is
+    allowed; and SGLang's, by which a client closes a session."""
 
     async def read(request: Request, table: str) -> dict[str, Any]:
         if not (serving.api_keys or serving.allow_adapters):
@@ -44,7 +44,15 @@ def adapter_routes(serving: Serving) -> list[Route]:
         await serving.models.unload_adapter(own["lora_name"], own.get("model"))
         return PlainTextResponse(f"Success: LoRA adapter {own['lora_name']!r} removed successfully.")
 
-    served = {"/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload}
+    async def close_session(request: Request) -> Response:
+        own = (await read_fields(request, serving)).read(TABLES["close_session"])["own"]
+        for engine in serving.models.group.loaded.values():
+            engine.session(own["session_id"]).close()
+        return JSONResponse({"session_id": own["session_id"]})
+
+    served = {
+        "/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload, "/close_session": close_session,
+    }  # fmt: skip
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()]
 
 

@@ -55,7 +55,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:  # fmt: skip
         with mapped_errors():
-            call, prompt = self._request(stop, kwargs), to_openai(messages)
+            call, prompt = self._request(stop, self._in_thread(run_manager, kwargs)), to_openai(messages)
             completion = self._engines().sync().chat(prompt, call.params, **call.keywords)
             return chat_result(checked(completion), call.model_name)
 
@@ -64,7 +64,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> ChatResult:  # fmt: skip
         with mapped_errors():
-            call, prompt = self._request(stop, kwargs), to_openai(messages)
+            call, prompt = self._request(stop, self._in_thread(run_manager, kwargs)), to_openai(messages)
             engine = await self._engines().aio()
             completion = await engine.chat(prompt, call.params, **call.keywords)
             return chat_result(checked(completion), call.model_name)
@@ -75,7 +75,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:  # fmt: skip
         # The base class calls on_llm_new_token for every chunk; calling it here would report tokens twice.
         with mapped_errors():
-            call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
+            call, prompt = self._stream_request(stop, self._in_thread(run_manager, kwargs)), to_openai(messages)
             arguments = dict[int, str]()
             for chunk in each_chunk(call.stream(self._engines().sync(), prompt)):
                 yield from chat_chunks(chunk, call.model_name, arguments)
@@ -85,7 +85,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None, **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:  # fmt: skip
         with mapped_errors():
-            call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
+            call, prompt = self._stream_request(stop, self._in_thread(run_manager, kwargs)), to_openai(messages)
             arguments = dict[int, str]()
             async with aclosing(each_chunk_async(call.stream(await self._engines().aio(), prompt))) as chunks:
                 async for chunk in chunks:

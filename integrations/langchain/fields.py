@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
+from langchain_core.callbacks import BaseRunManager
 from langchain_core.language_models.base import LangSmithParams
 from pydantic import Field, SecretStr
 
@@ -70,6 +71,13 @@ class LangChainFields(EngineFields):
     def _request(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """`stream` is LangChain's own switch between `_generate` and `_stream`."""
         return self._call(stop, {name: value for name, value in kwargs.items() if name != "stream"})
+
+    def _in_thread(self, manager: BaseRunManager | None, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Keywords of a call, with the thread of its `RunnableConfig` as session where none is named."""
+        thread = None if manager is None else manager.metadata.get("thread_id")
+        if thread is None or self.session is not None or "session" in self.model_kwargs:
+            return kwargs
+        return {"session": str(thread), **kwargs}
 
     def _stream_request(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Call:
         call = self._request(stop, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, ToolMessage
+from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
@@ -77,3 +78,18 @@ async def test_a_response_format(demo: EngineHandle, profile: Any, tools: Any, s
     assert isinstance(answer, dict if isinstance(schema, dict) or schema is PersonDict else schema)
     first = result["messages"][1]
     assert bool(first.tool_calls) is (profile is not None)
+
+
+async def test_a_thread_of_langgraph_is_a_session(demo: EngineHandle) -> None:
+    def sessions() -> list[str]:
+        return list(demo.get().core.loop.scheduler.roster.sessions._branches)
+
+    question, thread = {"messages": [("user", WEATHER)]}, {"configurable": {"thread_id": "thread-7"}}
+    ran = create_agent(make(), [get_weather], checkpointer=InMemorySaver())
+    await ran.ainvoke(question, config=thread)
+    assert sessions()[-1] == "thread-7"
+    assert demo.get().core.tool_waits.seconds["get_weather"] > 0
+    named = create_agent(make(session="named"), [get_weather], checkpointer=InMemorySaver())
+    async for _ in named.astream(question, config=thread, stream_mode="messages"):
+        pass
+    assert sessions()[-2:] == ["thread-7", "named"]

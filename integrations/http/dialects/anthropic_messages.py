@@ -57,7 +57,7 @@ def read(fields: Fields, *, counting: bool = False) -> Turn:
     turn.messages = _messages(own["messages"], own.get("system"))
     if "max_tokens" not in turn.params and not counting:
         raise InvalidParameter("max_tokens", "is missing: the most tokens to write")
-    turn.options = {"clip_max_tokens": True}  # agents ask for as much as the largest models write
+    turn.options["clip_max_tokens"] = True  # agents ask for as much as the largest models write
     turn.extra = {"stop": turn.params.get("stop", ())}
     turn.chat = {"tools": _tools(fields, own.get("tools", []))} | _tool_choice(own)
     _read_form(fields, own, turn)

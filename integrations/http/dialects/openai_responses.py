@@ -104,6 +104,7 @@ def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
     echo |= {name: _short(name, own.get(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
     echo |= {name: own.get(name) for name in ("previous_response_id", "instructions")}
+    turn.options = {"session": echo["prompt_cache_key"], **turn.options}
     turn.params |= {} if most is None else {"max_tokens": most}
     return echo | {
         "max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default",

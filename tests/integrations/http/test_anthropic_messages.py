@@ -121,7 +121,7 @@ def test_what_an_agent_sends_is_tolerated_and_told(client: anthropic.Anthropic) 
     assert raw.parse().usage.output_tokens == 3
     told = raw.headers["x-asyncengine-ignored"].split(", ")
     assert sorted(told) == [
-        "context_management", "metadata", "output_config.effort", "something_new", "tools[3] (web_search_20250305)",
+        "context_management", "output_config.effort", "something_new", "tools[3] (web_search_20250305)",
     ]  # fmt: skip
 
 

@@ -122,11 +122,12 @@ SERVED: dict[str, tuple[Any, dict[str, Any]]] = {
 ELSEWHERE = (
     "messages", "model", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "functions",
     "function_call", "response_format", "reasoning_effort", "prediction", "top_logprobs", "modalities",
+    "prompt_cache_key",
 )  # fmt: skip
 """Fields of OpenAI's that have a test of their own."""
 PASSED_OVER = {
     "audio": {"format": "wav", "voice": "ash"}, "metadata": {"a": "b"}, "moderation": {"model": "m"},
-    "prompt_cache_key": "k", "prompt_cache_options": {}, "prompt_cache_retention": "24h", "safety_identifier": "s",
+    "prompt_cache_options": {}, "prompt_cache_retention": "24h", "safety_identifier": "s",
     "service_tier": "auto", "store": True, "user": "u", "verbosity": "low", "web_search_options": {},
 }  # fmt: skip
 
@@ -190,7 +191,7 @@ def test_what_is_not_served_is_refused_by_name(given: dict[str, Any], field: str
 FOREIGN = {
     "ttl": 300, "keep_alive": "5m", "options": {"num_ctx": 8192}, "provider": {"order": ["x"]},
     "usage": {"include": True},
-    "transforms": [], "session_id": "s", "cache_control": {"type": "ephemeral"}, "typical_p": 1, "mirostat": 0,
+    "transforms": [], "cache_control": {"type": "ephemeral"}, "typical_p": 1, "mirostat": 0,
     "timings_per_token": True, "samplers": ["top_k"], "watermark": False, "separate_reasoning": True, "num_ctx": 4096,
     "mm_processor_kwargs": {}, "kv_transfer_params": {"a": 1}, "stream_options": {"foo": 1},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, Message, ResetPrefixCache, Resume, StopText, Suspend
+from asyncengine.scheduler.messages import Abort, Message, ResetPrefixCache, Resume, SessionEvent, StopText, Suspend
 from asyncengine.step import Batch, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 from asyncengine.testing.fake_runner import content, fake_vector
@@ -26,6 +26,7 @@ from asyncengine.testing.fake_runner import content, fake_vector
 EOS = 1
 MAX_TURNS = 20_000
 TENANTS = [None, "a", "b"]
+SESSIONS = [None, "s", "t", "u"]
 LONGEST = 3
 """Pools that a request may be long, where it need not fit into one."""
 
@@ -96,6 +97,7 @@ class Life:
         self.tenants = random.Random(seed)
         self.readers = random.Random(f"readers {seed}")
         self.resets = random.Random(f"resets {seed}")
+        self.sessions = random.Random(f"sessions {seed}")
         self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
         num_pages = rng.choice([12, 20, 40, 80])
@@ -188,6 +190,7 @@ class Life:
             self.someone_leaves()
             self.someone_stops_reading()
             self.someone_resets_the_cache()
+            self.a_session_says_something()
             self.turn()
 
     def arrive(self) -> None:
@@ -205,17 +208,21 @@ class Life:
         priority = rng.randrange(3)
         deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
         prompt, images = self.with_images(prompt)
+        session = self.sessions.choice(SESSIONS) if self.seed % 3 else None
         for _ in range(samples):
             self.last_ticket = ticket = self.last_ticket + 1
             salt = rng.choice([None, None, "tenant"]) if samples == 1 else None
             seed = ticket if samples > 1 else 0
+            options = RequestOptions(
+                priority=priority, cache_salt=salt, tenant=self.tenants.choice(TENANTS), session=session
+            )
             right = self.executor.model.oracle(content(prompt, images), max_total - len(prompt), seed, (EOS,))
             spec = RequestSpec(
                 ticket,
                 tuple(prompt),
                 SamplingParams(),
                 max_total,
-                RequestOptions(priority=priority, cache_salt=salt, tenant=self.tenants.choice(TENANTS)),
+                options,
                 seed=seed,
                 stop_ids=(EOS,),
                 arrival=self.now,
@@ -277,6 +284,12 @@ class Life:
         """All of it, or a salt's, in every fourth life, whatever runs and is in flight."""
         if self.seed % 4 == 3 and self.resets.random() < 0.02:
             self.apply(ResetPrefixCache(0, self.resets.choice([None, "", "tenant"])))
+
+    def a_session_says_something(self) -> None:
+        """In two lives of three: that it waits, that it expires by itself, or that it has ended."""
+        if self.seed % 3 and self.sessions.random() < 0.1:
+            what, seconds = self.sessions.choice(["open", "waiting", "close"]), self.sessions.expovariate(0.1)
+            self.apply(SessionEvent(self.sessions.choice(SESSIONS[1:]), what, self.now, seconds))
 
     def apply(self, message: Message) -> None:
         self.recording.record("apply", message)
@@ -368,6 +381,12 @@ class Life:
         self.scheduler.check_sums()
         states = self.scheduler.kv.state_counts([])
         assert states.free + states.snapshots == states.total, f"leaked: {states}"
+        for name in SESSIONS[1:]:
+            self.scheduler.apply(SessionEvent(name, "close"))
+        cached = list(self.scheduler.kv.tree.nodes())
+        assert not any(node.tips for node in cached), "a session has ended, and has branches"
+        if not self.windowed:
+            assert all(node.passed for node in cached if node.private), "a page that no session wants is kept"
         if not self.config.prefix_caching:
             assert not states.snapshots, "nobody can find these"
 

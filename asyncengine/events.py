@@ -67,6 +67,9 @@ class RequestDone:
     generated_tokens: int
     """Tokens of all samples together."""
     timings: Timings
+    session: str | None = None
+    away: float | None = None
+    """Seconds between an answer of its session with calls of tools and this request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,8 @@ def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.stop_sequences": params.stop or None,
         "gen_ai.request.choice.count": None if params.n == 1 else params.n,
+        "gen_ai.conversation.id": done.session,
+        "asyncengine.session.away": done.away,
         "gen_ai.response.id": done.request_id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": done.finish_reasons,

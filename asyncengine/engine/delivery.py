@@ -269,7 +269,8 @@ class Delivery:
             timings = mailbox.timings(spec.arrival, self._clock.now())
             done = RequestDone(
                 spec.request_id, mailbox.is_chat, spec.options.adapter, spec.params, mailbox.ended,
-                mailbox.prompt_tokens, mailbox.cached_tokens, mailbox.generated, timings,
+                mailbox.prompt_tokens, mailbox.cached_tokens, mailbox.generated, timings, spec.options.session,
+                mailbox.away,
             )  # fmt: skip
             self._hooks.emit(done, mailbox.context)
 

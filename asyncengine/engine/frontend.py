@@ -177,10 +177,8 @@ class Frontend:
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
     ) -> PreparedRequest:
-        """Tokenize and check a request, submitted at `arrival` (by the engine's clock; None: now).
-
-        Raises `InvalidParameter`, `EngineClosed`, `EngineDead`.
-        """
+        """Tokenize and check a request, submitted at `arrival` (by the engine's clock; None: now). Raises
+        `InvalidParameter`, `EngineClosed`, `EngineDead`."""
         self._check_serves("generate")
         arrival = self.loop.clock.now() if arrival is None else arrival
         if isinstance(prompt, str) and not prompt:
@@ -276,8 +274,9 @@ class Frontend:
 
     def post(self, prepared: PreparedRequest) -> Assembler:
         """Post a prepared request, which has its places in the queue; its consumer's end. As `LoopClient.post`."""
+        assembler = self.tool_waits.assembler(prepared)
         self.client.post(prepared)
-        return self.tool_waits.assembler(prepared)
+        return assembler
 
     def _check_serves(self, call: str) -> None:
         """Raises `InvalidParameter` where the model's task allows no call of this name, and as `check_open`."""

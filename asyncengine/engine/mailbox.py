@@ -45,7 +45,7 @@ class Mailbox:
     when a token joins it: nobody relies on `ready`, and `take` may find nothing."""
 
     __slots__ = (
-        "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "cached_tokens", "cause",
+        "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "away", "cached_tokens", "cause",
         "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "joins", "limit", "predicted",
         "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "routed_experts", "started_at", "taken",
         "weight_versions",
@@ -69,6 +69,8 @@ class Mailbox:
         self._resume: Callable[[int], object] | None = None
         self.cached_tokens = self.restored_tokens = self.prompt_tokens = 0
         self.predicted = (0, 0)
+        self.away: float | None = None
+        """Seconds for which its session was away with calls of tools; None: it was not."""
         self.prepared_at: float | None = None
         self.started_at: float | None = None
         self.first_token_at: float | None = None

@@ -37,11 +37,11 @@ class ToolWaits:
             return dict(self._seconds)
 
     def assembler(self, prepared: PreparedRequest) -> Assembler:
-        """The consumer's end of a request that has been posted."""
+        """The consumer's end of a request that is to be posted."""
         session = prepared.spec.options.session
         if session is None:
             return Assembler(prepared, self._loop.clock.now)
-        self._returned(session)
+        prepared.mailbox.away = self._returned(session)
         return Assembler(prepared, self._loop.clock.now, partial(self._answered, session))
 
     def _answered(self, session: str, tools: Sequence[str]) -> None:
@@ -53,13 +53,16 @@ class ToolWaits:
         if len(known) == len(waits):  # they may run side by side
             self._loop.inbox.post(SessionEvent(session, "waiting", now, max(known)))
 
-    def _returned(self, session: str) -> None:
+    def _returned(self, session: str) -> float | None:
         with self._lock:
-            at, tools = self._called.pop(session, (0.0, ()))
+            if session not in self._called:
+                return None
+            at, tools = self._called.pop(session)
+            took = self._loop.clock.now() - at
             for tool in tools:
-                took = self._loop.clock.now() - at
                 before = self._seconds.get(tool, took)
                 _remember(self._seconds, tool, before + NEWEST * (took - before))
+            return took
 
 
 def _remember(table: dict[str, Any], key: str, value: Any) -> None:

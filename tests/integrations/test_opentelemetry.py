@@ -98,6 +98,19 @@ def test_a_chat_by_the_conventions(traced: Engine) -> None:
     assert span.status.status_code is StatusCode.UNSET
 
 
+def test_a_session_is_a_conversation_and_its_waits_for_tools_are_told(traced: Engine) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = {"name": "weather", "description": "The weather in a city.", "parameters": parameters}
+    question = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    with traced.session("talk") as session:
+        for _ in range(2):
+            session.chat(question, greedy(40), tools=[{"type": "function", "function": weather}])
+    first, second = (dict(span.attributes or {}) for span in spans()[0])
+    assert first["gen_ai.conversation.id"] == second["gen_ai.conversation.id"] == "talk"
+    assert "asyncengine.session.away" not in first
+    assert 0 < second["asyncengine.session.away"] < 60  # type: ignore[operator]
+
+
 def test_a_grammar_is_a_part_of_its_own(traced: Engine) -> None:
     traced.generate("hello", SamplingParams(max_tokens=30, grammar=Grammar.regex("[a-f]{3}")))
     [span], parts = spans()

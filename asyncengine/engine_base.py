@@ -43,9 +43,8 @@ class EngineBase(ABC):
     def session(self, name: str | None = None, *, ttl: float | None = None) -> Session:
         """A session of many requests, for `with` or `async with`, whose branches in the prefix cache are its own.
 
-        `name`: what a request's `session` may say in place of it; None: a fresh one. `ttl`: seconds after its last
-        request at which it is closed by itself; None: never, but the one longest unused where there are over 4,096.
-        Raises `InvalidParameter`, and `EngineClosed` before the engine has started.
+        `name`: what any request's `session` may say; None: a fresh one. `ttl`: seconds after its last request at which
+        it is closed; None: when it is the one longest unused of over 4,096. Raises `InvalidParameter`, `EngineClosed`.
         """
         return Session(cast("Any", self), name, ttl)
 

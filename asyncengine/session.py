@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from asyncengine.async_engine import AsyncEngine
     from asyncengine.sync_engine import Engine
 
+CALLS = ("generate", "stream", "chat", "stream_chat", "decide", "fork", "pin", "embed")
+
 
 class Session:
     """An engine's calls, made in one session.
@@ -38,23 +40,19 @@ class Session:
         self.name = name or f"session-{secrets.token_hex(8)}"
         self.closed = False
         self._children: list[Session] = []
-        calls: Any = engine
-        for call in ("generate", "stream", "chat", "stream_chat", "decide", "fork", "pin"):
-            setattr(self, call, partial(getattr(calls, call), session=self.name))
-        self.embed = calls.embed
         if ttl is not None:
             self._tell("open", as_seconds("ttl", ttl))
         else:
             engine.core.client.check_open()
 
-    if TYPE_CHECKING:
-        generate: Any
-        stream: Any
-        chat: Any
-        stream_chat: Any
-        decide: Any
-        fork: Any
-        pin: Any
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(f"a session has no {name!r}")
+        call = getattr(self.engine, name)
+        return call if name == "embed" else partial(call, session=self.name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *CALLS]
 
     def child(self, name: str | None = None, ttl: float | None = None) -> Session:
         """A session for a part of the work (a subagent): it shares what is cached of this one and is closed with it."""
@@ -63,9 +61,8 @@ class Session:
         return child
 
     def waiting(self, seconds: float) -> None:
-        """Say that the next request will come in so many seconds: of sessions that have nothing to do, those that are
-        back last lose their pages first. Answers that call tools say it by themselves, once the tools' times have been
-        measured. Raises `InvalidParameter`."""
+        """Say that the next request will come in so many seconds: who is back last loses pages first. Answers that call
+        tools say it by themselves, once the tools' times have been measured. Raises `InvalidParameter`."""
         self._tell("waiting", as_seconds("seconds", seconds))
 
     def close(self) -> None:

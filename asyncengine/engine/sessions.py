@@ -26,15 +26,10 @@ class ToolWaits:
 
     def __init__(self, loop: ServingLoop) -> None:
         self._loop = loop
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        """Mean seconds for which each tool has kept sessions away, by its name."""
         self._called: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._lock = threading.Lock()
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Mean seconds for which each tool has kept sessions away, by its name."""
-        with self._lock:
-            return dict(self._seconds)
 
     def assembler(self, prepared: PreparedRequest) -> Assembler:
         """The consumer's end of a request that is to be posted."""
@@ -48,7 +43,7 @@ class ToolWaits:
         now = self._loop.clock.now()
         with self._lock:
             _remember(self._called, session, (now, tuple(tools)))
-            waits = [self._seconds.get(tool) for tool in tools]
+            waits = [self.seconds.get(tool) for tool in tools]
         known = [seconds for seconds in waits if seconds is not None]
         if len(known) == len(waits):  # they may run side by side
             self._loop.inbox.post(SessionEvent(session, "waiting", now, max(known)))
@@ -60,8 +55,8 @@ class ToolWaits:
             at, tools = self._called.pop(session)
             took = self._loop.clock.now() - at
             for tool in tools:
-                before = self._seconds.get(tool, took)
-                _remember(self._seconds, tool, before + NEWEST * (took - before))
+                before = self.seconds.get(tool, took)
+                _remember(self.seconds, tool, before + NEWEST * (took - before))
             return took
 
 

@@ -238,8 +238,7 @@ class RadixTree:
         return child
 
     def advance(self, now: float) -> None:
-        """Let ticks be microseconds of the clock, which reads `now`, as far as they are not ahead of it. Keys that
-        depend on the time stay as they are until the next call."""
+        """Let ticks be microseconds of the clock. Keys that depend on the time stay as they are until the next call."""
         self._now = self._tick = max(self._tick, tick_of(now))
 
     def share(self, node: Node) -> None:

@@ -162,8 +162,7 @@ class UnpinPrefix:
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """News of a session by its owner: it is opened, to be closed `seconds` after its last request; it will be back in
-    so many seconds; or it is closed."""
+    """News of a session: it is to be closed `seconds` after its last request, or will be back then, or is closed."""
 
     name: str
     what: Literal["open", "waiting", "close"]

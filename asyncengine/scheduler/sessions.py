@@ -25,9 +25,6 @@ class Sessions:
         self._expiry: dict[str, float] = {}
         self._next_expiry = math.inf
 
-    def __len__(self) -> int:
-        return len(self._branches)
-
     def arrive(self, spec: RequestSpec) -> Branches | None:
         """A request has come: its session is back. None: it belongs to none."""
         name = spec.options.session

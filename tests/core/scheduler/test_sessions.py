@@ -197,7 +197,7 @@ def test_a_session_expires_after_its_patience(monkeypatch: pytest.MonkeyPatch):
     assert passed(steps) == (len(history) - 1) // 4
     for name in "xyz":
         turn(steps, [92, 93, ord(name), 94, 95], name)
-    assert len(steps.scheduler.roster.sessions) == 2
+    assert len(steps.scheduler.roster.sessions._branches) == 2
 
 
 def test_a_session_has_a_limit_of_branches():

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.execution.device.arena import Arena
-from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.arena import Arena, OutputBufferPool
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm
 from asyncengine.execution.layers.stored_weight import GroupedWeight
 from asyncengine.execution.layers.weight_forms import PackedWeight, QuantizedWeight, WeightForm

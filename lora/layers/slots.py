@@ -18,8 +18,7 @@ from torch.nn.functional import linear
 from asyncengine.errors import AdapterError, InvariantViolation
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.transfer import Int64Array, upload
-from asyncengine.execution.layers.places import Place
-from asyncengine.execution.layers.step import AdapterRecords, CausalLM, RowAdapters
+from asyncengine.execution.layers.step import AdapterRecords, CausalLM, Place, RowAdapters
 from asyncengine.kernels.api import compiler_missing, triton_missing
 from asyncengine.lora.layers.stack import LoraStack, RowStack, RowStep, padded_rank
 from asyncengine.seams import ModuleDims

@@ -14,7 +14,7 @@ import torch
 
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.transfer import Int64Array, send
-from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.step import Place
 from asyncengine.seams import LONG_ADAPTER_RUN
 
 RANK_STEP = 8

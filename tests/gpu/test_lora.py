@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.step import Place
 from asyncengine.lora.layers.slots import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.stack import LoraStack
 

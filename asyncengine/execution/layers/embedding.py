@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from asyncengine.execution.device.output_buffers import OutputBufferPool, new_tensor
+from asyncengine.execution.device.arena import OutputBufferPool, new_tensor
 from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.kernels.api import triton_missing

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.stored import RowRange, StoredForm, StoredMatrix
 from asyncengine.execution.layers.weight_forms import QuantizedWeight, WeightForm
 

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from asyncengine.execution.device.arena import Empty, ordinary
+from asyncengine.execution.device.arena import Empty, OutputBufferPool, ordinary
 from asyncengine.execution.device.cores import torch_threads
-from asyncengine.execution.device.output_buffers import OutputBufferPool
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.execution.layers.weight_forms import PanelWeight, WeightForm
 from asyncengine.kernels.api import compiler_missing, team, triton_missing

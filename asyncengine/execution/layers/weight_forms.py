@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from asyncengine.execution.device.arena import Empty, ordinary
-from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.arena import Empty, OutputBufferPool, ordinary
 from asyncengine.execution.layers.stored import StoredForm, StoredMatrix, dense
 from asyncengine.kernels.api import triton_missing
 

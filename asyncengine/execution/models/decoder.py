@@ -20,12 +20,11 @@ from asyncengine.execution.layers.embedding import Embedding, LayerInputConfig, 
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig, SideExpertsConfig
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.places import Place
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
-from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, StepContext
+from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext
 from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.decoder_layer import DecoderLayer, plan_layers
 from asyncengine.execution.models.mtp import MTPConfig, MTPHead

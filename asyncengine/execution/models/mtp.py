@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.attention import Attention, AttentionConfig
 from asyncengine.execution.layers.basic import Linear, Norm, Part
 from asyncengine.execution.layers.embedding import LMHead

@@ -84,8 +84,7 @@ EDITS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", EDITS, ids=str)
 def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     """Processed logits are a plain reference's; the row without penalties is left alone."""
-    from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotTables
-    from asyncengine.execution.sampling.slot_params import SlotParams
+    from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotParams, SlotTables
 
     tokens = (5, 5, 9, 11, 8, 8, 8, 9, 40)
     logits = random_logits(2, seed=9)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from asyncengine.execution.sampling import logit_processors
-from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotTables
+from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotParams, SlotTables
 from asyncengine.execution.sampling.masks import FilledMasks
-from asyncengine.execution.sampling.slot_params import SlotParams
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
 
-from asyncengine.execution.layers.places import Place
+from asyncengine.execution.layers.step import Place
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.lora.layers import stack as stack_module
 from asyncengine.lora.layers.slots import CompiledStack, KernelStack, MaskedStack, MaskedStep

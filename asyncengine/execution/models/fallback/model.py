@@ -18,10 +18,9 @@ from torch import nn
 from asyncengine.config import ModelSettings
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import StepAttention
-from asyncengine.execution.device.output_buffers import OutputBufferPool
+from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.options import HEAD_BITS, bits_of, rounded_weight
-from asyncengine.execution.layers.places import Place
-from asyncengine.execution.layers.step import CausalLM, StepContext
+from asyncengine.execution.layers.step import CausalLM, Place, StepContext
 from asyncengine.execution.models.fallback.probing import LayerAttention, Probed, attach
 
 

@@ -186,14 +186,17 @@ class ChatReader:
             chunk.steered_from = len(parsed[0].text)
             parser.steer(self._offers)
             parsed.append(parser.push(chunk.text[own:]))
+        thinks = parser.in_reasoning
         if chunk.finish_reason is not None:
             parsed.append(parser.finish())
         chunk.text = "".join(part.text for part in parsed)
         chunk.reasoning = "".join(part.reasoning for part in parsed)
         deltas = [delta for part in parsed for delta in part.tool_calls]
         chunk.tool_calls = deltas or None
-        if parser.in_reasoning or (chunk.reasoning and not chunk.text and not deltas):
+        if thinks and (chunk.reasoning or chunk.finish_reason is None):
             self.reasoning_tokens += len(chunk.token_ids)
+        elif chunk.reasoning and not (chunk.text or deltas):
+            self.reasoning_tokens += len(chunk.token_ids) - 1  # the last one of the mark that ends the thoughts
         elif chunk.text or deltas:
             self.thinking.discard(chunk.index)
         if chunk.finish_reason == "stop" and parser.finished_calls():

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat import ChatPlan, ChatPlanner
+from asyncengine.grammar.chat import ChatPlan, ChatPlanner, ChatReader
 from asyncengine.grammar.chat.harmony import MARKS
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.thinking import ThinkingMatcher
 from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.outputs import Chunk
 
 from .models import ADD, HERMES, THINKING, TURNS, tokenizer
 from .test_budgets import vocabulary_of
@@ -223,3 +224,21 @@ def test_nothing_is_held_where_the_prompt_has_no_thoughts_and_no_format_is_refus
     ):
         with pytest.raises(InvalidParameter, match=limit):
             other.plan(TURN, max_thinking_tokens=most)
+
+
+@pytest.mark.parametrize("end", [None, "length"])
+def test_tokens_of_thoughts_are_counted_whether_the_mark_comes_with_them_or_not(end: Any) -> None:
+    desk = Desk("qwen, begun by the prompt")
+    plan = desk.planner.plan(desk.tail, max_thinking_tokens=2)
+    assert plan.make_parser is not None
+    for pieces, thought in (
+        ([("a", [1]), ("b", [2]), ("</think>", [3]), ("so", [4])], 2),
+        ([("a", [1]), ("b</think>", [2, 3]), ("so", [4])], 2),
+        ([("ab</think>", [1, 2, 3])], 2),
+        ([("a", [1]), ("b", [2])], 2),
+    ):
+        reader = ChatReader(plan.make_parser, 1)
+        for place, (text, ids) in enumerate(pieces):
+            reader.read(Chunk(text, ids, end if place == len(pieces) - 1 else None))
+        assert reader.reasoning_tokens == thought
+        assert reader.thinking == (set() if pieces[-1][0] == "so" else {0})

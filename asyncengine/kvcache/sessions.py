@@ -22,20 +22,16 @@ def continue_branch(tree: RadixTree, branches: Branches, node: Node) -> None:
     parallel and have no more in common than a system prompt: then only those that it shares at least half of. A prompt
     known beyond all tips is that of a branch which was given up too early, and supersedes none.
     """
-    path: dict[Node, None] = {}
     step: Node | None = node
-    while step is not None:
-        path[step] = None
+    while step is not None and step.owner is not branches:
         step.owner = branches
         step = step.parent
-    passed = [tip for tip in branches.tips if tip in path]
-    if passed:
-        groups = {branches.tips[tip] for tip in passed} - {None}
-        superseded = [tip for tip, group in branches.tips.items() if group in groups]
-        for tip in passed:
-            _leave(branches, tip)
+    common = {tip: _common_depth(tip, node) for tip in branches.tips}
+    continued = [tip for tip, depth in common.items() if depth == tip.depth]  # they stay until there is a later one
+    if continued:
+        groups = {branches.tips[tip] for tip in continued} - {None}
+        superseded = [tip for tip in common if tip not in continued and branches.tips[tip] in groups]
     else:
-        common = {tip: _common_depth(tip, path) for tip in branches.tips}
         most, alone = max(common.values(), default=0), len(common) == 1
         near = [tip for tip, depth in common.items() if depth == most and (alone or 2 * depth >= tip.depth)]
         superseded = near if most and node.depth == most else []
@@ -49,7 +45,8 @@ def end_branch(tree: RadixTree, branches: Branches, node: Node, group: int | Non
         return
     if len(branches.tips) == MOST_TIPS:
         give_up(tree, branches, next(iter(branches.tips)))
-    branches.tips.pop(node, None)
+    for tip in [tip for tip in branches.tips if _common_depth(tip, node) == tip.depth]:
+        _leave(branches, tip)  # it goes on to here
     branches.tips[node] = group
     node.tips[branches] = None
 
@@ -72,10 +69,11 @@ def _leave(branches: Branches, tip: Node) -> None:
     tip.tips.pop(branches, None)
 
 
-def _common_depth(tip: Node, path: dict[Node, None]) -> int:
-    step = tip
-    while step not in path:
-        if step.parent is None:
-            return 0  # of another namespace
-        step = step.parent
-    return step.depth
+def _common_depth(one: Node, other: Node) -> int:
+    """The depth up to which two paths are one; 0 in two namespaces."""
+    while one is not other and one.parent is not None:
+        if one.depth >= other.depth:
+            one = one.parent
+        else:
+            other = other.parent  # type: ignore[assignment]  # only a root has none, and it is not the deeper one
+    return one.depth

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from asyncengine.sampling_params import OnBudget
-from asyncengine.step import AdapterSwap, Batch, RecordPart, StepResult
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from asyncengine.step import AdapterSwap, Batch, RecordPart, StepResult
 
 # ---------------------------------------------------------------- execution
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from asyncengine.kernels.cache_folder import cache_root
     from asyncengine.kernels.compile_ahead import CompileAhead, can_start, read_kept
     from asyncengine.kernels.cpu import (
+        atomics,
         attention_fields,
-        barrier,
         compiler_missing,
         experts,
         gemm_quantized,
@@ -46,7 +46,7 @@ _NAMES = {
     "": "recording",
     "cache_folder": "cache_root",
     "compile_ahead": "CompileAhead can_start read_kept",
-    "cpu": "attention_fields barrier compiler_missing experts gemm_quantized lora mamba2 operations packed panel_form "
+    "cpu": "atomics attention_fields compiler_missing experts gemm_quantized lora mamba2 operations packed panel_form "
     "quantize quantized_panels routing team",
     "cpu.causal_conv": "SegmentPlaces ShortConvKernel convolve_segments",
     "cpu.gated_delta": "GatedDeltaKernel",
@@ -67,7 +67,7 @@ _OTHERWISE = {"gpu": "operations"}
 
 __all__ = [
     "UNIT", "CompileAhead", "GatedDeltaKernel", "KernelList", "LinearWeights", "PagedAttention", "RowSampler",
-    "SamplerKernel", "SegmentPlaces", "ShortConvKernel", "attention_fields", "barrier", "cache_root", "can_start",
+    "SamplerKernel", "SegmentPlaces", "ShortConvKernel", "atomics", "attention_fields", "cache_root", "can_start",
     "compiler_missing", "convolve_segments", "elsewhere", "experts", "gemm_quantized", "gpu", "lora", "mamba2",
     "operations", "packed", "packed_matmul", "panel_form", "quantize", "quantized_panels", "read_kept", "recording",
     "routing", "row_numbers", "team", "triton_missing", "unpack_blocks", "unpack_floats", "watcher",

@@ -25,8 +25,8 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1024), (300, 4096), (3, 40)])
 def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
-    from asyncengine.kernels.cuda.norm import add_rms_norm
-    from asyncengine.kernels.cuda.norm import rms_norm as by_kernel
+    from asyncengine.kernels.cuda.qk_norm_rope import add_rms_norm
+    from asyncengine.kernels.cuda.qk_norm_rope import rms_norm as by_kernel
 
     x, branch = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(2))
     weight = torch.rand(width, device="cuda") + 0.5
@@ -99,7 +99,7 @@ def test_products_of_few_rows(outputs: int, inputs: int, rows: int, dtype: torch
 def test_a_chain_in_a_graph_reads_what_was_written_before() -> None:
     """Kernels that begin early wait for those before them: each replay gives what the launches gave one by one."""
     from asyncengine.kernels.cuda.few_rows import few_rows
-    from asyncengine.kernels.cuda.norm import add_rms_norm, rms_norm
+    from asyncengine.kernels.cuda.qk_norm_rope import add_rms_norm, rms_norm
 
     weights = [torch.randn(1024, 1024, device="cuda").bfloat16() / 32 for _ in range(24)]
     ones, x = torch.ones(1024, device="cuda"), torch.randn(2, 1024, device="cuda").bfloat16()

@@ -26,7 +26,7 @@ _PAGE = mmap.PAGESIZE
 _MOST = 64
 """Processes of a model, at most."""
 _WORDS = 192
-"""Bytes of the words that one count of arrivals takes (`kernels.cpu.barrier`); each process has one."""
+"""Bytes of the words that one count of arrivals takes (`kernels.cpu.atomics`); each process has one."""
 _HEAD = -(-_MOST * _WORDS // _PAGE) * _PAGE
 """Bytes before the places."""
 _VIEWS = 256
@@ -54,7 +54,7 @@ class SharedGather:
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
         """`memory`: the descriptor of `make_memory`, which may be closed afterwards."""
-        from asyncengine.kernels.api import barrier
+        from asyncengine.kernels.api import atomics
 
         self.rank, self.size = rank, size
         self.lost: str | None = None
@@ -65,10 +65,10 @@ class SharedGather:
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._address: int = whole.data_ptr()
         self._places: Sequence[torch.Tensor] = (whole[_HEAD : _HEAD + _PLACE], whole[_HEAD + _PLACE :])
-        self._meet: Any = barrier.meet
-        self._arrive: Any = barrier.arrive
-        self._reach: Any = barrier.reach
-        self._break_off: Any = barrier.break_off
+        self._meet: Any = atomics.meet
+        self._arrive: Any = atomics.arrive
+        self._reach: Any = atomics.reach
+        self._break_off: Any = atomics.break_off
         self._target = self._turn = 0
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 

@@ -190,7 +190,7 @@ class StateKernels(NamedTuple):
     convolve: Any
     """`kernels.cuda.causal_conv.convolve`"""
     gated_norm: Any
-    """`kernels.cuda.norm.gated_norm`"""
+    """`kernels.cuda.qk_norm_rope.gated_norm`"""
 
 
 def state_kernels(options: LayerOptions) -> StateKernels | None:

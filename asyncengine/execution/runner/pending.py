@@ -15,10 +15,9 @@ import torch
 from asyncengine import step
 from asyncengine.execution.device.transfer import Readback, upload
 from asyncengine.execution.pooling.pool import Pooler, Span
+from asyncengine.execution.sampling.draw import AGAIN_FLAG, gumbel, kept_threshold, noise_keys
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
-from asyncengine.execution.sampling.noise import AGAIN_FLAG, gumbel, noise_keys
 from asyncengine.execution.sampling.sampler import NON_FINITE, Sampled, Sampler
-from asyncengine.execution.sampling.top_p import kept_threshold
 from asyncengine.request_spec import RequestSpec
 
 # Log-probabilities under the model's own distribution, of sampled tokens and of the prompt.

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from asyncengine.execution.device.transfer import Int64Array, Readback, upload
+from asyncengine.execution.sampling.draw import BLOCK_FLAG, gumbel, kept_threshold, noise_keys
 from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotParams, SlotTables
 from asyncengine.execution.sampling.masks import FilledMasks
-from asyncengine.execution.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
-from asyncengine.execution.sampling.top_p import kept_threshold
 from asyncengine.kernels.api import RowSampler, compiler_missing, triton_missing
 from asyncengine.step import Row
 

@@ -7,8 +7,7 @@ from asyncengine.kernels.cuda.few_rows import pays as few_rows_pay
 from asyncengine.kernels.cuda.grouped_experts import ExpertWeights, mix, route
 from asyncengine.kernels.cuda.logit_processors import process_logits
 from asyncengine.kernels.cuda.lora import Factors, add_deltas, tiles_of
-from asyncengine.kernels.cuda.norm import add_rms_norm, gated_norm, rms_norm
-from asyncengine.kernels.cuda.qk_norm_rope import angles, prepare_and_write
+from asyncengine.kernels.cuda.qk_norm_rope import add_rms_norm, angles, gated_norm, prepare_and_write, rms_norm
 from asyncengine.kernels.cuda.recurrence import Recurrence, convolve
 
 __all__ = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm as reference
 
-from asyncengine.kernels.cuda.norm import add_rms_norm, rms_norm
+from asyncengine.kernels.cuda.qk_norm_rope import add_rms_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,7 +7,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DEMO_EMBEDDER", "DEMO_MODEL", "DEMO_RERANKER", "DEMO_VISION", "AdapterError", "AdapterInUse", "AdapterInfo",
-    "AdapterNotFound", "AsyncEngine", "BudgetTooSmall", "ChatKeywords", "Chunk", "Classification",
+    "AdapterNotFound", "AsyncEngine", "Beam", "BudgetTooSmall", "ChatKeywords", "Chunk", "Classification",
     "Classifications", "Completion", "ContextLengthExceeded", "Decision", "DecisionAnswer", "Embeddings", "Engine",
     "EngineAsleep", "EngineClosed", "EngineConfig", "EngineDead", "EngineError", "EngineGroup", "EngineHandle",
     "EngineStats", "FinishReason", "FleetError", "GrammarError", "GrammarImpossible", "GrammarTimeout",
@@ -15,11 +15,12 @@ __all__ = [
     "OutOfMemory", "Policy", "PrefixCacheReset", "QueueFull", "Ranked", "Ranking", "RequestFailed",
     "RequestKeywords", "RequestTimeout", "Sample", "SamplingParams", "Session", "SyncTokenStream", "Timings",
     "TokenLogprob", "TokenStream", "ToolCall", "ToolCallDelta", "UnsupportedModel", "Usage", "VectorKeywords",
-    "WeightedFair", "WrongLoop", "WrongProcess", "shared_engine", "submitted",
+    "WeightedFair", "WrongLoop", "WrongProcess", "beam_search", "shared_engine", "submitted",
 ]  # fmt: skip
 
 _NAMES = {
     "async_engine": "AsyncEngine",
+    "beams": "Beam beam_search",
     "cache_news": "PrefixCacheReset",
     "config": "EngineConfig",
     "demo": "DEMO_EMBEDDER DEMO_MODEL DEMO_RERANKER DEMO_VISION",
@@ -53,6 +54,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from asyncengine.async_engine import AsyncEngine
+    from asyncengine.beams import Beam, beam_search
     from asyncengine.cache_news import PrefixCacheReset
     from asyncengine.config import EngineConfig
     from asyncengine.demo import DEMO_EMBEDDER, DEMO_MODEL, DEMO_RERANKER, DEMO_VISION

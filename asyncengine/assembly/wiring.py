@@ -321,7 +321,7 @@ def _load_tokenizer(
             model_config=known,
             beside=loaded.folder,
         )
-    from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
+    from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 
     given: Any = {"max_chat_chars": config.max_chat_chars, "chat_template": config.chat_template}
     tokenizer = load_gguf_tokenizer(checkpoint.metadata, folder=Path(path), **given)

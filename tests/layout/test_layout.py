@@ -119,7 +119,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "llama_index/__init__.py" not in names
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
-    assert {"asyncengine/py.typed", "asyncengine/assembly/gguf_tokenizer/harmony.jinja"} <= set(names)
+    assert {"asyncengine/py.typed", "asyncengine/assembly/gguf_text/harmony.jinja"} <= set(names)
     assert {f"asyncengine/integrations/http/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(
         names
     )
@@ -159,7 +159,17 @@ BASE = {
 }  # fmt: skip
 """Plain data, plug points and small helpers: anybody may import them."""
 
-ROOT_ONLY = {"async_engine", "engine_base", "sync_engine", "engine_group", "session", "shared", "stream", "build"}
+ROOT_ONLY = {
+    "async_engine",
+    "beams",
+    "engine_base",
+    "sync_engine",
+    "engine_group",
+    "session",
+    "shared",
+    "stream",
+    "build",
+}
 """Beside these two sets of files the root of the package holds nothing but `ALIASES`."""
 ALIASES = {"serve", "training", "cli"}
 """Older public names of integrations, beside those in `asyncengine.cluster`."""

@@ -12,8 +12,8 @@ from core.text.gguf_zoo import SENTENCEPIECE, published
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata
 from support.long import TIMES
 
-from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
-from asyncengine.assembly.gguf_tokenizer.header import MAX_TOKEN_CHARS
+from asyncengine.assembly.gguf_text import load_gguf_tokenizer
+from asyncengine.assembly.gguf_text.header import MAX_TOKEN_CHARS
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 
 MUTATIONS = 300 * TIMES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from core.text.many_scripts import TEXTS, random_texts
 
-from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
+from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 
 RUNS = ["\n" * count for count in (2, 3)] + ["▁" * count for count in range(2, 9)]
 GEMMA: dict[str, Any] = {

@@ -17,7 +17,7 @@ from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata, w
 from support.long import TIMES
 from transformers import AutoTokenizer
 
-from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
+from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.grammar.chat import ChatPlanner
@@ -68,7 +68,7 @@ def test_transformers_is_imported_for_nothing_but_its_own_tokenizer(tmp_path: Pa
     (tmp_path / "metadata").write_bytes(pickle.dumps(metadata))
     program = f"""
 import pickle, sys
-from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
+from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 built = load_gguf_tokenizer(pickle.load(open({str(tmp_path / "metadata")!r}, "rb")))
 text = built.render_chat([{{"role": "user", "content": "Hi there"}}])
 sent = pickle.loads(pickle.dumps(built))

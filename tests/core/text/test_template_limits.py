@@ -15,7 +15,7 @@ from core.text.template_attacks import ATTACKS, NoTokenizer, ended
 from support.gguf_metadata import byte_level_metadata
 from transformers import PreTrainedTokenizerFast
 
-from asyncengine.assembly.gguf_tokenizer import load_gguf_tokenizer
+from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat.detect import find_tool_format
 from asyncengine.text.chat_template import ChatTemplate

@@ -10,14 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from asyncengine.assembly.gguf_tokenizer.header import (
-    HUGGINGFACE_KEY,
-    PREFIX,
-    SPACE,
-    TokenizerHeader,
-    TokenType,
-    broken,
-)
+from asyncengine.assembly.gguf_text.header import HUGGINGFACE_KEY, PREFIX, SPACE, TokenizerHeader, TokenType, broken
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.plain_tokenizer import PlainTokenizer
 from asyncengine.text.tokenizer import TextTokenizer

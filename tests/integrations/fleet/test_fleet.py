@@ -117,6 +117,25 @@ async def test_a_reset_of_the_prefix_cache_is_one_of_all_replicas(monkeypatch: p
         assert await fleet.reset_prefix_cache() == (0, 0)
 
 
+async def test_a_session_is_one_at_all_replicas_and_goes_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine
+) -> None:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
+        rosters = [p.replica.engine.core.loop.scheduler.roster for p in cluster.processes.values()]
+
+        def known(name: str) -> list[Any]:
+            return [each.sessions._branches[name] for each in rosters if name in each.sessions._branches]
+
+        async with fleet.session("talk") as session:
+            for text in TEXTS[:3]:  # of other beginnings, while the load is even
+                assert (await session.generate(text, SAMPLED)).text == (await alone.generate(text, SAMPLED)).text
+            (branches,) = known("talk")
+            before = branches.back
+            session.waiting(60.0)
+            await until(lambda: branches.back > before + 50e6)
+        await until(lambda: not known("talk"))
+
+
 async def test_decisions_are_those_of_one_engine(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
     """To the bit, each on one replica where its questions share the state; their usage counts what all of them found,
     and none is asked twice where a replica is lost."""

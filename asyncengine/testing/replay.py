@@ -55,8 +55,8 @@ class Recording:
     """Kinds of the model's attention layers."""
     num_window_pages: int = 0
     """Pages of those with windows, page 0 included; 0: all layers have the same."""
-    copies: bool = False
-    """Whether its executor made `Batch.copies`."""
+    copies: bool = True
+    """Whether its executor made `Batch.copies`, as those of one process on a CPU do."""
 
     def record(self, kind: str, value: object) -> None:
         self.entries.append((kind, value))

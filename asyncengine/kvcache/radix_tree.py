@@ -75,7 +75,7 @@ class Node:
         self.passed = False  # nobody is expected to start from here
         self.private = False  # only sessions have used it
         self.owner: Branches | None = None  # the session that used it last
-        self.tips: dict[Branches, None] = {}  # sessions of which a branch ends here
+        self.tips: tuple[Branches, ...] = ()  # sessions of which a branch ends here
         self.namespace: Namespace | None = None  # roots only
         self.hash = 0  # where a log is kept
         self.digest = b""  # where pages are stored (`kvcache.saving`): that of its records; b"": not known yet
@@ -370,12 +370,12 @@ class RadixTree:
         for tell in self.losing:
             tell(node)
         self._pass(node, False)
-        for owner in list(node.tips):  # its branch ends a page earlier now
+        for owner in node.tips:  # its branch ends a page earlier now
             group = owner.tips.pop(node)
-            if node.parent is not None and node.parent.page:
-                owner.tips.setdefault(node.parent, group)
-                node.parent.tips[owner] = None
-        node.tips, node.owner, node.private = {}, None, False
+            if node.parent is not None and node.parent.page and node.parent not in owner.tips:
+                owner.tips[node.parent] = group
+                node.parent.tips += (owner,)
+        node.tips, node.owner, node.private = (), None, False
         self.num_pages -= 1
         if self.log is not None:
             self.log.evicted(node.hash)

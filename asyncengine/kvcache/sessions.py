@@ -48,7 +48,7 @@ def end_branch(tree: RadixTree, branches: Branches, node: Node, group: int | Non
     for tip in [tip for tip in branches.tips if _common_depth(tip, node) == tip.depth]:
         _leave(branches, tip)  # it goes on to here
     branches.tips[node] = group
-    node.tips[branches] = None
+    node.tips += (branches,)
 
 
 def give_up(tree: RadixTree, branches: Branches, tip: Node) -> None:
@@ -66,7 +66,7 @@ def close_branches(tree: RadixTree, branches: Branches) -> None:
 
 def _leave(branches: Branches, tip: Node) -> None:
     branches.tips.pop(tip, None)
-    tip.tips.pop(branches, None)
+    tip.tips = tuple(each for each in tip.tips if each is not branches)
 
 
 def _common_depth(one: Node, other: Node) -> int:

@@ -381,6 +381,9 @@ class Life:
         self.scheduler.check_sums()
         states = self.scheduler.kv.state_counts([])
         assert states.free + states.snapshots == states.total, f"leaked: {states}"
+        sessions = self.scheduler.roster.sessions._branches.values()
+        known = {(tip, owner) for owner in sessions for tip in owner.tips}
+        assert known == {(node, each) for node in self.scheduler.kv.tree.nodes() for each in node.tips}
         for name in SESSIONS[1:]:
             self.scheduler.apply(SessionEvent(name, "close"))
         cached = list(self.scheduler.kv.tree.nodes())

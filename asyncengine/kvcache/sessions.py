@@ -43,10 +43,10 @@ def end_branch(tree: RadixTree, branches: Branches, node: Node, group: int | Non
     """Note that a request of the session has ended behind `node`; `group`: of the samples that it is one of."""
     if node.parent is None or branches.closed:
         return
-    if len(branches.tips) == MOST_TIPS:
-        give_up(tree, branches, next(iter(branches.tips)))
     for tip in [tip for tip in branches.tips if _common_depth(tip, node) == tip.depth]:
         _leave(branches, tip)  # it goes on to here
+    if len(branches.tips) == MOST_TIPS:
+        give_up(tree, branches, next(iter(branches.tips)))
     branches.tips[node] = group
     node.tips += (branches,)
 

@@ -208,3 +208,7 @@ def test_a_session_has_a_limit_of_branches():
     (branches,) = steps.scheduler.roster.sessions._branches.values()
     assert len(branches.tips) == MOST_TIPS
     assert passed(steps) == 5 * 4
+    newest = [(MOST_TIPS + 4) % 7 + 2, (MOST_TIPS + 4) // 7 + 2] * 8
+    turn(steps, [*newest, 90, 91, 92, 93], "a", 2)  # it goes on with one, which takes no place of its own
+    assert len(branches.tips) == MOST_TIPS
+    assert passed(steps) == 5 * 4

@@ -20,6 +20,7 @@ all others.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from asyncengine.cache_news import page_hash, root_hash
@@ -35,13 +36,15 @@ Span = tuple[int, int]
 class Branches:
     """The ends of a session's branches (`kvcache.sessions`), and when it will be back for them."""
 
-    __slots__ = ("back", "closed", "tips")
+    __slots__ = ("back", "closed", "expiry", "patience", "tips")
 
     def __init__(self) -> None:
         self.tips: dict[Node, int | None] = {}
         """Last pages of its branches, oldest first, with the groups of the requests that left them."""
         self.back = 0
         """Tick at which its next request is expected, or came; 0: it is not known."""
+        self.patience = self.expiry = math.inf
+        """Seconds after its last request at which it is closed, and the clock reading of that; inf: by its owner."""
         self.closed = False
 
     def rank(self, last_used: int, now: int) -> int:

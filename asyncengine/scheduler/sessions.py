@@ -20,9 +20,6 @@ class Sessions:
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
         self._branches: dict[str, Branches] = {}
-        self._patience: dict[str, float] = {}
-        """Seconds after its last request at which a session is closed; those without are closed by their owners."""
-        self._expiry: dict[str, float] = {}
         self._next_expiry = math.inf
 
     def arrive(self, spec: RequestSpec) -> Branches | None:
@@ -39,8 +36,7 @@ class Sessions:
         if event.what == "close":
             self._close(event.name)
         elif event.what == "open":
-            self._patience[event.name] = event.seconds
-            self._use(event.name, event.at)
+            self._use(event.name, event.at, event.seconds)
         elif (branches := self._branches.get(event.name)) is not None:
             branches.back = tick_of(event.at + event.seconds)
             self._kv.tree.rank_anew(branches.tips)
@@ -49,22 +45,20 @@ class Sessions:
         """Close sessions that have not been used for as long as they said."""
         self._kv.tree.advance(now)
         if now >= self._next_expiry:
-            for name in [name for name, at in self._expiry.items() if at <= now]:
+            for name in [name for name, each in self._branches.items() if each.expiry <= now]:
                 self._close(name)
-            self._next_expiry = min(self._expiry.values(), default=math.inf)
+            self._next_expiry = min((each.expiry for each in self._branches.values()), default=math.inf)
 
-    def _use(self, name: str, at: float) -> Branches:
+    def _use(self, name: str, at: float, patience: float | None = None) -> Branches:
         branches = self._branches[name] = self._branches.pop(name) if name in self._branches else Branches()
-        if (patience := self._patience.get(name)) is not None:
-            self._expiry[name] = at + patience
-            self._next_expiry = min(self._next_expiry, at + patience)
+        branches.patience = branches.patience if patience is None else patience
+        branches.expiry = at + branches.patience
+        self._next_expiry = min(self._next_expiry, branches.expiry)
         if len(self._branches) > MOST_SESSIONS:
             self._close(next(iter(self._branches)))
         return branches
 
     def _close(self, name: str) -> None:
-        self._patience.pop(name, None)
-        self._expiry.pop(name, None)
         branches = self._branches.pop(name, None)
         if branches is not None:
             close_branches(self._kv.tree, branches)

@@ -240,7 +240,7 @@ class AdaptedGraphs(Generic[G]):
     def capture_all(
         self, capture: Callable[[int, LoraLayers], G], sizes: Sequence[int], report: Callable[[], None]
     ) -> None:
-        """Capture every size, largest first, where there is memory already: nobody has to wait for that later."""
+        """Capture every size, largest first, where there is memory already: no request has to wait for that later."""
         if self._lora is None or not self._lora.nbytes:
             return
         self._version = self._lora.version

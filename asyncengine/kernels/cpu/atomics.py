@@ -148,13 +148,13 @@ def wake(condition: int) -> None:
     _wake_all(condition)
 
 
-# A barrier for processes that share memory, in compiled code: it holds nobody's interpreter, and takes about as long as
-# a cache line takes from one core to another. Its two halves are of use by themselves where one waits for another.
+# A barrier for processes that share memory, in compiled code: it does not hold the interpreter's lock, and takes about
+# as long as a cache line takes from core to core. Its two halves are of use by themselves where one waits for another.
 #
 # Arrivals are counted and never reset: a process that has passed the barrier n times waits for n + 1 times as many
 # arrivals as there are processes. Where others want the cores, too, waiting in a loop keeps them from those that are
 # waited for: after some tens of microseconds a process sleeps on the count (futex), and who arrives wakes the sleepers.
-# Whoever finds out that a process is gone sets a word, at which all look that wait.
+# A process that notices that another is gone sets a word, which all that wait look at.
 
 _ARRIVED, _BROKEN, _SLEEPERS = 0, 64, 128
 """Bytes from the beginning of the shared words to the number of arrivals, the word that says that one is gone, and the

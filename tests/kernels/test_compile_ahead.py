@@ -92,9 +92,9 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(fold
     ahead.close()
     assert ahead.kept == [SMALL, CALLS_OTHERS]
     names = [name for name, _ in told]
-    assert sorted(names) == ["_norm_part", "_run", "copy_few_rows", "norm"]
+    assert sorted(names) == ["_run", "copy_few_rows", "norm", "norm.share"]
     assert told[-1][1] == 4
-    assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
+    assert {"norm.norm.share", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
     assert [process.ended for process in ahead.processes] == [True, True]
     again = CompileAhead(2)
     again.start([CALLS_OTHERS, SMALL])
@@ -120,7 +120,7 @@ def test_a_load_waits_for_what_a_first_answer_needs_and_whoever_calls_another_ke
     assert not ahead.wait_for(module, types)  # it is there
     ahead.wait()
     assert elsewhere == []
-    assert {"norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
+    assert {"norm.norm.share", "calls._run", "first_load"} <= set(kept(folder))
     again = CompileAhead(2)
     again.start([SMALL], [CALLS_OTHERS])
     assert serving() == []
@@ -140,7 +140,7 @@ def test_what_was_left_when_a_program_ended_is_compiled_by_the_next(folder: Path
     again.finish(lambda name, most: None)
     assert again.kept == [SMALL]
     again.wait()
-    assert {"norm.norm", "norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
+    assert {"norm.norm", "norm.norm.share", "calls._run", "first_load"} <= set(kept(folder))
 
 
 def test_a_kernel_that_a_needed_one_calls_is_needed_too(folder: Path, in_place: Callable[[str], None]) -> None:

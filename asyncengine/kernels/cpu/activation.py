@@ -17,11 +17,10 @@ from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_softmax import exp2
-from asyncengine.kernels.cpu.calls import address_of, call, name_of, parallel_for
+from asyncengine.kernels.cpu.calls import address_of, call, name_of, team_kernel
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, number_of, size_of
 
 _LOG2E = 1.4426950408889634
@@ -188,12 +187,10 @@ def _gate_rows(activation: Any, first: int, last: int, both: int, out: int, widt
             results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
-def _gate_part(
-    piece: int, pieces: int, worker: int,
-    both: int, out: int, rows: int, width: int, code: int, kind: np.generic,
-) -> None:  # fmt: skip
-    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+def gate(first: int, last: int, both: int, out: int, rows: int, width: int, code: int, kind: np.generic) -> None:
+    """One of the gated activations above, by address; `code` is what `gate_code` says."""
     if code != _SILU:
         call(code, (first, last, both, out, width, kind))
     else:
@@ -212,18 +209,12 @@ def gate_by_gelu(first: int, last: int, both: int, out: int, width: int, kind: n
     _gate_rows(_gelu, first, last, both, out, width, kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
-def gate(both: int, out: int, rows: int, width: int, code: int, kind: np.generic, team: int) -> None:
-    """One of the gated activations above, by address; `code` is what `gate_code` says."""
-    parallel_for(_gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, code, kind))
-
-
-@serial_in_order
-def _activate_part(
-    piece: int, pieces: int, worker: int,
-    x: int, rows: int, width: int, activation: int, parameters: int, kind: np.generic,
-) -> None:  # fmt: skip
-    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+def activate(
+    first: int, last: int, x: int, rows: int, width: int, activation: int, parameters: int, kind: np.generic
+) -> None:
+    """One of the activations above of every number, in place, by address."""
     numbers, known = array(pointer(x, kind), (last, width)), array(pointer(parameters, np.float32(0)), (4,))
     for row in range(first, last):
         if activation == _SILU:
@@ -253,19 +244,14 @@ def _activate_part(
                 numbers[row, index] = narrow(number * number if activation == _RELU2 else number, kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
-def activate(x: int, rows: int, width: int, activation: int, parameters: int, kind: np.generic, team: int) -> None:
-    """One of the activations above of every number, in place, by address."""
-    pieces = pieces_of(rows * width * _WORK, rows, team)
-    parallel_for(_activate_part, team, pieces, (x, rows, width, activation, parameters, kind))
-
-
-@serial_in_order
-def _clamped_part(
-    piece: int, pieces: int, worker: int,
-    both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32, kind: np.generic,
+def gate_clamped(
+    first: int, last: int, both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32,
+    kind: np.generic,
 ) -> None:  # fmt: skip
-    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+    """[rows, 2 * width] -> [rows, width]: g / (1 + exp(-alpha g)) * (u + 1) of neighbours g and u (gpt-oss), by
+    address. g is at most `limit`, u within -limit .. limit."""
     pairs = array(pointer(both, kind), (last, width, 2))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
@@ -276,13 +262,3 @@ def _clamped_part(
             up = limit if up > limit else -limit if up < -limit else up
             gate_value = gate_value / (np.float32(1) + exponential(-alpha * gate_value))
             results[row, index] = narrow(gate_value * (up + np.float32(1)), kind)
-
-
-@serial_in_order
-def gate_clamped(
-    both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32, kind: np.generic, team: int
-) -> None:
-    """[rows, 2 * width] -> [rows, width]: g / (1 + exp(-alpha g)) * (u + 1) of neighbours g and u (gpt-oss), by
-    address. g is at most `limit`, u within -limit .. limit."""
-    pieces = pieces_of(rows * width * _WORK, rows, team)
-    parallel_for(_clamped_part, team, pieces, (both, out, rows, width, alpha, limit, kind))

@@ -13,7 +13,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import inspect
+import operator
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
@@ -23,8 +26,8 @@ from numba.core import cgutils
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
-from asyncengine.kernels.cpu.jit import compiled_for, serial_in_order
-from asyncengine.kernels.cpu.team_loops import call_piece, run_together
+from asyncengine.kernels.cpu.jit import compiled_for, inline, serial_in_order
+from asyncengine.kernels.cpu.team_loops import call_piece, pieces_of, run_together
 from asyncengine.kernels.cpu.vectors import LONG
 from asyncengine.kernels.elsewhere import called_apart
 
@@ -36,7 +39,7 @@ _TEXT = ir.IntType(8).as_pointer()
 def _code_of(name: str) -> Any:
     """The code of "module:function:void(types)", which is compiled if need be. It stays where it is."""
     module, function, signature = name.split(":")
-    found = getattr(sys.modules.get(module) or importlib.import_module(module), function)
+    found = operator.attrgetter(function)(sys.modules.get(module) or importlib.import_module(module))
     return compiled_for(found, signature)
 
 
@@ -138,39 +141,51 @@ def _calling(function: Any, types: tuple[Any, ...], *, rare: bool) -> Any:
 
 
 def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
-    whole = numba.types.int64
-    types = (whole, whole, whole, *_plain(arguments))
+    return _loop(function, arguments, by_units=False)
+
+
+def _parallel_units(_: Any, function: Any, team: Any, pieces: Any, arguments: Any, units: Any) -> Any:
+    return _loop(function, arguments, by_units=True)
+
+
+def _loop(function: Any, arguments: Any, *, by_units: bool) -> Any:
+    whole, types = numba.types.int64, _plain(arguments)
+    numbers = (whole,) * (2 if by_units else 3)
     run = _name_of(numba.typeof(_run), (whole,) * 4)
     known = numba.types.unliteral(function) == whole
-    name = "unknown" if known else _name_of(function, types)
+    name = "unknown" if known else _name_of(function, (*numbers, *types))
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         address = given[0] if known else _emit_address(context, builder, name)
-        values = [address, *cgutils.unpack_tuple(builder, given[3])]
+        values = [address, *given[4:], *cgutils.unpack_tuple(builder, given[3])]
         record = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in values]))
         for place, value in enumerate(values):
             builder.store(value, cgutils.gep_inbounds(builder, record, 0, place))
-        piece = builder.ptrtoint(_emit_part(builder.module, name, record.type), LONG)
+        piece = builder.ptrtoint(_emit_part(builder.module, name, record.type, by_units), LONG)
         runner = _emit_address(context, builder, run)
         _emit_call(builder, runner, [piece, builder.ptrtoint(record, LONG), given[2], given[1]])
         return context.get_dummy_value()
 
-    first = whole if known else function
-    return numba.types.void(first, whole, whole, numba.types.BaseTuple.from_types(types[3:])), generate
+    given = whole if known else function, whole, whole, numba.types.BaseTuple.from_types(types)
+    return numba.types.void(*given, *((whole,) if by_units else ())), generate
 
 
-def _emit_part(module: Any, name: str, record: Any) -> Any:
+def _emit_part(module: Any, name: str, record: Any, by_units: bool) -> Any:
     """Emit the function that a thread calls: (piece, pieces, worker, record) -> the function in the record, with the
-    rest of it."""
+    rest of it. `by_units`: the record's next number is that of all units, and the function gets those of the piece."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * 4), module.get_unique_name(f".part.{name}"))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
     *which, place = function.args
     held = builder.inttoptr(place, record)
-    values = [
+    address, *values = (
         builder.load(cgutils.gep_inbounds(builder, held, 0, index)) for index in range(len(record.pointee.elements))
-    ]
-    _emit_call(builder, values[0], [*which, *values[1:]])
+    )
+    if by_units:
+        (piece, pieces, _), units = which, values.pop(0)
+        ends = piece, builder.add(piece, LONG(1))
+        which = [builder.sdiv(builder.mul(units, end), pieces) for end in ends]
+    _emit_call(builder, address, [*which, *values])
     builder.ret_void()
     return function
 
@@ -187,6 +202,7 @@ Call function(piece, pieces, worker, arguments...) for all pieces, by the thread
 caller alone), in any order and side by side. Pieces of one `worker` come one after the other: what it needs to work in
 may be its own. The function may be given by its address (`jit.compiled_for`), whose types must be these.
 """
+_share_units: Any = intrinsic(_parallel_units)
 
 
 @serial_in_order
@@ -196,3 +212,36 @@ def _run(function: int, record: int, pieces: int, team: int) -> None:
             call_piece(function, piece, pieces, 0, record)
     else:
         run_together(function, record, pieces, team)
+
+
+_TEAM_KERNEL = """
+def {name}({given}, team):
+    units, work = _sizes({known})
+    _share_units(_share, team, _pieces_of(work, units, team), ({given},), units)
+"""
+
+
+def team_kernel(sizes: Callable[..., tuple[int, int]]) -> Callable[[Any], Any]:
+    """Above a compiled function of (first, last, arguments...), which does those of a loop's units: make of it the
+    kernel of (arguments..., team), which shares all units out among a team.
+
+    `sizes` is given some of the arguments, by their names, and says how many units there are, and how many bytes of
+    memory could be read while all of them are done (`pieces_of`).
+    """
+
+    def make(share: Any) -> Any:
+        function = share.py_func
+        name, (_, _, *given) = function.__name__, inspect.signature(function).parameters
+        known = inspect.signature(sizes).parameters
+        source = _TEAM_KERNEL.format(name=name, given=", ".join(given), known=", ".join(known))
+        source = "\n" * (function.__code__.co_firstlineno - 2) + source  # errors and the cache name the function's line
+        made = {
+            "__name__": function.__module__, "_sizes": inline(sizes), "_share": share, "_share_units": _share_units,
+            "_pieces_of": pieces_of,
+        }  # fmt: skip
+        exec(compile(source, function.__code__.co_filename, "exec"), made)
+        kernel = serial_in_order(made[name])
+        kernel.share, function.__name__ = share, f"{name}.share"  # it is called by this name
+        return kernel
+
+    return make

@@ -6,17 +6,16 @@ whatever part of a sequence a step has. Work is shared out by rows and by blocks
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import allocates, array, keep, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.calls import team_kernel
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
 
 # A step's segments (`layers.states.StateSegments`) for kernels of state layers: int64 by address.
@@ -57,6 +56,15 @@ class SegmentPlaces(NamedTuple):
         return cls(len(segments.rows) - 1, *(part.ctypes.data for part in parts))
 
 
+@inline
+def segment_arrays(rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int) -> Any:
+    """Arrays at `SegmentPlaces`."""
+    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
+    count = bound[rows]
+    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
+    return bound, begin, end, array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+
+
 CHANNELS = 256
 """Channels of a block."""
 _WORK = 16
@@ -81,46 +89,28 @@ def convolve_segments(
     return out
 
 
-@serial_in_order
-def _convolve(
-    x: int, stride: int, weight: int, bias: int, windows: int, out: int, channels: int, taps: int, silu: bool,
-    rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int, kind: np.generic,
-    team: int,
-) -> None:  # fmt: skip
-    blocks = (channels + CHANNELS - 1) // CHANNELS
-    pieces = pieces_of(tokens * channels * _WORK, rows * blocks, team)
-    parallel_for(
-        _convolve_part, team, pieces,
-        (x, stride, weight, bias, windows, out, channels, taps, silu, rows, bounds, begins, ends, sources, targets,
-         kind),
-    )  # fmt: skip
-
-
+@team_kernel(lambda channels, rows, tokens: (rows * ((channels + CHANNELS - 1) // CHANNELS), tokens * channels * _WORK))
 @serial_in_order
 @allocates
-def _convolve_part(
-    piece: int, pieces: int, worker: int,
-    x: int, stride: int, weight: int, bias: int, windows: int, out: int, channels: int, taps: int, silu: bool,
-    rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int, kind: np.generic,
+def _convolve(
+    first: int, last: int, x: int, stride: int, weight: int, bias: int, windows: int, out: int, channels: int,
+    taps: int, silu: bool, rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int,
+    kind: np.generic,
 ) -> None:  # fmt: skip
     blocks = (channels + CHANNELS - 1) // CHANNELS
-    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
-    count = bound[rows]
-    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
-    source, target = array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+    bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
     size = size_of(kind)
     slot = (taps - 1) * channels * size
     sums = np.empty(CHANNELS, dtype=np.float32)
-    for unit in range(rows * blocks * piece // pieces, rows * blocks * (piece + 1) // pieces):
-        first = unit % blocks * CHANNELS
-        lanes = min(CHANNELS, channels - first)
-        row = unit // blocks
+    for unit in range(first, last):
+        channel, row = unit % blocks * CHANNELS, unit // blocks
+        lanes = min(CHANNELS, channels - channel)
         for index in range(bound[row], bound[row + 1]):
-            own, place = begin[index], windows + first * size
+            own, place = begin[index], windows + channel * size
             convolve_tokens(
-                x + (own * stride + first) * size, stride, weight + first * 4, channels,
-                0 if bias == 0 else bias + first * 4, place + source[index] * slot, place + target[index] * slot,
-                channels, out + (own * channels + first) * size, channels, end[index] - own, lanes, taps, silu, sums,
+                x + (own * stride + channel) * size, stride, weight + channel * 4, channels,
+                0 if bias == 0 else bias + channel * 4, place + source[index] * slot, place + target[index] * slot,
+                channels, out + (own * channels + channel) * size, channels, end[index] - own, lanes, taps, silu, sums,
                 kind,
             )  # fmt: skip
 
@@ -218,56 +208,43 @@ class ShortConvKernel:
         return out
 
 
-@serial_in_order
-def run_short_conv(
-    record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
-    sources: int, targets: int, tokens: int, kind: np.generic, team: int,
-) -> None:  # fmt: skip
-    """A `ShortConvKernel` by address; the numbers of segments are `SegmentPlaces`."""
+def _short_conv_sizes(record: int, rows: int, tokens: int) -> tuple[int, int]:
     width = array(pointer(record, _WHOLE), (_FIELDS,))[WIDTH]
-    pieces = pieces_of(tokens * width * _GATED_WORK, rows * ((width + CHANNELS - 1) // CHANNELS), team)
-    parallel_for(
-        _short_conv_part,
-        team,
-        pieces,
-        (record, windows, projected, out, rows, bounds, begins, ends, sources, targets, kind),
-    )
+    return rows * ((width + CHANNELS - 1) // CHANNELS), tokens * width * _GATED_WORK
 
 
+@team_kernel(_short_conv_sizes)
 @serial_in_order
 @allocates
-def _short_conv_part(
-    piece: int, pieces: int, worker: int,
-    record: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int, sources: int,
-    targets: int, kind: np.generic,
+def run_short_conv(
+    first_unit: int, last_unit: int, record: int, states: int, windows: int, projected: int, out: int, rows: int,
+    bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int, kind: np.generic,
 ) -> None:  # fmt: skip
+    """A `ShortConvKernel` by address; the numbers of segments are `SegmentPlaces`."""
     fields, size = array(pointer(record, _WHOLE), (_FIELDS,)), size_of(kind)
     width, taps, bias = fields[WIDTH], fields[TAPS], fields[BIAS]
-    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
-    count = bound[rows]
-    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
-    source, target = array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+    bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
     memory = np.empty(_GATED_TOKENS * CHANNELS * size, np.uint8)
     sums = np.empty(CHANNELS, np.float32)
     blocks, slot = (width + CHANNELS - 1) // CHANNELS, (taps - 1) * width * size
-    for unit in range(rows * blocks * piece // pieces, rows * blocks * (piece + 1) // pieces):
+    for unit in range(first_unit, last_unit):
         channel = unit % blocks * CHANNELS
         lanes = min(CHANNELS, width - channel)
         for index in range(bound[unit // blocks], bound[unit // blocks + 1]):
             known, after = windows + source[index] * slot, windows + target[index] * slot
             first = begin[index]
             while True:
-                tokens = min(_GATED_TOKENS, end[index] - first)
+                count = min(_GATED_TOKENS, end[index] - first)
                 row, result = projected + first * 3 * width * size, out + (first * width + channel) * size
                 inputs, column = memory.ctypes.data, channel * size
-                _multiply(row + column, row + 2 * width * size + column, 3 * width, inputs, lanes, tokens, lanes, kind)
+                _multiply(row + column, row + 2 * width * size + column, 3 * width, inputs, lanes, count, lanes, kind)
                 convolve_tokens(
                     inputs, lanes, fields[WEIGHT] + channel * 4, width, 0 if bias == 0 else bias + channel * 4,
-                    known + channel * size, after + channel * size, width, result, width, tokens, lanes, taps, False,
+                    known + channel * size, after + channel * size, width, result, width, count, lanes, taps, False,
                     sums, kind,
                 )  # fmt: skip
-                _multiply_into(row + (width + channel) * size, 3 * width, result, width, tokens, lanes, kind)
-                known, first = after, first + tokens
+                _multiply_into(row + (width + channel) * size, 3 * width, result, width, count, lanes, kind)
+                known, first = after, first + count
                 if first >= end[index]:
                     break
     keep(memory)

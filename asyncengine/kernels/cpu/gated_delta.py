@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import call, parallel_for
-from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens
+from asyncengine.kernels.cpu.calls import call, team_kernel
+from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens, segment_arrays
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, size_of, square_sum, store
 
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
@@ -224,34 +223,23 @@ class GatedDeltaKernel:
         return out
 
 
-@serial_in_order
-def advance_states(
-    record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
-    sources: int, targets: int, tokens: int, kind: np.generic, team: int,
-) -> None:  # fmt: skip
-    """A `GatedDeltaKernel` by address; the numbers of segments are `SegmentPlaces`."""
+def _sizes(record: int, rows: int, tokens: int) -> tuple[int, int]:
     spec = array(pointer(record, _WHOLE), (FIELDS,))
     heads, state = spec[HEADS], spec[GROUP] * spec[KEY_DIM] * spec[VALUE_DIM] * 4
     # a state comes and goes once for each row; each token of a chunk passes it in the first cache
-    pieces = pieces_of((2 * rows + tokens) * heads * state, rows * heads, team)
-    parallel_for(
-        _advance_part, team, pieces,
-        (record, states, windows, projected, out, rows, bounds, begins, ends, sources, targets, kind),
-    )  # fmt: skip
+    return rows * heads, (2 * rows + tokens) * heads * state
 
 
+@team_kernel(_sizes)
 @serial_in_order
 @allocates
-def _advance_part(
-    piece: int, pieces: int, worker: int,
-    record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
-    sources: int, targets: int, kind: np.generic,
+def advance_states(
+    first_unit: int, last_unit: int, record: int, states: int, windows: int, projected: int, out: int, rows: int,
+    bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int, kind: np.generic,
 ) -> None:  # fmt: skip
+    """A `GatedDeltaKernel` by address; the numbers of segments are `SegmentPlaces`."""
     spec = array(pointer(record, _WHOLE), (FIELDS,))
-    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
-    count = bound[rows]
-    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
-    source, target = array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+    bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
     heads, size = spec[HEADS], size_of(kind)
     state, window = heads * _state_bytes(spec), _channels(spec) * (spec[TAPS] - 1) * size
     numbers = 2 * spec[KEY_DIM] + spec[GROUP] * spec[VALUE_DIM]
@@ -261,7 +249,7 @@ def _advance_part(
     vectors = 4 if spec[BY_CHANNEL] else 2
     wide = np.empty(_TOKENS * (vectors * spec[KEY_DIM] + 2 * spec[VALUE_DIM] + 2), dtype=np.float32)
     sums = np.empty(CHANNELS, dtype=np.float32)
-    for unit in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
+    for unit in range(first_unit, last_unit):
         head = unit % heads
         for index in range(bound[unit // heads], bound[unit // heads + 1]):
             if begin[index] == end[index] and source[index] == target[index]:
@@ -270,14 +258,14 @@ def _advance_part(
             seen, then = windows + source[index] * window, windows + target[index] * window
             first = begin[index]
             while True:
-                tokens = min(_TOKENS, end[index] - first)
-                _convolve(spec, projected, first, tokens, head, seen, then, mixed.ctypes.data, sums, kind)
-                if tokens == 0:
+                count = min(_TOKENS, end[index] - first)
+                _convolve(spec, projected, first, count, head, seen, then, mixed.ctypes.data, sums, kind)
+                if count == 0:
                     _copy(spec, head, held, to)
                 else:
-                    _advance(spec, projected, out, first, tokens, head, held, to, mixed.ctypes.data,
+                    _advance(spec, projected, out, first, count, head, held, to, mixed.ctypes.data,
                              wide.ctypes.data, kind)  # fmt: skip
-                held, seen, first = to, then, first + tokens
+                held, seen, first = to, then, first + count
                 if first >= end[index]:
                     break
     keep(mixed)

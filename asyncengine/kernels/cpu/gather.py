@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.jit import array, pointer, serial, with_gil
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 
 
 @serial
@@ -61,21 +60,14 @@ def joined(*parts: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@team_kernel(lambda rows, heads, width: (rows * heads, rows * heads * width * 4))
 @serial
 def copy_columns(
-    source: int, out: int, row_size: int, head_size: int, out_size: int, rows: int, heads: int, width: int, team: int
-) -> None:
-    """One part of `joined` by address; `width` is halves of its columns, sizes are bytes to the next."""
-    pieces = pieces_of(rows * heads * width * 4, rows, team)
-    parallel_for(_columns_part, team, pieces, (source, out, row_size, head_size, out_size, rows, heads, width))
-
-
-@serial
-def _columns_part(
-    piece: int, pieces: int, worker: int,
-    source: int, out: int, row_size: int, head_size: int, out_size: int, rows: int, heads: int, width: int,
+    first: int, last: int, source: int, out: int, row_size: int, head_size: int, out_size: int, rows: int,
+    heads: int, width: int,
 ) -> None:  # fmt: skip
-    for row in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
+    """One part of `joined` by address; `width` is halves of its columns, sizes are bytes to the next."""
+    for row in range(first, last):
         numbers = array(pointer(source + row // heads * row_size + row % heads * head_size, np.uint16(0)), (width,))
         results = array(pointer(out + row * out_size, np.uint16(0)), (width,))
         for index in range(width):

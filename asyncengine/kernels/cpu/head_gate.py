@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
 
 _COPY, _WORK = 4, 16
@@ -34,22 +33,16 @@ def gate_heads(attended: torch.Tensor, projected: torch.Tensor, heads: int, dim:
     return out
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _COPY))
 @serial_in_order
-def split(projected: int, out: int, rows: int, width: int, heads: int, dim: int, kind: np.generic, team: int) -> None:
+def split(
+    first: int, last: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int, kind: np.generic
+) -> None:
     """`split_queries` by address."""
-    pieces = pieces_of(rows * width * _COPY, rows, team)
-    parallel_for(_split_part, team, pieces, (projected, out, rows, width, heads, dim, kind))
-
-
-@serial_in_order
-def _split_part(
-    piece: int, pieces: int, worker: int,
-    projected: int, out: int, rows: int, width: int, heads: int, dim: int, kind: np.generic,
-) -> None:  # fmt: skip
     size = heads * dim
     sources = array(pointer(projected, kind), (rows, width))
     results = array(pointer(out, kind), (rows, width - size))
-    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+    for row in range(first, last):
         for head in range(heads):
             for index in range(dim):
                 results[row, head * dim + index] = sources[row, 2 * head * dim + index]
@@ -57,22 +50,15 @@ def _split_part(
             results[row, index] = sources[row, index + size]
 
 
+@team_kernel(lambda rows, heads, dim: (rows * heads, rows * heads * dim * _WORK))
 @serial_in_order
 def multiply_gates(
-    attended: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int, kind: np.generic, team: int
-) -> None:
-    """`gate_heads` by address; `out` may be `attended`."""
-    pieces = pieces_of(rows * heads * dim * _WORK, rows * heads, team)
-    parallel_for(_multiply_part, team, pieces, (attended, projected, out, rows, width, heads, dim, kind))
-
-
-@serial_in_order
-def _multiply_part(
-    piece: int, pieces: int, worker: int,
-    attended: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int, kind: np.generic,
+    first: int, last: int, attended: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int,
+    kind: np.generic,
 ) -> None:  # fmt: skip
+    """`gate_heads` by address; `out` may be `attended`."""
     size = size_of(kind)
-    for unit in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
+    for unit in range(first, last):
         row, head = unit // heads, unit % heads
         values = array(pointer(attended + unit * dim * size, kind), (dim,))
         gates = array(pointer(projected + (row * width + (2 * head + 1) * dim) * size, kind), (dim,))

@@ -1,8 +1,8 @@
 """Building blocks of compiled kernels: memory by address, bfloat16 as bits, and a split over threads.
 
-A kernel is three things: a `serial` function that does one of several pieces of the work, split by row or by head so
-that no result depends on the number of pieces; a small one that shares the pieces out among a team of threads
-(`calls.parallel_for`, `team`); and a Python function that takes tensors and hands over addresses.
+A kernel is two things: a `serial` function that does some of the work's rows or heads, so that no result depends on
+how these are shared out among a team of threads (`calls.team_kernel`; where more is shared than one loop,
+`calls.parallel_for`); and a Python function that takes tensors and hands over addresses.
 
 Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
 bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even;

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential, silu
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens
+from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens, segment_arrays
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
@@ -196,10 +196,7 @@ def _convolve_part(
     fields, size = array(pointer(record, _WHOLE), (_FIELDS,)), size_of(kind)
     inner, width, taps = fields[HEADS] * fields[DIM], fields[WIDTH], fields[TAPS]
     channels, bias = inner + 2 * fields[GROUPS] * fields[STATES], fields[CONV_BIAS]
-    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
-    count = bound[rows]
-    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
-    source, target = array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+    bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
     blocks, slot, sums = (
         (channels + CHANNELS - 1) // CHANNELS,
         (taps - 1) * channels * size,
@@ -230,10 +227,7 @@ def _scan_part(
     """Some heads of some rows, as far as their tokens are in [first, last)."""
     fields = array(pointer(record, _WHOLE), (_FIELDS,))
     heads, dim, states, group = fields[HEADS], fields[DIM], fields[STATES], fields[GROUPS]
-    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
-    count = bound[rows]
-    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
-    source, target = array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+    bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
     most, before = last - first, -1
     kept, steps = np.empty(most, np.float32), np.empty(most, np.float32)
     inputs, shared = np.empty((most, dim), np.float32), np.empty((2, most, states), np.float32)

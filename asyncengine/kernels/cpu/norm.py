@@ -9,11 +9,10 @@ import torch
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, load, size_of, square_sum
 
 _WORK = 8
@@ -63,25 +62,14 @@ def norm_heads(
     )  # fmt: skip
 
 
+@team_kernel(lambda rows, groups, width: (rows * groups, rows * groups * width * _WORK))
 @serial_in_order
 def norm_columns(
-    x: int, weight: int, bias: int, rows: int, stride: int, first: int, groups: int, width: int, step: int,
-    epsilon: np.float32, centred: bool, kind: np.generic, team: int,
+    begin: int, end: int, x: int, weight: int, bias: int, rows: int, stride: int, first: int, groups: int,
+    width: int, step: int, epsilon: np.float32, centred: bool, kind: np.generic,
 ) -> None:  # fmt: skip
     """`norm_heads` by address; `step`: numbers from one group's weight to the next."""
-    parallel_for(
-        _columns_part, team, pieces_of(rows * groups * width * _WORK, rows * groups, team),
-        (x, weight, bias, rows, stride, first, groups, width, step, epsilon, centred, kind),
-    )  # fmt: skip
-
-
-@serial_in_order
-def _columns_part(
-    piece: int, pieces: int, worker: int,
-    x: int, weight: int, bias: int, rows: int, stride: int, first: int, groups: int, width: int, step: int,
-    epsilon: np.float32, centred: bool, kind: np.generic,
-) -> None:  # fmt: skip
-    for unit in range(rows * groups * piece // pieces, rows * groups * (piece + 1) // pieces):
+    for unit in range(begin, end):
         row, group = unit // groups, unit % groups
         at = x + (row * stride + first + group * width) * size_of(kind)
         values = array(pointer(at, kind), (width,))
@@ -117,30 +105,21 @@ def _norm_rows(
             results[row, index] = narrow(widen(values[row, index]) * scale * weights[index], kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
 def norm(
-    x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, team: int
+    first: int, last: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic
 ) -> None:
-    parallel_for(
-        _norm_part, team, pieces_of(rows * width * _WORK, rows, team), (x, weight, out, rows, width, epsilon, kind)
-    )
+    _norm_rows(x, weight, out, first, last, width, epsilon, kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
-def _norm_part(
-    piece: int, pieces: int, worker: int,
-    x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic,
-) -> None:  # fmt: skip
-    _norm_rows(x, weight, out, rows * piece // pieces, rows * (piece + 1) // pieces, width, epsilon, kind)
-
-
-@serial_in_order
-def _add_norm_part(
-    piece: int, pieces: int, worker: int,
-    residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int,
+def add_norm(
+    first: int, last: int, residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int,
     factor: np.float32, epsilon: np.float32, kind: np.generic,
 ) -> None:  # fmt: skip
-    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+    """`add_rms_norm` by address; `total` may be `residual`."""
     left, right = array(pointer(residual, kind), (last, width)), array(pointer(branch, kind), (last, width))
     sums = array(pointer(total, kind), (last, width))
     for row in range(first, last):
@@ -148,18 +127,6 @@ def _add_norm_part(
             product = widen(narrow(widen(right[row, index]) * factor, kind))
             sums[row, index] = narrow(widen(left[row, index]) + product, kind)
     _norm_rows(total, weight, out, first, last, width, epsilon, kind)
-
-
-@serial_in_order
-def add_norm(
-    residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int, factor: np.float32,
-    epsilon: np.float32, kind: np.generic, team: int,
-) -> None:  # fmt: skip
-    """`add_rms_norm` by address; `total` may be `residual`."""
-    pieces = pieces_of(rows * width * _WORK, rows, team)
-    parallel_for(
-        _add_norm_part, team, pieces, (residual, branch, weight, total, out, rows, width, factor, epsilon, kind)
-    )
 
 
 # Layer normalisation (Ba et al. 2016), alone or with the residual sum before it.
@@ -281,28 +248,17 @@ def _sum(builder: Any, count: Any, value: Any) -> Any:
 _norm_row, _add_norm_row = _row(True), _row(False)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _LAYER_NORM_WORK))
 @serial_in_order
-def _normalise_part(
-    piece: int, pieces: int, worker: int,
-    residual: int, branch: int, weight: int, bias: int, total: int, out: int, rows: int, width: int,
-    factor: np.float32, epsilon: np.float32, kind: np.generic,
+def normalise(
+    first: int, last: int, residual: int, branch: int, weight: int, bias: int, total: int, out: int, rows: int,
+    width: int, factor: np.float32, epsilon: np.float32, kind: np.generic,
 ) -> None:  # fmt: skip
+    """The same by address; no branch: 0."""
     size = width * size_of(kind)
-    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+    for row in range(first, last):
         at = row * size
         if branch == 0:
             _norm_row(residual + at, 0, weight, bias, 0, out + at, width, factor, epsilon, kind)
         else:
             _add_norm_row(residual + at, branch + at, weight, bias, total + at, out + at, width, factor, epsilon, kind)
-
-
-@serial_in_order
-def normalise(
-    residual: int, branch: int, weight: int, bias: int, total: int, out: int, rows: int, width: int,
-    factor: np.float32, epsilon: np.float32, kind: np.generic, team: int,
-) -> None:  # fmt: skip
-    """The same by address; no branch: 0."""
-    parallel_for(
-        _normalise_part, team, pieces_of(rows * width * _LAYER_NORM_WORK, rows, team),
-        (residual, branch, weight, bias, total, out, rows, width, factor, epsilon, kind),
-    )  # fmt: skip

@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import parallel_for, team_kernel
 from asyncengine.kernels.cpu.gather import copy_columns
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, pointer, serial, serial_in_order, with_gil
@@ -396,21 +396,11 @@ def _store_tile(
 _tile, _pair = _make_tile(SIZES), _make_tile((1,), 2)
 
 
+@team_kernel(lambda count, steps: (count, count * steps * LINE))
 @serial
-def _read_rows(ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic, team: int) -> None:
-    pieces = pieces_of(count * steps * LINE, count, team)
-    parallel_for(_read_part, team, pieces, (ids, panels, out, count, steps, step, kind))
-
-
-_read_few_rows = with_gil(_read_rows)
-
-
-@serial
-def _read_part(
-    piece: int, pieces: int, worker: int,
-    ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic,
-) -> None:  # fmt: skip
-    first, last = count * piece // pieces, count * (piece + 1) // pieces
+def _read_rows(
+    first: int, last: int, ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic
+) -> None:
     wanted = array(pointer(ids, np.int64(0)), (last,))
     for place in range(first, last):
         row = wanted[place]
@@ -420,3 +410,6 @@ def _read_part(
         for index in range(steps):
             for place_in_step in range(step):
                 result[index, place_in_step] = panel[index, row % WIDTH, place_in_step]
+
+
+_read_few_rows = with_gil(_read_rows)

@@ -15,11 +15,10 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, load, size_of, square_sum
 
 _WORK = 8
@@ -41,28 +40,17 @@ def rotate_heads(
     )  # fmt: skip
 
 
+@team_kernel(lambda rows, heads, rotary: (rows * heads, rows * heads * rotary * _WORK))
 @serial_in_order
 def rotate_columns(
-    x: int, cos: int, sin: int, rows: int, stride: int, heads: int, dim: int, rotary: int, interleaved: bool,
-    kind: np.generic, angle_kind: np.generic, team: int,
+    first: int, last: int, x: int, cos: int, sin: int, rows: int, stride: int, heads: int, dim: int, rotary: int,
+    interleaved: bool, kind: np.generic, angle_kind: np.generic,
 ) -> None:  # fmt: skip
     """`rotate_heads` by address."""
-    parallel_for(
-        _rotate_part, team, pieces_of(rows * heads * rotary * _WORK, rows * heads, team),
-        (x, cos, sin, rows, stride, heads, dim, rotary, interleaved, kind, angle_kind),
-    )  # fmt: skip
-
-
-@serial_in_order
-def _rotate_part(
-    piece: int, pieces: int, worker: int,
-    x: int, cos: int, sin: int, rows: int, stride: int, heads: int, dim: int, rotary: int, interleaved: bool,
-    kind: np.generic, angle_kind: np.generic,
-) -> None:  # fmt: skip
     half = rotary // 2
     step, apart = (2, 1) if interleaved else (1, half)
     cosines, sines = array(pointer(cos, angle_kind), (rows, rotary)), array(pointer(sin, angle_kind), (rows, rotary))
-    for unit in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
+    for unit in range(first, last):
         row, head = unit // heads, unit % heads
         values = array(pointer(x + (row * stride + head * dim) * size_of(kind), kind), (rotary,))
         for pair in range(half):

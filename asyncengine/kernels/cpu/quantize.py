@@ -14,13 +14,12 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
 from asyncengine.kernels.cpu.panel_form import INT4_GROUP, PANEL, UNIT, int_form
 from asyncengine.kernels.cpu.quantized_panels import pack_units
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -211,32 +210,20 @@ def quantize_rows(
     )  # fmt: skip
 
 
-@serial
-def _to_panels(
-    weight: int, panels: int, row_scales: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int,
-    head: int, bits: int, offset: int, kind: np.generic, team: int,
-) -> None:  # fmt: skip
-    pieces = pieces_of(rows * inputs * _WORK, -(-rows // PANEL), team)
-    known = (
-        weight, panels, row_scales, rows, inputs, chunks, chunk, chunk_bytes, head, bits, offset, kind,
-    )  # fmt: skip
-    parallel_for(_panels_part, team, pieces, known)
-
-
+@team_kernel(lambda rows, inputs: (-(-rows // PANEL), rows * inputs * _WORK))
 @serial
 @allocates
-def _panels_part(
-    piece: int, pieces: int, worker: int,
-    weight: int, panels: int, row_scales: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int,
-    head: int, bits: int, offset: int, kind: np.generic,
+def _to_panels(
+    begin: int, end: int, weight: int, panels: int, row_scales: int, rows: int, inputs: int, chunks: int,
+    chunk: int, chunk_bytes: int, head: int, bits: int, offset: int, kind: np.generic,
 ) -> None:  # fmt: skip
     """A panel's numbers never leave the core's own cache between being rounded and being put in their places."""
-    count, wide = -(-rows // PANEL), chunks * chunk
+    wide = chunks * chunk
     values = array(pointer(weight, kind), (rows, inputs))
     own = np.zeros(PANEL * wide if bits == 8 else 1, np.uint8)
     words = array(pointer(np.int64(own.ctypes.data), np.uint32(0)), (PANEL, wide // 4))
     numbers = array(pointer(np.int64(own.ctypes.data), np.uint8(0)), (PANEL, wide))
-    for panel in range(count * piece // pieces, count * (piece + 1) // pieces):
+    for panel in range(begin, end):
         here, first = panels + panel * chunks * chunk_bytes, panel * PANEL
         present = min(PANEL, rows - first)
         if bits == 8:

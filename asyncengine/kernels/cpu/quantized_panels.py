@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.jit import (
     allocates,
     array,
@@ -25,7 +25,6 @@ from asyncengine.kernels.cpu.jit import (
 )
 from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import bits_of, number_of
 
 _WORK = 2
@@ -105,24 +104,13 @@ def _settings_of(form: PanelForm) -> tuple[NDArray[np.int64], NDArray[np.int32]]
     return settings, np.array(form.table or [0], dtype=np.int32)
 
 
-@serial
-def _pack_numbers(
-    numbers: int, panels: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int, head: int, bits: int,
-    team: int,
-) -> None:  # fmt: skip
-    count = -(-rows // PANEL)
-    pieces = pieces_of(rows * inputs * _WORK, count, team)
-    parallel_for(_pack_part, team, pieces, (numbers, panels, rows, inputs, chunks, chunk, chunk_bytes, head, bits))
-
-
+@team_kernel(lambda rows, inputs: (-(-rows // PANEL), rows * inputs * _WORK))
 @serial
 @allocates
-def _pack_part(
-    piece: int, pieces: int, worker: int,
-    numbers: int, panels: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int, head: int, bits: int,
+def _pack_numbers(
+    first: int, last: int, numbers: int, panels: int, rows: int, inputs: int, chunks: int, chunk: int,
+    chunk_bytes: int, head: int, bits: int,
 ) -> None:  # fmt: skip
-    count = -(-rows // PANEL)
-    first, last = count * piece // pieces, count * (piece + 1) // pieces
     wide = chunks * chunk
     own = np.empty(PANEL * wide if inputs != wide or rows % PANEL != 0 else 1, np.uint8)
     for panel in range(first, last):
@@ -180,26 +168,12 @@ def _pack_plane(
                     target[item, lane] = given[row, column] if row < rows and column < items else 0
 
 
-@serial
-def _read_rows(
-    ids: int, panels: int, row_scales: int, out: int, count: int, inputs: int, chunks: int, settings: int, table: int,
-    kind: np.generic, team: int,
-) -> None:  # fmt: skip
-    pieces = pieces_of(count * inputs * _WORK, count, team)
-    known = (ids, panels, row_scales, out, inputs, count, chunks, settings, table, kind)
-    parallel_for(_read_part, team, pieces, known)
-
-
-_read_few_rows = with_gil(_read_rows)
-
-
+@team_kernel(lambda count, inputs: (count, count * inputs * _WORK))
 @serial_in_order
-def _read_part(
-    piece: int, pieces: int, worker: int,
-    ids: int, panels: int, row_scales: int, out: int, inputs: int, count: int, chunks: int, settings: int, table: int,
-    kind: np.generic,
+def _read_rows(
+    first: int, last: int, ids: int, panels: int, row_scales: int, out: int, count: int, inputs: int, chunks: int,
+    settings: int, table: int, kind: np.generic,
 ) -> None:  # fmt: skip
-    first, last = count * piece // pieces, count * (piece + 1) // pieces
     wanted = array(pointer(ids, np.int64(0)), (count,))
     results = array(pointer(out, kind), (count, inputs))
     known = array(pointer(settings, np.int64(0)), (14,))
@@ -228,6 +202,9 @@ def _read_part(
             number = _number(here + head, inside, lane, bits)
             value = np.float32(entries[number]) if below == 3 else np.float32(number - offset) - zero
             results[place, index] = narrow((value * factor - lowest) * by_row, kind)
+
+
+_read_few_rows = with_gil(_read_rows)
 
 
 @inline

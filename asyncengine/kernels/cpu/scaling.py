@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
 
 _WORK = 8
@@ -80,23 +79,16 @@ def scaled_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@team_kernel(lambda rows, columns: (rows, rows * columns * _WORK))
 @serial_in_order
 def multiply_rows(
-    x: int, factors: int, out: int, rows: int, count: int, stride: int, columns: int, kind: np.generic, team: int
-) -> None:
+    first: int, last: int, x: int, factors: int, out: int, rows: int, count: int, stride: int, columns: int,
+    kind: np.generic,
+) -> None:  # fmt: skip
     """`scaled_rows` by address, of the first `columns` of rows that are `stride` numbers apart: `rows` are those of the
     result, `count` have one of x."""
-    pieces = pieces_of(rows * columns * _WORK, rows, team)
-    parallel_for(_rows_part, team, pieces, (x, factors, out, rows, count, stride, columns, kind))
-
-
-@serial_in_order
-def _rows_part(
-    piece: int, pieces: int, worker: int,
-    x: int, factors: int, out: int, rows: int, count: int, stride: int, columns: int, kind: np.generic,
-) -> None:  # fmt: skip
     factor = array(pointer(factors, np.float32(0)), (rows,))
-    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+    for row in range(first, last):
         numbers = array(pointer(x + row // count * stride * size_of(kind), kind), (columns,))
         results = array(pointer(out + row * stride * size_of(kind), kind), (columns,))
         for index in range(columns):
@@ -112,58 +104,35 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@team_kernel(lambda rows, width: (rows * width, rows * width * _WORK))
 @serial_in_order
-def widen_all(x: int, out: int, rows: int, width: int, kind: np.generic, team: int) -> None:
+def widen_all(first: int, last: int, x: int, out: int, rows: int, width: int, kind: np.generic) -> None:
     """`widened` by address."""
-    parallel_for(_widen_part, team, pieces_of(rows * width * _WORK, rows, team), (x, out, rows, width, kind))
-
-
-@serial_in_order
-def _widen_part(
-    piece: int, pieces: int, worker: int, x: int, out: int, rows: int, width: int, kind: np.generic
-) -> None:
-    first, last = rows * width * piece // pieces, rows * width * (piece + 1) // pieces
     values, numbers = array(pointer(x, kind), (last,)), array(pointer(out, np.float32(0)), (last,))
     for index in range(first, last):
         numbers[index] = widen(values[index])
 
 
+@team_kernel(lambda rows, width: (rows * width, rows * width * _WORK))
 @serial_in_order
 def add_branches(
-    residual: int, first: int, second: int, out: int, rows: int, width: int, kind: np.generic, team: int
+    begin: int, end: int, residual: int, first: int, second: int, out: int, rows: int, width: int, kind: np.generic
 ) -> None:
     """`add_both` by address."""
-    pieces = pieces_of(rows * width * _WORK, rows, team)
-    parallel_for(_branches_part, team, pieces, (residual, first, second, out, rows, width, kind))
-
-
-@serial_in_order
-def _branches_part(
-    piece: int, pieces: int, worker: int,
-    residual: int, first: int, second: int, out: int, rows: int, width: int, kind: np.generic,
-) -> None:  # fmt: skip
-    begin, end = rows * width * piece // pieces, rows * width * (piece + 1) // pieces
     stream, sums = array(pointer(residual, kind), (end,)), array(pointer(out, kind), (end,))
     one, other = array(pointer(first, kind), (end,)), array(pointer(second, kind), (end,))
     for index in range(begin, end):
         sums[index] = narrow(widen(stream[index]) + widen(one[index]) + widen(other[index]), kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
 def add_shared(
-    y: int, shared: int, gates: int, stride: int, out: int, rows: int, width: int, kind: np.generic, team: int
-) -> None:
-    """`add_gated` by address; the gates are `stride` numbers apart, 0: there are none."""
-    pieces = pieces_of(rows * width * _WORK, rows, team)
-    parallel_for(_shared_part, team, pieces, (y, shared, gates, stride, out, rows, width, kind))
-
-
-@serial_in_order
-def _shared_part(
-    piece: int, pieces: int, worker: int,
-    y: int, shared: int, gates: int, stride: int, out: int, rows: int, width: int, kind: np.generic,
+    first: int, last: int, y: int, shared: int, gates: int, stride: int, out: int, rows: int, width: int,
+    kind: np.generic,
 ) -> None:  # fmt: skip
-    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+    """`add_gated` by address; the gates are `stride` numbers apart, 0: there are none."""
+    for row in range(first, last):
         share = np.float32(1)
         if gates != 0:
             share /= np.float32(1) + exponential(-array(pointer(gates + row * stride * 4, np.float32(0)), (1,))[0])
@@ -174,37 +143,25 @@ def _shared_part(
             sums[index] = narrow(widen(left[index]) + widen(right[index]) * share, kind)
 
 
+@team_kernel(lambda rows, columns: (rows, rows * columns * _WORK))
 @serial_in_order
-def scale_columns(x: int, factors: int, rows: int, stride: int, columns: int, kind: np.generic, team: int) -> None:
-    """The first `columns` of x [rows, stride] times `factors`, float32 [columns]."""
-    pieces = pieces_of(rows * columns * _WORK, rows, team)
-    parallel_for(_columns_part, team, pieces, (x, factors, rows, stride, columns, kind))
-
-
-@serial_in_order
-def _columns_part(
-    piece: int, pieces: int, worker: int, x: int, factors: int, rows: int, stride: int, columns: int, kind: np.generic
+def scale_columns(
+    first: int, last: int, x: int, factors: int, rows: int, stride: int, columns: int, kind: np.generic
 ) -> None:
+    """The first `columns` of x [rows, stride] times `factors`, float32 [columns]."""
     factor = array(pointer(factors, np.float32(0)), (columns,))
-    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+    for row in range(first, last):
         numbers = array(pointer(x + row * stride * size_of(kind), kind), (columns,))
         for index in range(columns):
             numbers[index] = narrow(widen(numbers[index]) * factor[index], kind)
 
 
+@team_kernel(lambda rows, width: (rows * width, rows * width * _WORK))
 @serial_in_order
-def add_beside(left: int, factor: np.float32, right: int, rows: int, width: int, kind: np.generic, team: int) -> None:
+def add_beside(
+    first: int, last: int, left: int, factor: np.float32, right: int, rows: int, width: int, kind: np.generic
+) -> None:
     """left = left * factor + right, both [rows, width]; the product is rounded, and so is the sum."""
-    pieces = pieces_of(rows * width * _WORK, rows, team)
-    parallel_for(_beside_part, team, pieces, (left, factor, right, rows, width, kind))
-
-
-@serial_in_order
-def _beside_part(
-    piece: int, pieces: int, worker: int,
-    left: int, factor: np.float32, right: int, rows: int, width: int, kind: np.generic,
-) -> None:  # fmt: skip
-    first, last = rows * width * piece // pieces, rows * width * (piece + 1) // pieces
     sums, added = array(pointer(left, kind), (last,)), array(pointer(right, kind), (last,))
     for index in range(first, last):
         product = widen(narrow(widen(sums[index]) * factor, kind))

@@ -165,7 +165,9 @@ _ROUTED = frozenset({"run_experts", "_route_few"})
 _INT8 = {"quantization": "int8"}
 CASES = {
     "recurrent layers": Case(of_family("falcon-h1"), frozenset({"run_mamba2"})),
-    "short steps of them": Case(of_family("falcon-h1"), frozenset({"_columns_part", "_beside_part"}), needed=True),
+    "short steps of them": Case(
+        of_family("falcon-h1"), frozenset({"scale_columns.share", "add_beside.share"}), needed=True
+    ),
     "inputs of layers, normed values, scaled layers": Case(
         of_family("gemma4"), frozenset({"copy_columns", "scale_columns", "add_beside"}), _INT8, needed=True
     ),

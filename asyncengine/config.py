@@ -189,13 +189,13 @@ class ModelSettings(checks.Settings):
         super().__post_init__()
         if self.pipeline_parallel > 1 and self.device.startswith("cuda"):
             raise InvalidParameter("pipeline_parallel", "on CUDA is not there yet", self.pipeline_parallel)
-        if self.tensor_parallel > 1 < self.pipeline_parallel:
-            raise InvalidParameter("pipeline_parallel", "does not go with tensor_parallel", self.pipeline_parallel)
+        if self.processes > 64:
+            raise InvalidParameter("pipeline_parallel", "times tensor_parallel must be at most 64", self.processes)
 
     @property
     def processes(self) -> int:
-        """Number of the processes that compute the model together: ranks or stages."""
-        return self.tensor_parallel * self.pipeline_parallel  # one of which is 1
+        """Number of the processes that compute the model together: ranks of all stages."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def parallel_field(self) -> str:

@@ -106,6 +106,6 @@ class ModelInfo:
             same = self.no_speculation == self.batch_variance
             guesses = "nothing is guessed" + (", for the same reason" if same else f", as {self.no_speculation}")
         forms = f"{', '.join(self.fused)}; attention {self.attention}"
-        processes = max(self.tensor_parallel, self.pipeline_parallel)
+        processes = self.tensor_parallel * self.pipeline_parallel
         device = self.device if processes == 1 else f"{self.device} in {processes} processes"
         return f"{self.name} in {self.dtype} on {device} ({forms}): {steady}; {guesses}"

@@ -39,12 +39,14 @@ def start_ranks(
         raise InvalidParameter(setting, "is for decoders: an encoder is computed by one process", size)
     if pooling is not None and staged:
         raise InvalidParameter(setting, "is for models that write: vectors are computed by one process", size)
-    if staged and (ahead := config.max_steps_in_flight or 1) > size:
-        raise InvalidParameter("max_steps_in_flight", f"must be at most pipeline_parallel, {size}", ahead)
+    if staged and (ahead := config.max_steps_in_flight or 1) > config.pipeline_parallel:
+        raise InvalidParameter(
+            "max_steps_in_flight", f"must be at most pipeline_parallel, {config.pipeline_parallel}", ahead
+        )
     from asyncengine.execution.device.cores import threads_for
     from asyncengine.execution.runner.ranks import Ranks
 
-    ranks = Ranks(size, setting, _ON_CPU if device.type == "cpu" else "nccl")
+    ranks = Ranks(size, setting, _ON_CPU if device.type == "cpu" else "nccl", config.pipeline_parallel)
     undo.callback(ranks.close)
     return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // size))
 

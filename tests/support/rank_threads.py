@@ -21,11 +21,11 @@ from asyncengine.execution.runner.ranks import _Rank
 Made = TypeVar("Made")
 
 
-def gathers(size: int) -> list[SharedGather]:
+def gathers(size: int, stages: int = 1) -> list[SharedGather]:
     """Every rank's view of one memory."""
-    memory = make_memory()
+    memory = make_memory(stages)
     try:
-        return [SharedGather(memory, rank, size) for rank in range(size)]
+        return [SharedGather(memory, rank, size, stages) for rank in range(size)]
     finally:
         os.close(memory)
 
@@ -52,8 +52,8 @@ class _Thread:
 
     pid = 0
 
-    def __init__(self, orders: socket.socket, memory: int, rank: int, size: int) -> None:
-        self._orders, self._gather = orders, SharedGather(memory, rank, size)
+    def __init__(self, orders: socket.socket, memory: int, rank: int, size: int, stages: int) -> None:
+        self._orders, self._gather = orders, SharedGather(memory, rank, size, stages)
         self._thread = threading.Thread(target=self._serve, name=f"rank {rank}")
         self._thread.start()
 
@@ -72,10 +72,10 @@ class _Thread:
         self._orders.close()
 
 
-def start_as_thread(memory: int, rank: int, size: int, backend: str) -> _Rank:
+def start_as_thread(memory: int, rank: int, size: int, backend: str, stages: int) -> _Rank:
     """The same as `runner.ranks._start`, without the seconds in which a process imports what is needed."""
     orders, its_orders = socket.socketpair()
     life, _ = pair = socket.socketpair()
-    program: Any = _Thread(its_orders, memory, rank, size)
+    program: Any = _Thread(its_orders, memory, rank, size, stages)
     program.life = pair  # its own end stays open
     return _Rank(rank, Child(program, life), Connection(orders.detach()))

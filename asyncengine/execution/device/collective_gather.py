@@ -51,20 +51,21 @@ def missing(backend: str) -> str | None:
     return None
 
 
-def make_memory(backend: str) -> int:
+def make_memory(backend: str, stages: int = 1) -> int:
     """A descriptor of new memory, which its processes inherit, and by which they find each other. Raises `OSError`."""
-    return os.memfd_create("asyncengine-ranks") if backend else shared_gather.make_memory()
+    return os.memfd_create("asyncengine-ranks") if backend else shared_gather.make_memory(stages)
 
 
-def open_gather(memory: int, rank: int, size: int, backend: str) -> Gather:
+def open_gather(memory: int, rank: int, size: int, backend: str, stages: int = 1) -> Gather:
     """One process's end of a carrier; `memory`: what `make_memory` gave, which may be closed afterwards."""
-    return CollectiveGather(memory, rank, size, backend) if backend else SharedGather(memory, rank, size)
+    return CollectiveGather(memory, rank, size, backend) if backend else SharedGather(memory, rank, size, stages)
 
 
 class CollectiveGather:
     """One process's end of the exchange: a `layers.sharded.Ranks`. Used by one thread at a time."""
 
     exact = False
+    stage, stages = 0, 1
 
     def __init__(self, memory: int, rank: int, size: int, backend: str) -> None:
         """Connects at the first `meet`, not here."""
@@ -171,7 +172,7 @@ class CollectiveGather:
             with suppress(RuntimeError):
                 group.abort()
 
-    def pools(self, nbytes: int, *, each: bool = True) -> None:
+    def pools(self, nbytes: int) -> None:
         """No memory for caches: each rank has its own on its device."""
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 It is an anonymous file (`memfd_create`, Linux): no name, and nothing to remove afterwards. Each process
 writes its columns of a result into the one matrix, waits at a barrier until all have, and copies what it needs. There
 are two such places, used in turns: a process that writes into one has passed the barrier behind the last use of the
-other, by which all have read the first. Stages of a pipeline wait for each other by counts of their own.
+other, by which all have read the first. Each stage of a pipeline has two of its own; stages wait for each other by
+counts.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _MOST = 64
 """Processes of a model, at most."""
 _WORDS = 192
 """Bytes of the words that one count of arrivals takes (`kernels.cpu.atomics`); each process has one."""
-_HEAD = -(-_MOST * _WORDS // _PAGE) * _PAGE
-"""Bytes before the places."""
+_HEAD = -(-2 * _MOST * _WORDS // _PAGE) * _PAGE
+"""Bytes before the places: the words of all processes, and then of all stages."""
 _VIEWS = 256
 """Views that are kept for the next step of the same shape."""
 
@@ -40,10 +41,10 @@ def missing() -> str | None:
     return compiler_missing(torch.float32, torch.device("cpu"))
 
 
-def make_memory() -> int:
+def make_memory(stages: int = 1) -> int:
     """A descriptor of new memory, which its processes inherit. Raises `OSError`."""
     made = os.memfd_create("asyncengine-ranks")
-    os.ftruncate(made, _HEAD + 2 * _PLACE)
+    os.ftruncate(made, _HEAD + 2 * _PLACE * stages)
     return made
 
 
@@ -52,19 +53,22 @@ class SharedGather:
 
     exact = True
 
-    def __init__(self, memory: int, rank: int, size: int) -> None:
-        """`memory`: the descriptor of `make_memory`, which may be closed afterwards."""
+    def __init__(self, memory: int, rank: int, size: int, stages: int = 1) -> None:
+        """`memory`: the descriptor of `make_memory`, which may be closed afterwards. `rank`: of `size` processes of all
+        `stages`, of which each has as many, one behind the other."""
         from asyncengine.kernels.api import atomics
 
-        self.rank, self.size = rank, size
+        self.size, self.stages = size // stages, stages
+        self.stage, self.rank = divmod(rank, self.size)
         self.lost: str | None = None
         """The reason that `break_off` was given."""
-        whole = torch.frombuffer(mmap.mmap(memory, _HEAD + 2 * _PLACE), dtype=torch.uint8)
+        self._end = _HEAD + 2 * _PLACE * stages
+        whole = torch.frombuffer(mmap.mmap(memory, self._end), dtype=torch.uint8)
         self._memory: torch.Tensor | None = whole
         self._file = os.dup(memory)
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._address: int = whole.data_ptr()
-        self._places: Sequence[torch.Tensor] = (whole[_HEAD : _HEAD + _PLACE], whole[_HEAD + _PLACE :])
+        self._places: Sequence[torch.Tensor] = whole[_HEAD:].view(stages, 2, _PLACE)[self.stage].unbind()
         self._meet: Any = atomics.meet
         self._arrive: Any = atomics.arrive
         self._reach: Any = atomics.reach
@@ -95,32 +99,32 @@ class SharedGather:
         """Wait until all ranks have called this as often as this one. Raises `RuntimeError` if one of them is gone."""
         self._target += self.size
         self._turn = 1 - self._turn
-        if not self._meet(self._address, self._target):
+        if not self._meet(self._address + (_MOST + self.stage) * _WORDS, self._target):
             raise RuntimeError(self.lost or "another rank of the model is gone")
 
     def arrive(self) -> None:
         """Count one more arrival of this process."""
-        self._arrive(self._address + self.rank * _WORDS)
+        self._arrive(self._address + (self.stage * self.size + self.rank) * _WORDS)
 
-    def reach(self, rank: int, count: int) -> None:
-        """Wait until process `rank` has called `arrive` so often. Raises `RuntimeError` if one of them is gone."""
-        if not self._reach(self._address + rank * _WORDS, count):
+    def reach(self, stage: int, count: int) -> None:
+        """Wait until this rank of another stage has called `arrive` so often. Raises `RuntimeError` if one of the
+        processes is gone."""
+        if not self._reach(self._address + (stage * self.size + self.rank) * _WORDS, count):
             raise RuntimeError(self.lost or "another rank of the model is gone")
 
     def break_off(self, reason: str) -> None:
         """End all waiting, in all processes: one of them is gone. From any thread; the first reason
         stands."""
         self.lost = self.lost or reason
-        for rank in range(self.size):
-            self._break_off(self._address + rank * _WORDS)
+        for words in range(2 * _MOST):
+            self._break_off(self._address + words * _WORDS)
 
-    def pools(self, nbytes: int, *, each: bool = True) -> SharedPools:
-        """Memory of at least `nbytes` for what each process keeps, or for what all of them keep together if not
-        `each`: all of them call this once, with the same number. Raises `OSError` where the system does not give it."""
-        first, region = _HEAD + 2 * _PLACE, -(-nbytes // _PAGE) * _PAGE
-        rank, size = (self.rank, self.size) if each else (0, 1)
-        os.ftruncate(self._file, first + size * region)  # to the same size, whoever comes first
-        return SharedPools(self._file, first, rank, size, region)
+    def pools(self, nbytes: int) -> SharedPools:
+        """Memory of at least `nbytes` for what each rank keeps, together with the same rank of other stages: all
+        processes call this once, with the same number. Raises `OSError` where the system does not give it."""
+        region = -(-nbytes // _PAGE) * _PAGE
+        os.ftruncate(self._file, self._end + self.size * region)  # to the same size, whoever comes first
+        return SharedPools(self._file, self._end, self.rank, self.size, region)
 
     def close(self) -> None:
         """Let go of the memory, after the last exchange. Idempotent."""

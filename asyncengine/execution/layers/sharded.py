@@ -40,6 +40,9 @@ class Ranks(Protocol):
     rank: int
     """This one's number, from 0; 0 is the engine's own process."""
     size: int
+    stage: int
+    """The stage of a pipeline that they compute, of `stages`, each of which has as many processes."""
+    stages: int
     exact: bool
     """Whether results must have the bits of one process, so that only what keeps them is divided; on GPUs, everything
     is."""

@@ -250,8 +250,9 @@ def _load_decoder(
     options = _layer_options(described, weights, config, ranks)
     if ranks is not None and not ranks.exact and (described.bits is not None or weights.forms):
         check_split(config, ranks, "quantized matrices are divided on a CPU alone")
-    if ranks is not None and config.pipeline_parallel > 1:
-        options = replace(options, ranks=None, stage=_stage_of(outline, config, ranks))
+    if ranks is not None and ranks.stages > 1:
+        within = ranks if ranks.size > 1 else None
+        options = replace(options, ranks=within, stage=_stage_of(outline, config, ranks))
     decoder = Decoder(outline.config, options, described.max_model_len)
     if decoder.mtp is not None and decoder.unsteady is not None:  # nothing could be guessed
         assert isinstance(described.structure, DecoderConfig)
@@ -261,7 +262,8 @@ def _load_decoder(
     if options.ranks is not None:
         weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
         split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)
-        check_split(config, ranks, None if split else decoder.unsteady or "all of its matrices have too few outputs")
+        reason = None if split else decoder.unsteady or "all of its matrices have too few outputs"
+        check_split(config, ranks, reason, "tensor_parallel")
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, described.generation_defaults))
     on_gpu = described.device.type == "cuda" and options.kernels.name != "torch"
@@ -291,15 +293,17 @@ def _load_encoder(
 def _stage_of(outline: Decoder, config: EngineConfig, ranks: Ranks) -> Stage:
     """This process's layers. Raises `InvalidParameter` where there are fewer of them than stages."""
     sizes = [sum(math.prod(slot.shape) for _, slot in layer.slots()) for layer in outline.layers]
-    cuts = cut_layers(sizes, outline.vocab_size * outline.head.inputs, ranks.size)
+    cuts = cut_layers(sizes, outline.vocab_size * outline.head.inputs, ranks.stages)
     check_split(config, ranks, None if cuts else f"it has {len(sizes)} layers")
-    return Stage(ranks.rank, ranks.size, cuts or ())
+    return Stage(ranks.stage, ranks.stages, cuts or ())
 
 
-def check_split(config: ModelSettings, ranks: Ranks | None, reason: str | None) -> None:
+def check_split(config: ModelSettings, ranks: Ranks | None, reason: str | None, setting: str = "") -> None:
     """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one."""
     if ranks is not None and reason is not None:
-        raise InvalidParameter(config.parallel_field, f"this model cannot be split: {reason}", ranks.size)
+        raise InvalidParameter(
+            setting or config.parallel_field, f"this model cannot be split: {reason}", config.processes
+        )
 
 
 def _layer_options(
@@ -307,7 +311,7 @@ def _layer_options(
 ) -> LayerOptions:
     """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
     # the first looks before others have taken any of the memory that ranks of a CPU have in common
-    parts = 1 if ranks is None or (ranks.exact and ranks.rank == 0) else ranks.size
+    parts = 1 if ranks is None or (ranks.exact and ranks.rank == ranks.stage == 0) else ranks.size * ranks.stages
     check_memory(sum(weights.elements.values()) // parts, described, weights.kept_bytes // parts)
     kernels = layer_kernels(config.attention_backend, described.dtype, described.device)
     release, forms = described.checkpoint.release, weights.forms

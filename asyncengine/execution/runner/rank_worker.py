@@ -18,7 +18,7 @@ from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.models.description import resolve_device
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.progress import LoadProgress
-from asyncengine.execution.runner.stages import runner_of
+from asyncengine.execution.runner.stages import StagedRunner, runner_of
 from asyncengine.execution.runner.step_inputs import StepInputs
 from asyncengine.lora.layers.slots import LoraLayers
 
@@ -33,14 +33,14 @@ class Order(NamedTuple):
     """No logits are wanted."""
 
 
-def main(engine: int, life: int, rank: int, size: int, backend: int, orders: int, memory: int) -> None:
+def main(engine: int, life: int, rank: int, size: int, backend: int, stages: int, orders: int, memory: int) -> None:
     """Serve the process `engine` by sockets and memory of these descriptors (`device.child.run`). `backend`: a place in
     `BACKENDS`."""
     logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 has the same to say
 
     def work() -> None:
         with torch.inference_mode():
-            _serve(Connection(orders), open_gather(memory, rank, size, BACKENDS[backend]))
+            _serve(Connection(orders), open_gather(memory, rank, size, BACKENDS[backend], stages))
 
     run(work, engine, life)
 
@@ -87,6 +87,10 @@ def _compute(orders: Connection, gather: Gather, order: Order) -> None:
             case "forward":
                 with cores.step(torch_alone=compiled):
                     runner.forward(StepInputs.unpacked(content[0], device))
+            case "end":
+                assert isinstance(runner, StagedRunner)
+                with cores.step(torch_alone=compiled):
+                    runner.end()
             case "adapter":
                 lora.write(*content)
             case "update":

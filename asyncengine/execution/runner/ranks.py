@@ -40,21 +40,21 @@ class _Rank(NamedTuple):
 class Ranks:
     """Ranks 1 .. size - 1 of one model. They hold nothing before `begin`."""
 
-    def __init__(self, size: int, setting: str = "tensor_parallel", backend: str = "") -> None:
-        """`setting`: the field of the configuration that asks for them. `backend`: one of `BACKENDS`. Raises
-        `InvalidParameter` where there can be none."""
+    def __init__(self, size: int, setting: str = "tensor_parallel", backend: str = "", stages: int = 1) -> None:
+        """`setting`: the field of the configuration that asks for them. `backend`: one of `BACKENDS`. `stages`: of a
+        pipeline, which divide them evenly. Raises `InvalidParameter` where there can be none."""
         reason = missing(backend)
         if reason is None and not can_start():
             reason = "needs a program that is Python as such, which can start others"
         if reason is not None:
             raise InvalidParameter(setting, reason, size)
         self.size = size
-        memory = make_memory(backend)
+        memory = make_memory(backend, stages)
         others: list[_Rank] = []
         try:
-            self.gather = open_gather(memory, 0, size, backend)
+            self.gather = open_gather(memory, 0, size, backend, stages)
             for rank in range(1, size):
-                others.append(_start(memory, rank, size, backend))
+                others.append(_start(memory, rank, size, backend, stages))
         except BaseException:
             _end(others)
             raise
@@ -68,13 +68,14 @@ class Ranks:
         self._watcher = threading.Thread(target=_watch, args=arguments, name="asyncengine-ranks", daemon=True)
         self._watcher.start()
 
-    def send(self, kind: str, *content: Any) -> None:
-        """Tell all of them one thing, in order with everything else. From any thread. Raises `RuntimeError` if one is
-        gone."""
+    def send(self, kind: str, *content: Any, stage: int | None = None) -> None:
+        """Tell all of them one thing, or those of one stage, in order with everything else. From any thread. Raises
+        `RuntimeError` if one is gone."""
         message = pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL)
         with self._sending, self._heard():
             for other in self._others:
-                other.orders.send_bytes(message)
+                if stage is None or other.rank // self.gather.size == stage:
+                    other.orders.send_bytes(message)
 
     def answers(self) -> list[Any]:
         """One answer of each, to the last thing that asks for one. Raises `RuntimeError` if one is gone, and what went
@@ -94,10 +95,14 @@ class Ranks:
             raise RuntimeError(self.gather.lost or "another rank of the model is gone") from error
 
     @contextmanager
-    def computing(self, inputs: StepInputs) -> Iterator[None]:
-        """Within, this process computes a forward pass that all others compute as well. One that fails here cannot be
-        made again: the others are in the midst of it."""
-        self.send("forward", inputs.packed())
+    def computing(self, inputs: StepInputs | None) -> Iterator[None]:
+        """Within, this process computes a forward pass that all others compute as well; None: the end of the oldest
+        one that the first stage has begun. One that fails here cannot be made again: the others are in the midst of
+        it."""
+        if inputs is None:
+            self.send("end", stage=0)
+        else:
+            self.send("forward", inputs.packed())
         try:
             yield
         except BaseException as error:
@@ -129,12 +134,12 @@ class Ranks:
         self.gather.close()
 
 
-def _start(memory: int, rank: int, size: int, backend: str) -> _Rank:
+def _start(memory: int, rank: int, size: int, backend: str, stages: int) -> _Rank:
     """Start one process. Raises `OSError`."""
     orders, its_orders = socket.socketpair()
     with its_orders:
         try:
-            numbers = rank, size, BACKENDS.index(backend)
+            numbers = rank, size, BACKENDS.index(backend), stages
             child = start_child("asyncengine.execution.runner.rank_worker", numbers, (its_orders.fileno(), memory))
         except BaseException:
             orders.close()

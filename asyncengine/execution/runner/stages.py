@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,8 +46,8 @@ class StageRelay:
         """`tokens`: of a pass, at most. `width`: numbers of a token between two stages. `vectors`: shape of what each
         token has for all layers beside it; (): nothing."""
         self._gather, self._width = gather, width
-        self._rows = memory.empty((gather.size, tokens * width), dtype)
-        self._vectors = memory.empty((gather.size, tokens, *vectors), dtype) if vectors else None
+        self._rows = memory.empty((gather.stages, tokens * width), dtype)
+        self._vectors = memory.empty((gather.stages, tokens, *vectors), dtype) if vectors else None
         self._passed = self._collected = 0
         """Passes that this stage has handed on, and that the first has back."""
 
@@ -58,14 +59,14 @@ class StageRelay:
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows [count, width] that the stage before has made of the next pass, the pass's vectors), which are
         there until this stage hands on. Raises `RuntimeError` if a stage is gone."""
-        self._gather.reach(self._gather.rank - 1, self._passed + 1)
-        place = self._passed % self._gather.size
+        self._gather.reach(self._gather.stage - 1, self._passed + 1)
+        place = self._passed % self._gather.stages
         rows = self._rows[place, : count * self._width].view(count, self._width)
         return rows, None if self._vectors is None else self._vectors[place, :count]
 
     def hand_on(self, rows: torch.Tensor, vectors: torch.Tensor | None = None) -> None:
         """Let the next stage have what this one has made of the next pass; `vectors`: in the first stage."""
-        place = self._passed % self._gather.size
+        place = self._passed % self._gather.stages
         self._rows[place, : rows.numel()].view(rows.shape).copy_(rows)
         if vectors is not None and self._vectors is not None:
             self._vectors[place, : len(vectors)] = vectors
@@ -75,9 +76,9 @@ class StageRelay:
     def collect(self, count: int, width: int) -> torch.Tensor:
         """Hidden rows [count, width] that the last stage has made of the oldest pass that the first one, which this is,
         has not got back yet. They are there as long as that pass is. Raises `RuntimeError` if a stage is gone."""
-        place = self._collected % self._gather.size
+        place = self._collected % self._gather.stages
         self._collected += 1
-        self._gather.reach(self._gather.size - 1, self._collected)
+        self._gather.reach(self._gather.stages - 1, self._collected)
         return self._rows[place, : count * width].view(count, width)
 
 
@@ -89,6 +90,8 @@ class StagedRunner(ModelRunner):
         assert isinstance(model.model, Decoder)
         self._decoder, self._relay = model.model, relay
         self._turn = threading.Lock()  # the cores compute one thing at a time
+        self._begun: deque[tuple[StepContext, StepInputs]] = deque()
+        """Passes that another rank of the first stage is to end."""
 
     def launch(self, batch: Batch) -> StepHandle:
         with self._turn:
@@ -96,7 +99,18 @@ class StagedRunner(ModelRunner):
 
     def forward(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
         """The hidden rows that this stage has handed on."""
-        return self._begin(inputs)[1]
+        context, made = self._begin(inputs)
+        if self._decoder.plan.run.start == 0:
+            self._begun.append((context, inputs))
+        return made
+
+    def end(self) -> None:
+        """Make this rank's part of the logits of the oldest pass that it has begun."""
+        if self._begun:
+            context, inputs = self._begun.popleft()
+            wanted = _wanted(inputs)
+            count = len(inputs.ids) if wanted is None else len(wanted)
+            self._logits(self._relay.collect(count, self._decoder.config.width), context, wanted is None)
 
     def _begin(self, inputs: StepInputs) -> tuple[StepContext, torch.Tensor]:
         """Run this stage's layers in a pass, and hand on what they give."""
@@ -133,8 +147,13 @@ class StagedRunner(ModelRunner):
             del context
             raise
         with self._turn, torch.inference_mode(), self.cores.step(torch_alone=self._decoder.compiled, small=self.small):
-            hidden = self._decoder.projected(x, context, None if every else context.positions)
-            self._conclude(pending, step, self._decoder.logits(hidden, context), masks)
+            assert self.ranks is not None
+            with self.ranks.computing(None):
+                logits = self._logits(x, context, every)
+            self._conclude(pending, step, logits, masks)
+
+    def _logits(self, x: torch.Tensor, context: StepContext, every: bool) -> torch.Tensor:
+        return self._decoder.logits(self._decoder.projected(x, context, None if every else context.positions), context)
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -156,10 +175,10 @@ def runner_of(
     """
     if gather is None:
         return ModelRunner, None
-    if config.pipeline_parallel == 1:
+    if gather.stages == 1:
         return ModelRunner, gather.pools(room)
     assert isinstance(model.model, Decoder)
     assert isinstance(gather, SharedGather)
     sizes = config.max_num_batched_tokens, *model.model.carried, model.dtype
-    memory = gather.pools(room + StageRelay.nbytes(gather.size, *sizes), each=False)
+    memory = gather.pools(room + StageRelay.nbytes(gather.stages, *sizes))
     return partial(StagedRunner, relay=StageRelay(gather, memory, *sizes)), memory

@@ -163,7 +163,7 @@ def test_a_stage_clears_no_page_of_another() -> None:
     """Stages plan the same step on memory of all layers, a later one while an earlier one's keys are there."""
     layers = [BASE, replace(BASE, index=1)]
     first, second = (
-        TorchPagedBackend(layers, 8, 4, torch.float32, CPU, shared=each.pools(2**16, each=False)) for each in gathers(2)
+        TorchPagedBackend(layers, 8, 4, torch.float32, CPU, shared=each.pools(2**16)) for each in gathers(2, 2)
     )
     starts, counts, bounds = (np.array(each) for each in ([0], [3], [0, 3]))
     step = StepView(starts, counts, bounds, np.array([[1]], dtype=np.int32), torch.tensor([4, 5, 6]))

@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {
 
 
 async def load(size: int = 2, setting: str = "tensor_parallel", **settings: Any) -> AsyncEngine:
-    given = {**SETTINGS, "kv_cache_memory": 2**23, setting: size, **settings}
+    given = {**SETTINGS, setting: size, "kv_cache_memory": 2**23, **settings}
     return await AsyncEngine.from_pretrained("demo", **given)
 
 

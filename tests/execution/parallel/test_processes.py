@@ -104,7 +104,26 @@ async def test_an_engine_over_two_processes_answers_as_one(
     assert not mapped()
 
 
-async def killed_in_mid_answer(engine: AsyncEngine, number: int) -> None:
+async def test_stages_of_several_ranks_answer_as_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    """Two stages, each of whose layers two processes share. Then one of them is killed."""
+    async with await load(1) as engine:
+        expected = await scores(engine)
+        kept = engine.info.kv_cache_bytes
+    async with await load(tensor_parallel=2, pipeline_parallel=2) as engine:
+        assert engine.info.kv_cache_bytes == kept
+        assert "4 processes" in engine.info.in_words
+        assert await scores(engine) == expected
+        await engine.sleep()
+        await engine.wake()
+        assert await scores(engine) == expected
+        with caplog.at_level(logging.CRITICAL, "asyncengine"):
+            await killed_in_mid_answer(engine, 3, rank=3)
+    assert not ranks()
+    del engine
+    assert not mapped()
+
+
+async def killed_in_mid_answer(engine: AsyncEngine, number: int, rank: int = 1) -> None:
     """Kill a rank at some moment of a step or between two: every stream is told within a second."""
     rng = random.Random(number)
     params = SamplingParams(max_tokens=1200, temperature=0, ignore_eos=True)
@@ -113,11 +132,10 @@ async def killed_in_mid_answer(engine: AsyncEngine, number: int) -> None:
     assert began
     for _ in range(rng.randrange(20)):
         await anext(streams[0])
-    (other,) = ranks()
-    other.send_signal(signal.SIGKILL)
+    ranks()[rank - 1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     for stream in streams:
-        with pytest.raises(EngineDead, match=r"rank 1 of the model \(process \d+\) was killed"):
+        with pytest.raises(EngineDead, match=rf"rank {rank} of the model \(process \d+\) was killed"):
             async for _ in stream:
                 pass
     assert time.monotonic() - killed < BUSY
@@ -188,9 +206,9 @@ def test_a_gpu_is_refused() -> None:
         EngineConfig(pipeline_parallel=2, device="cuda:1")
 
 
-def test_both_at_once_are_refused() -> None:
-    with pytest.raises(InvalidParameter, match="pipeline_parallel: does not go with tensor_parallel"):
-        EngineConfig(tensor_parallel=2, pipeline_parallel=2)
+def test_too_many_of_both_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="pipeline_parallel: times tensor_parallel must be at most 64"):
+        EngineConfig(tensor_parallel=16, pipeline_parallel=5)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 from asyncengine.assembly.grammars import make_grammars, make_planner
 from asyncengine.config import EngineConfig
 from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.serving_loop import ServingLoop
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vectors.service import VectorModel
@@ -27,11 +28,13 @@ class ServedModel:
     tokenizer: TextTokenizer | None
     vectors: VectorModel | None = None
     """None for a model that writes text."""
+    images: ImagePrompts | None = None
+    """None for a model that reads no pictures."""
 
     @classmethod
     def of(cls, frontend: Frontend) -> Self:
         """The model that an engine's front end serves."""
-        return cls(frontend.info, frontend.tokenizer, frontend.vector_model)
+        return cls(frontend.info, frontend.tokenizer, frontend.vector_model, frontend.image_prompts)
 
     def open(
         self, frontend: type[F], make_loop: Callable[[GrammarCompiler | None], ServingLoop], config: EngineConfig,
@@ -45,4 +48,6 @@ class ServedModel:
         loop: Any = make_loop(grammars)  # it has all that requests need of an engine's loop
         registry: Any = adapters
         validator = RequestValidator(config, info, loop.clock, self.tokenizer, grammars, adapters)
-        return frontend(loop, validator, self.tokenizer, info, planner, registry, vector_model=self.vectors)
+        return frontend(
+            loop, validator, self.tokenizer, info, planner, registry, vector_model=self.vectors, images=self.images
+        )

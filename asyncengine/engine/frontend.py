@@ -102,7 +102,7 @@ class Frontend:
         self._prepare_update = prepare_update
         self.prepare_release: PrepareRelease | None = None
         """None: its memory cannot be given back."""
-        self._images = images
+        self.image_prompts = images
         self.tool_waits = ToolWaits(loop)
         self._decisions: DecisionPrompts | None = None
         self._update_numbers = count(1)
@@ -149,14 +149,14 @@ class Frontend:
         for name, items in (("messages", messages), ("tools", tools)):
             if to_answer and isinstance(items, Sequence) and len(items) > most:
                 raise ContextLengthExceeded(name, f"must be at most {most}", len(items))
-        images = None if self._images is None else self._images.parts()
+        images = None if self.image_prompts is None else self.image_prompts.parts()
         rewrite = None if self.planner is None else self.planner.rewrite
         text = tokenizer.render_chat(messages, tools, images=images, rewrite=rewrite, **variables)
         if to_answer:
             tokenizer.check_fits("messages", text, self.info.max_model_len)
-        if self._images is None or images is None or not images.parts:
+        if self.image_prompts is None or images is None or not images.parts:
             return text, tokenizer.encode(text, add_special_tokens), ()
-        return text, *self._images.encode(text, images.parts)
+        return text, *self.image_prompts.encode(text, images.parts)
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """See `AsyncEngine.detokenize`."""
@@ -243,7 +243,7 @@ class Frontend:
         """The maker of prompts for decisions. Raises as `prepare`."""
         self._check_serves("decide")
         if self._decisions is None:
-            self._decisions = DecisionPrompts(self._tokenizer("state"), self.info.max_model_len, self._images)
+            self._decisions = DecisionPrompts(self._tokenizer("state"), self.info.max_model_len, self.image_prompts)
         return self._decisions
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:

@@ -134,7 +134,7 @@ class PeerPrefixes(Source):
                 self._fail(peer, error)
             answer(found)
 
-        if min(tokens, default=-1) < 0:  # a picture's id, which nobody has
+        if min(tokens, default=-1) < 0:  # a picture's id, which no record has
             answer(best)
         else:
             self._tasks.start(ask())

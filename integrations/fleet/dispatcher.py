@@ -46,8 +46,8 @@ class Prefills:
         """Assign a request's prompt to the replica that is to compute it. None: its own is."""
         route = request.route
         assert route is not None
-        if request.texts is not None or self._replicas[route.replica].peer is None:
-            return None
+        if request.texts is not None or request.spec.images or self._replicas[route.replica].peer is None:
+            return None  # pages of texts and of pictures go to no other replica
         params = request.spec.params
         if params.prompt_logprobs or params.return_routed_experts:  # a prefix from elsewhere has none
             return None

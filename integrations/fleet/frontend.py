@@ -265,7 +265,7 @@ class FleetLoop(RelayLoop):
     async def run(self) -> None:
         """Serve until drained. Raises nothing but cancellation."""
         try:
-            self.manager.begin(self._die)
+            await self.manager.begin(self._die)
             self.runs_on.set_result(asyncio.get_running_loop())
             while self.failure is None and not self._is_drained():
                 self.dispatcher.take()
@@ -390,10 +390,9 @@ def open_fleet(
     try:
         check()
         settings.roles_of(cluster.replicas)  # refused before anything is loaded
-        theirs = config.replace(  # replicas are sent text alone: towers would take memory in vain
-            max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False,
-            images="off",
-        )  # fmt: skip
+        theirs = config.replace(
+            max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False
+        )
         first = asyncio.run(start_replicas(cluster, shipped, theirs, settings))
         check()
         served = _common_model([loaded.model for _, loaded in first])

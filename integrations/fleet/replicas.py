@@ -87,12 +87,14 @@ class ReplicaManager:
 
     # ---------------------------------------------------------------- starting
 
-    def begin(self, on_death: Callable[[BaseException], None]) -> None:
+    async def begin(self, on_death: Callable[[BaseException], None]) -> None:
         """Let the first replicas take requests. `on_death` is called when nothing can be served any more."""
         self._on_death = on_death
-        for (process, _), role in zip(self._first, self._settings.roles_of(len(self._first)), strict=True):
-            self._join(process, role)
+        roles = self._settings.roles_of(len(self._first))
+        introductions = [self._join(process, role) for (process, _), role in zip(self._first, roles, strict=True)]
         self._tasks.start(self._watch_head())
+        if "prefill" in roles:  # no prompt goes to another replica before they know each other
+            await asyncio.gather(*filter(None, introductions))
 
     async def _start(self, role: Role = "both") -> None:
         """Start one more replica. Raises `FleetError`, or what loading raises."""
@@ -123,12 +125,12 @@ class ReplicaManager:
         unchanged = any((info.name, info.digest) == (first.name, first.digest) for first in self._first[0][1].adapters)
         return given if given is not None and unchanged else info.path
 
-    def _join(self, process: Process, role: Role) -> None:
+    def _join(self, process: Process, role: Role) -> asyncio.Task[None] | None:
+        """Let a replica take requests. The task that introduces it to the others, where prefixes are shared."""
         replica = ReplicaHandle(process)
         replica.reader = self._tasks.start(self._read(replica))
         self._dispatcher.add(replica, role)
-        if self._settings.share_prefixes:
-            self._tasks.start(self._introduce(replica))
+        return self._tasks.start(self._introduce(replica)) if self._settings.share_prefixes else None
 
     async def _introduce(self, replica: ReplicaHandle) -> None:
         """Let a replica and the others ask each other for prefixes. Where that cannot be, each computes its own."""

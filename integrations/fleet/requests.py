@@ -86,7 +86,7 @@ class FleetRequest(RelayedRequest):
         spec = RequestSpec(
             key, prompt, _ONE_TOKEN, len(prompt) + 1, replace(spec.options, prediction=None, speculation=False),
             request_id=spec.request_id, arrival=spec.arrival, deadline=spec.deadline,
-            waiting_deadline=spec.waiting_deadline, peer=peer, images=spec.images,
+            waiting_deadline=spec.waiting_deadline, peer=peer,
         )  # fmt: skip
         return Submit(key, (spec,), self.digest, now)
 

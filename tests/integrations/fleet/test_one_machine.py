@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from support.fake_engine import until
 from support.local_fleet import ENGINE
+from support.picture_models import chat, picture, save_picture_model, words
 
 from asyncengine import AsyncEngine, EngineConfig, EngineDead, FleetError, InvalidParameter, ModelNotFound
 from asyncengine.execution.device.topology import MemoryNode, divide, memory_nodes
@@ -87,6 +89,31 @@ async def test_two_replicas_of_half_the_machine() -> None:
         assert killed not in processes()
         assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids == right[0]
     assert not processes()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "lfm2_vl"])
+async def test_pictures_are_read_where_their_requests_are_computed(tmp_path: Path, family: str) -> None:
+    """Answers of one engine, by replicas in other processes; also by one that goes on after another was killed, and
+    about a picture that this process knows already."""
+    save_picture_model(family, tmp_path)
+    settings = {**ENGINE, "max_image_side": 300}
+    chats = [chat(words(number, 5), picture(number % 3), "what?") for number in range(6)]
+    async with await AsyncEngine.from_pretrained(tmp_path, **settings) as engine:
+        right = [(await engine.chat(each, SAMPLED)).token_ids for each in chats]
+        longest = (await engine.chat(chats[0], SAMPLED.replace(max_tokens=400))).token_ids
+    assert len({tuple(each) for each in right}) == len(chats)
+    async with await Fleet.from_pretrained(tmp_path, replicas=2, on_loss="resume", **settings) as fleet:
+        assert fleet.info.no_images is None
+        for _ in range(2):
+            answers = await asyncio.gather(*(fleet.chat(each, SAMPLED) for each in chats))
+            assert [answer.token_ids for answer in answers] == right
+        stats = await fleet.replica_stats()
+        assert all(each.images.encoded for each in stats.values()), "both have work"
+        stream = fleet.stream_chat(chats[0], SAMPLED.replace(max_tokens=400))
+        await anext(stream)
+        await fleet.kill_one()
+        assert (await stream.result()).token_ids == longest
+        assert fleet.stats().resumed == 1
 
 
 async def test_errors_of_a_process_keep_their_types_and_its_end_its_reason() -> None:

@@ -89,7 +89,6 @@ async def test_one_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model
     async with await AsyncEngine.from_pretrained(path, **{**ENGINE, "dtype": dtype}) as engine:
         right = scores(await engine.generate(prompt, PARAMS))
     async with local_fleet(monkeypatch, model=path, **APART, dtype=dtype) as (fleet, cluster):
-        await acquainted(fleet)
         answer = await fleet.generate(prompt, PARAMS)
         assert scores(answer) == right
         assert answer.usage.restored_tokens == FULL

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -19,7 +20,7 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.loading import quiet_transformers
 from asyncengine.execution.models.multimodal import TextPart
 from asyncengine.execution.models.vision import Encoded
-from asyncengine.execution.models.vision.families import VISION
+from asyncengine.execution.models.vision.families import VISION, VisionFamily
 from asyncengine.images import DIGEST_BYTES, PromptImage
 
 if TYPE_CHECKING:
@@ -36,8 +37,26 @@ class _Sizes(NamedTuple):
     grid: tuple[int, int] | None
 
 
+_PROCESSORS: WeakValueDictionary[bytes, ImageProcessor] = WeakValueDictionary()
+"""Processors of this process's models, by their settings."""
+
+
+class _Pixels:
+    """The arguments of the tower for a picture. Where they are sent to another process, the picture alone goes there,
+    and they are made by the processor of the same model there."""
+
+    def __init__(self, settings: bytes, image: Image, made: Mapping[str, Any] | None = None) -> None:
+        self._settings, self._image, self._made = settings, image, made
+
+    def __call__(self) -> Mapping[str, Any]:
+        return self._made or _PROCESSORS[self._settings].inputs(self._image)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Pixels, (self._settings, self._image)
+
+
 class ImageProcessor:
-    """Makes `PromptImage`s for one model. All methods may be called from any thread."""
+    """Makes `PromptImage`s for one model. All methods may be called from any thread. Can be pickled."""
 
     def __init__(
         self, config: Any, source: Path | Mapping[str, Any], vocabulary: Mapping[str, int], token_bytes: int
@@ -47,7 +66,6 @@ class ImageProcessor:
 
         Raises `OSError`, `ValueError` or `ImportError` where the folder has no image processor that can be used here.
         """
-        self.family = VISION[config.model_type]
         self._config = config
         self._token_bytes = token_bytes
         self._processor: Any
@@ -67,6 +85,12 @@ class ImageProcessor:
         settings = (type(self._processor).__name__, self._processor.to_json_string(), repr(self._options))
         self._settings = "\0".join(settings).encode()
         self._known: OrderedDict[bytes, _Sizes] = OrderedDict()
+        _PROCESSORS[self._settings] = self
+
+    @property
+    def family(self) -> VisionFamily:
+        """The facts of the model's family about pictures."""
+        return VISION[self._config.model_type]
 
     def prepare(self, image: Image) -> tuple[PromptImage, str]:
         """The picture (RGB), and the text that stands for it in a prompt."""
@@ -75,20 +99,22 @@ class ImageProcessor:
         hashed.update(image.tobytes())
         digest = hashed.digest()
         sizes = self._known.get(digest)
-        pixels: Callable[[], Mapping[str, Any]]
+        inputs: Mapping[str, Any] | None = None
         if sizes is None:
             made = self._made(image)
             grid = None if self.family.grid is None else self.family.grid(made, self._config)
             sizes = _Sizes(self.family.placed(made, self._config, self._text_of), grid)
-            kept = self._inputs(made)
-            pixels = lambda: kept  # noqa: E731
-        else:
-            pixels = lambda: self._inputs(self._made(image))  # noqa: E731
+            inputs = self._inputs(made)
         self._known[digest] = sizes
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
         count = sizes.text.count(self.placeholder)
+        pixels = _Pixels(self._settings, image, inputs)
         return PromptImage(digest, count, count * self._token_bytes, pixels, sizes.grid), sizes.text
+
+    def inputs(self, image: Image) -> Mapping[str, Any]:
+        """Arguments of the tower for a picture (RGB), by name."""
+        return self._inputs(self._made(image))
 
     def _made(self, image: Image) -> Mapping[str, Any]:
         return self._processor(images=[image], return_tensors="np", **self._options)

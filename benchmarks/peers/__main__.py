@@ -15,13 +15,23 @@ from rich.console import Console
 
 from benchmarks.peers import report
 from benchmarks.peers.drivers.base import Settings
-from benchmarks.peers.files import make_ggufs
+from benchmarks.peers.files import make_ggufs, read_shape
 from benchmarks.peers.memory import affinity
 from benchmarks.peers.pool import MachineLock
 from benchmarks.peers.results import Results
 from benchmarks.peers.run import Run, say
 from benchmarks.peers.shapes import SHAPES, weight_bytes, write_checkpoint
-from benchmarks.peers.systems import BASE, LLAMA_TYPES, Places, System, find_server, look_for, parse_python, systems
+from benchmarks.peers.systems import (
+    BASE,
+    LLAMA_TYPES,
+    Places,
+    System,
+    find_server,
+    look_for,
+    parse_python,
+    readers,
+    systems,
+)
 from benchmarks.peers.workloads import Workload, workloads
 
 KV_TOKENS = 20480
@@ -61,6 +71,7 @@ def parse() -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--quantization", nargs="+", choices=tuple(LLAMA_TYPES), default=["none"],
         help="int8, int4: this engine's, beside llama.cpp's q8_0 and q4_0; others: both read one file")  # fmt: skip
+    add("--gguf", metavar="FILE", help="a real model in the place of random weights; this engine and llama.cpp read it")
     add("--threads", type=int, default=None, help="for each system; default: the cores this process may use")
     add("--only", nargs="+", metavar="SYSTEM", choices=names, help=f"of {', '.join(names)}; this engine always runs")
     add("--skip", nargs="+", metavar="SYSTEM", choices=names, default=[])
@@ -85,7 +96,8 @@ def parse() -> argparse.Namespace:
     add("--plot", metavar="FILE")
     options = parser.parse_args()
     options.threads = options.threads or affinity()
-    options.rate = options.rate or SHAPES[options.shape].rate
+    options.measured = read_shape(Path(options.gguf)) if options.gguf else SHAPES[options.shape]
+    options.rate = options.rate or options.measured.rate
     if options.quick:
         options.repeats, options.seconds = 1, min(options.seconds, 6.0)
     return options
@@ -102,27 +114,30 @@ def choose_systems(options: argparse.Namespace) -> list[System]:
     """This engine always, for it is what the others are compared with."""
     chosen = [system.name for system in BASE if not options.only or system.name in options.only]
     kept = [name for name in chosen if name not in options.skip]
+    form = Path(options.gguf).stem.rpartition(".")[2].lower() if options.gguf else ""
     return [
-        system for system in systems(options.quantization)
+        system for system in (readers(form) if form else systems(options.quantization))
         if (system.driver == "engine" and not system.chat) or any(system.name.startswith(name) for name in kept)
     ]  # fmt: skip
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> Run:
     """Everything that is not measured: files on disk, and who is there."""
-    shape = SHAPES[options.shape]
+    shape = options.measured
     cache = folder / f"{shape.name}-{options.dtype}"
     logs = folder / "logs"
     for made in (cache, logs):
         made.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(shape, options.dtype, cache)
+    if not options.gguf:
+        write_checkpoint(shape, options.dtype, cache)
     places = Places(dict(options.python), find_server(options.llama_server))
     run = Run(
         shape, settings_of(options, cache, folder, places), places, [], Results(options.repeats), logs, {},
         MachineLock(options.lock), options.limit, options.patience,
     )  # fmt: skip
     run.company, run.beside = options.company, options.beside
-    run.room = int(1.5 * weight_bytes(cache)) + run.settings.kv_bytes + 2 * 2**30
+    weights = Path(options.gguf).stat().st_size if options.gguf else weight_bytes(cache)
+    run.room = int(1.5 * weights) + run.settings.kv_bytes + 2 * 2**30
     for system in choose_systems(options):
         version, reason = look_for(system, places)
         if version is None:
@@ -131,6 +146,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> Run:
         else:
             run.facts[system.name] = {"version": version}
         run.systems.append(system)
+    if options.gguf:
+        run.ggufs = dict.fromkeys((system.quantization for system in run.systems), str(Path(options.gguf).resolve()))
+        return run
     needed = {system.quantization for system in run.systems if system.gguf and system.name not in run.absent}
     found, reasons = make_ggufs(cache, needed, places, options.llama_quantize)
     run.ggufs |= found
@@ -140,7 +158,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Run:
 
 
 def settings_of(options: argparse.Namespace, checkpoint: Path, scratch: Path, places: Places) -> Settings:
-    kv_bytes = KV_TOKENS * SHAPES[options.shape].kv_bytes(options.dtype)
+    kv_bytes = KV_TOKENS * options.measured.kv_bytes(options.dtype)
     return Settings(
         str(checkpoint.resolve()), options.dtype, options.threads, "none", KV_TOKENS, kv_bytes, MAX_LEN, MAX_SEQS, "",
         places.server or "", str(scratch.resolve()),
@@ -150,7 +168,9 @@ def settings_of(options: argparse.Namespace, checkpoint: Path, scratch: Path, pl
 def save(run: Run, options: argparse.Namespace) -> None:
     if not options.json:
         return
-    named = {name: value for name, value in vars(options).items() if name not in ("python", "lock", "cache")}
+    named = {
+        name: value for name, value in vars(options).items() if name not in ("python", "lock", "cache", "measured")
+    }
     found = {
         "options": named,
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},

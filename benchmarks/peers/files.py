@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.peers.pool import ROOT
+from benchmarks.peers.shapes import Shape
 from benchmarks.peers.systems import LLAMA_TYPES, Places, packages
 
 
@@ -43,6 +44,26 @@ def make_ggufs(
             part.replace(target)
         found[form] = str(target.resolve())
     return found, reasons
+
+
+def read_shape(file: Path) -> Shape:
+    """The shape of the model in a GGUF file, by its header."""
+    from gguf import GGUFReader
+
+    header = GGUFReader(file)
+
+    def said(name: str, default: int = 0) -> int:
+        field = header.get_field(f"{family}.{name}")
+        return default if field is None else int(field.contents())
+
+    family = str(header.fields["general.architecture"].contents())
+    hidden, heads = said("embedding_length"), said("attention.head_count")
+    vocab = next(int(tensor.shape[1]) for tensor in header.tensors if tensor.name == "token_embd.weight")
+    return Shape(
+        file.stem, family, vocab, hidden, said("feed_forward_length"), said("block_count"), heads,
+        said("attention.head_count_kv", heads), said("attention.key_length", hidden // heads), said("context_length"),
+        3.0,
+    )  # fmt: skip
 
 
 def _write(python: str, checkpoint: Path, target: Path) -> None:

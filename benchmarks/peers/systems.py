@@ -61,7 +61,7 @@ BASE: tuple[System, ...] = (
     System("langchain", "this engine, LangChain abatch", "engine", ("asyncengine", "langchain_core"), chat=True),
     System("vllm", "vLLM offline", "vllm_offline", ("vllm",), "vllm"),
     System("vllm-async", "vLLM AsyncLLM", "vllm_async", ("vllm",), "vllm", streams=True, arrivals=True),
-    System("llama-server", "llama.cpp server", "llama_server", (), gguf=True, streams=True, arrivals=True),
+    System("llama-server", "llama.cpp server", "llama_server", (), "llama", gguf=True, streams=True, arrivals=True),
     System("llama-python", "llama-cpp-python", "llama_python", ("llama_cpp",), "llama", gguf=True, serial=True),
     System("transformers", "transformers generate", "transformers_generate", ("transformers", "torch"), "transformers"),
     System(
@@ -69,6 +69,11 @@ BASE: tuple[System, ...] = (
         "transformers",
     ),
 )  # fmt: skip
+
+
+def readers(form: str) -> list[System]:
+    """The systems that read a GGUF file of that form."""
+    return [_variant(system, form, form, gguf=True) for system in BASE if system is ENGINE or system.gguf]
 
 
 def systems(quantizations: list[str]) -> list[System]:
@@ -118,7 +123,8 @@ def look_for(system: System, places: Places) -> tuple[str | None, str]:
     """Version, or None and the reason why it is absent."""
     if system.driver == "llama_server":
         if places.server is None:
-            return None, "no llama-server on the path: give --llama-server"
+            version, missing = packages(places.python("llama"), ("xllamacpp",))
+            return version, f"no llama-server on the path: give --llama-server; nor its wheels: {missing}"
         run = subprocess.run([places.server, "--version"], capture_output=True, text=True, check=False)
         lines = (run.stderr + run.stdout).splitlines()
         return next((line for line in lines if line.startswith("version")), "unknown version"), ""

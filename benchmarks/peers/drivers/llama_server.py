@@ -6,12 +6,15 @@ import asyncio
 import json
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 from benchmarks.peers.drivers.base import Clock, Settings, at_once
 from benchmarks.peers.workloads import Request, Trace
 
+WHEEL = "benchmarks.peers.xllama_server"
+"""The server where no llama-server is given."""
 SLOTS = 16
 SLOT_LENGTHS = (768, 2304)
 """Tokens of a slot. The server sets aside all of it for each, so it is started with what the requests need."""
@@ -47,9 +50,10 @@ class ServerDriver:
             self._port = probe.getsockname()[1]
         threads = str(settings.threads)
         # Blocking, so that nobody sees a half-started server; nothing else runs on this loop.
+        command = [settings.server, "-cb", "--no-ui"] if settings.server else [sys.executable, "-m", WHEEL]
         self._process = subprocess.Popen([  # noqa: ASYNC220
-            settings.server, "-m", settings.gguf, "-t", threads, "-tb", threads, "-np", str(SLOTS), "-cb",
-            "-c", str(SLOTS * length), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(self._port), "--no-ui",
+            *command, "-m", settings.gguf, "-t", threads, "-tb", threads, "-np", str(SLOTS), "-c",
+            str(SLOTS * length), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(self._port),
             "--threads-http", "2",
         ])  # fmt: skip
         self._length = length

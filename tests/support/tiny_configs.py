@@ -62,6 +62,12 @@ def _falcon(**changes: Any) -> Any:
     return hf.FalconH1Config(**common(**{**sizes, **changes}))
 
 
+def _old_falcon(**changes: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "hidden_size": WHOLE, "ffn_hidden_size": 80, "num_hidden_layers": 3}
+    ends = {"num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
+    return hf.FalconConfig(**{**sizes, **ends, **changes})
+
+
 def _gpt_oss() -> Any:
     # transformers 5.17 has the bound by heart, whatever the configuration says
     bound = {"swiglu_limit": 2.0} if hasattr(hf.GptOssConfig(), "swiglu_limit") else {}
@@ -242,6 +248,12 @@ FAMILIES: dict[str, MakeConfig] = {
     "gpt2": lambda: hf.GPT2Config(
         vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2,
     ),
+    "falcon": _old_falcon,
+    "falcon-40b": lambda: _old_falcon(new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "gpt-neo": lambda: hf.GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=48, num_layers=3, num_heads=4, window_size=WINDOW, bos_token_id=1,
+        attention_types=[[["global", "local"], 1], [["local"], 1]], max_position_embeddings=512, eos_token_id=2,
+    ),
 }  # fmt: skip
 
 _EACH = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
@@ -355,6 +367,10 @@ OPTIONS: dict[str, MakeConfig] = {
         scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, reorder_and_upcast_attn=True,
         tie_word_embeddings=False,
     ),
+    "falcon, one norm": lambda: _old_falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False,
+    ),
+    "falcon, one after the other": lambda: _old_falcon(parallel_attn=False, multi_query=False, activation="relu"),
     "opt-bare": lambda: hf.OPTConfig(
         vocab_size=VOCAB, hidden_size=WHOLE, ffn_dim=80, num_hidden_layers=3, num_attention_heads=4,
         max_position_embeddings=512, enable_bias=False, layer_norm_elementwise_affine=False,

@@ -40,6 +40,8 @@ class AttentionConfig:
     softcap: float | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One name: the checkpoint has them in one matrix. Two: values are keys before norm and rotation (Gemma 4)."""
+    qkv_by_head: bool = False
+    """The one matrix has, for each kv head, its queries, its key and its value (Falcon 40B)."""
     keys_of: int | None = None
     """An earlier layer whose keys and values this one attends to: it has queries only (Gemma 4)."""
     out: str = "self_attn.o_proj"
@@ -151,6 +153,7 @@ def plan_heads(
     queries_alone = config.keys_of is not None
     blocks = 1 if queries_alone else 2 if len(config.qkv) == 2 else 3
     rows = (group * dim * (2 if config.output_gate else 1), dim, dim)[:blocks]
+    rows = (sum(rows),) if config.qkv_by_head else rows
     interleaved = rotary is not None and rotary.style == "interleaved"
     exact = rotary is not None and rotary.exact and not float32
     # compiled attention rotates halves, by cosines in the model's type, and its norms come before
@@ -272,6 +275,8 @@ class Attention:
     def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The merged projection of the heads that are here."""
         projected = self.qkv(x, step.adapters)
+        if self.config.qkv_by_head:
+            return self._by_kind(projected if self.share is None or self.qkv.local else self.share.columns(projected))
         if self.share is None or self.qkv.local:
             return projected
         if self.plan.norms_of_all_heads:
@@ -279,6 +284,13 @@ class Attention:
             size = self._whole.head_dim
             self._norm_in_place(projected, self._whole.num_heads * size, self._whole.num_kv_heads * size)
         return self.share.columns(projected)
+
+    def _by_kind(self, projected: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of all heads side by side, of those of each kv head."""
+        heads = torch.unflatten(projected, 1, (self.config.num_kv_heads, -1))
+        sizes = [self.plan.query_size // self.config.num_kv_heads, self.config.head_dim, self.config.head_dim]
+        parts = (self._kernels.joined(part).flatten(1) for part in torch.split(heads, sizes, dim=-1))
+        return self._kernels.joined(*parts)
 
     def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         """[T, heads * dim] of the merged projection."""

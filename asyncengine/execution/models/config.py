@@ -50,8 +50,8 @@ class MissingField(AttributeError):
 
 
 class UnknownLayers(UnsupportedModel):
-    """A family's configuration names layers that neither this engine nor a module of transformers that it can run
-    has."""
+    """A family's configuration names layers, or options of them, that neither this engine nor a module of transformers
+    that it can run has."""
 
 
 def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = "layers") -> UnknownLayers:
@@ -102,7 +102,8 @@ def read_fields(
     config = ModelConfig(**values)
     complete(config)
     for other, name in aliases.items():
-        setattr(config, other, config.get(name))
+        if name in values:
+            setattr(config, other, config.get(name))
     if config.layer_types is not None:
         config.layer_types = [_OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
     _check_heads(config)

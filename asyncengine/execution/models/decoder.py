@@ -48,7 +48,8 @@ class LayerConfig:
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
     parallel: bool = False
-    """Attention and MLP read the same input, and both are added to it (Cohere)."""
+    """Attention and MLP read the same input, and both are added to it (Cohere). With `before_mlp`, each has a norm of
+    its own (Falcon 40B)."""
     post_norm: bool = False
     """`before_mlp` and `after_mlp` normalise the stream itself, after each sum (OPT 350M)."""
     side: SideExpertsConfig | None = None

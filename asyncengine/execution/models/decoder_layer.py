@@ -83,6 +83,8 @@ class DecoderLayer:
         step.note_routes(self.mixtures, residual, x)
         if rows is not None:
             residual, x = residual.index_select(0, rows), x.index_select(0, rows)
+        if self.config.parallel and self.before_mlp is not None:
+            x = self.before_mlp(residual)
         adapters = step.adapters if rows is None else step.row_adapters
         branch = self.mlp(x, adapters)
         if self.side is not None:

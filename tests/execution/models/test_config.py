@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.checkpoint import open_checkpoint
-from asyncengine.execution.models.config import MissingField
+from asyncengine.execution.models.config import MissingField, UnknownLayers
 from asyncengine.execution.models.description import read_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.execution.models.multimodal import placeholders
@@ -129,6 +129,8 @@ OLDER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
      ("layers_block_type", "layer_types", "n_groups", "conv_kernel")),
     ("gpt2", {"hidden_size": 48, "num_hidden_layers": 3}, ("n_embd", "n_layer")),
     ("opt-350m", {"word_embed_proj_dim": None}, ()),
+    ("gpt-neo", {"attention_types": None, "num_layers": 24, "intermediate_size": None}, ("attention_layers",)),
+    ("falcon", {"n_embed": 64, "num_kv_heads": 4, "rope_theta": 300.0}, ("ffn_hidden_size", "rope_parameters")),
 ]  # fmt: skip
 
 
@@ -161,6 +163,21 @@ def test_a_file_as_earlier_releases_wrote_it(name: str, changes: dict[str, Any],
 def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelNotFound, match=message):
         decoder_config_of(native_config({**saved("llama"), "head_dim": None, **changes}), LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("falcon", {"alibi": True}, "'falcon' with alibi in place of rotation"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn of another architecture"),
+        ("gpt-neo", {"attention_types": [[["global", "near"], 2]], "num_layers": 4}, "of type 'near'"),
+    ],
+    ids=str,
+)
+def test_an_option_that_nothing_runs_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+    """transformers' modules of these families compute attention themselves, or keep states: nothing else could run."""
+    with pytest.raises(UnknownLayers, match=message):
+        decoder_config_of(native_config({**saved(name), **changes}), LENGTH)
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "intermediate_size", "vocab_size"])

@@ -60,6 +60,7 @@ BY_TORCH = (
     "falcon-h1",
     "lfm2moe",
     "opt",
+    "falcon-40b",
 )
 """Families that have between them all operations that are torch's where no kernel is compiled."""
 

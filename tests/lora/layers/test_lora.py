@@ -17,7 +17,7 @@ from asyncengine.errors import InvariantViolation
 
 pytest.importorskip("peft")
 
-FAMILIES = ["gpt2", "gemma4", "opt-350m"]
+FAMILIES = ["gpt2", "gemma4", "opt-350m", "falcon-40b"]
 """Families with transposed matrices, with scales and towers, and with projections; plain ones and those with experts
 are compared through whole engines (tests/lora/test_engine_equals_peft.py)."""
 
@@ -89,6 +89,8 @@ def test_the_same_shapes_in_every_step(family: str, reference: Reference, checkp
 
 
 def test_unfused_equals_peft(family: str, reference: Reference, checkpoint: Checkpoint) -> None:
+    if family == "falcon-40b":
+        pytest.skip("its attention computes by itself in transformers")
     driver = make_driver(checkpoint, family, max_loras=4, fuse=False)
     driver.lora.write(4, reference.adapters[1])
     driver.lora.write(2, reference.adapters[4])

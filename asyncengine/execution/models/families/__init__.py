@@ -26,9 +26,10 @@ DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 _FILES: Mapping[str, Sequence[str]] = {
     "apertus": ("apertus",),
     "cohere": ("cohere", "cohere2"),
+    "falcon": ("falcon",),
     "gemma": ("gemma", "gemma2", "gemma3_text"),
     "gemma4": ("gemma4_text",),
-    "gpt2": ("gpt2",),
+    "gpt2": ("gpt2", "gpt_neo"),
     "opt": ("opt",),
     "llama": (
         "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3",

@@ -241,21 +241,23 @@ def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig
 def llama_like(
     config: Any, length: int, *, attention: Mapping[str, Any] = MappingProxyType({}),
     mlp: Mapping[str, Any] = MappingProxyType({}), sparse: MoEConfig | Sequence[MoEConfig | None] | None = None,
-    layer: Mapping[str, Any] = MappingProxyType({}), norm: NormConfig | None = None, **changes: Any,
+    layer: Mapping[str, Any] = MappingProxyType({}), norm: NormConfig | None = None,
+    path: str = "model.layers.{}.", **changes: Any,
 ) -> DecoderConfig:  # fmt: skip
     """The decoder of a family that differs from Llama in the given fields of `AttentionConfig`, `MLPConfig`,
     `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts in place of feed-forward parts. A list, here or
-    among the fields of attention, has one value for each layer."""
+    among the fields of attention, has one value for each layer. `path`: what the names of a layer begin with."""
     dim, heads = head_dim_of(config), config.num_attention_heads
-    fields = {"num_heads": heads, "num_kv_heads": config.num_key_value_heads or heads, "head_dim": dim}
-    fields |= {"scale": dim**-0.5, **attention}
+    keys = attention.get("num_kv_heads") or config.num_key_value_heads or heads
+    fields = {"num_heads": heads, "head_dim": dim, "scale": dim**-0.5, **attention, "num_kv_heads": keys}
 
     def one(index: int) -> LayerConfig:
         own = {name: value[index] if isinstance(value, list) else value for name, value in fields.items()}
         mixture = sparse[index] if isinstance(sparse, Sequence) else sparse
         if mixture is None:
             act = mlp.get("activation") or activation(config)
-            inner = MLPConfig(**{"width": config.intermediate_size, **mlp, "activation": act})
+            width = mlp.get("width") or config.intermediate_size
+            inner = MLPConfig(**{**mlp, "width": width, "activation": act})
             return LayerConfig(AttentionConfig(**own), inner, **layer)
         return LayerConfig(AttentionConfig(**own), mixture, **layer)
 
@@ -267,6 +269,7 @@ def llama_like(
             "width": config.hidden_size,
             "layers": tuple(one(index) for index in range(config.num_hidden_layers)),
             "norm": norm or NormConfig(epsilon=config.rms_norm_eps),
+            "layer": path,
             "tied": bool(getattr(config, "tie_word_embeddings", False)),
             "ignored": (r"(.*\.)?rotary_emb\.inv_freq",),
             **changes,

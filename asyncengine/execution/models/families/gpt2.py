@@ -1,74 +1,77 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, matrices stored transposed."""
+"""GPT-2 (Radford et al. 2019) and GPT-Neo (Black et al. 2021): learned positions, layer norms.
+
+GPT-2's matrices are stored transposed. GPT-Neo's scores are not scaled, and every second layer has a window.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.execution.layers.attention import AttentionConfig
+from asyncengine.errors import ModelNotFound
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.layers.mlp import MLPConfig
-from asyncengine.execution.models.config import Defaults
-from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.families.common import activation
+from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_layers
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import activation, llama_like
 
 DEFAULTS: Defaults = {
     "gpt2": {
         "n_inner": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
         "tie_word_embeddings": True,
     },
+    "gpt_neo": {"window_size": 256, "intermediate_size": None, "tie_word_embeddings": True},
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
+    "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
 }  # fmt: skip
 
 
+def complete(config: ModelConfig) -> None:
+    if config.model_type == "gpt_neo":
+        spans = config.get("attention_types", [[["global", "local"], 12]])
+        config.attention_layers = [kind for kinds, times in spans for _ in range(times) for kind in kinds]
+
+
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """The decoder of `GPT2LMHeadModel`. Attention to an encoder, if a checkpoint has weights for it, is left out."""
-    width, heads = config.n_embd, config.n_head
-    head_dim = width // heads
-    mlp = MLPConfig(
-        config.n_inner if config.n_inner is not None else 4 * width,
-        activation(config, config.activation_function),
-        up=("mlp.c_fc",),
-        down="mlp.c_proj",
-        gated=False,
-        bias=True,
-        transposed=True,
-    )
-
-    def attention(index: int) -> AttentionConfig:
-        scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
-        return AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            scale=scale / (index + 1) if config.scale_attn_by_inverse_layer_idx else scale,
-            rotary=None,
-            qkv=("attn.c_attn",),
-            out="attn.c_proj",
-            qkv_bias=True,
-            out_bias=True,
-            transposed=True,
-        )
-
-    return DecoderConfig(
-        vocab_size=config.vocab_size,
-        width=width,
-        layers=tuple(
-            LayerConfig(attention(index), mlp, before_attention="ln_1", before_mlp="ln_2")
-            for index in range(config.n_layer)
-        ),
+    """The decoder of `GPT2LMHeadModel` and `GPTNeoForCausalLM`. Attention to an encoder, if a checkpoint has weights
+    for it, is left out."""
+    neo, width, heads = config.model_type == "gpt_neo", config.hidden_size, config.num_attention_heads
+    inner = config.intermediate_size if neo else config.n_inner
+    return llama_like(
+        config, length,
+        attention={"num_kv_heads": heads, "rotary": None, "out_bias": True, **(_neo(config) if neo else _gpt2(config))},
+        mlp={
+            "width": 4 * width if inner is None else inner,
+            "activation": activation(config, config.activation_function),
+            "up": ("mlp.c_fc",), "down": "mlp.c_proj", "gated": False, "bias": True, "transposed": not neo,
+        },
+        layer={"before_attention": "ln_1", "before_mlp": "ln_2"},
         norm=NormConfig("layer", epsilon=config.layer_norm_epsilon, bias=True),
-        max_positions=config.n_positions,
-        embedding="transformer.wte",
-        positions="transformer.wpe",
-        layer="transformer.h.{}.",
-        final_norm="transformer.ln_f",
-        tied=bool(config.tie_word_embeddings),
+        rotary=(), max_positions=config.max_position_embeddings, embedding="transformer.wte",
+        positions="transformer.wpe", path="transformer.h.{}.", final_norm="transformer.ln_f",
         # masks, which were once saved
-        ignored=(r"(transformer\.)?h\.\d+\.(attn\.(masked_)?bias|(crossattention|ln_cross_attn)\..*)",),
-    )
+        ignored=(r"(transformer\.)?h\.\d+\.(attn\.(attention\.)?(masked_)?bias|(crossattention|ln_cross_attn)\..*)",),
+    )  # fmt: skip
+
+
+def _gpt2(config: Any) -> dict[str, Any]:
+    """Fields of attention."""
+    scale = (config.hidden_size // config.num_attention_heads) ** -0.5 if config.scale_attn_weights else 1.0
+    by_layer = config.scale_attn_by_inverse_layer_idx
+    scales = [scale / (index + 1) if by_layer else scale for index in range(config.num_hidden_layers)]
+    return {"scale": scales, "qkv": ("attn.c_attn",), "out": "attn.c_proj", "qkv_bias": True, "transposed": True}
+
+
+def _neo(config: Any) -> dict[str, Any]:
+    kinds = ("global", "local")
+    if len(config.attention_layers) != config.num_hidden_layers:
+        raise ModelNotFound("config.json: attention_types do not describe num_layers layers")
+    if unknown := [kind for kind in config.attention_layers if kind not in kinds]:
+        raise unknown_layers("gpt_neo", unknown[0], kinds)
+    windows = [config.window_size if kind == "local" else None for kind in config.attention_layers]
+    *qkv, out = (f"attn.attention.{name}_proj" for name in ("q", "k", "v", "out"))
+    return {"scale": 1.0, "qkv": tuple(qkv), "out": out, "window": windows}

@@ -219,6 +219,9 @@ class AdapterStore(Protocol):
         """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
         perhaps at once, on any thread."""
 
+    def invocation(self, digest: str) -> tuple[int, ...]:
+        """The tokens of a prompt from which on an adapter in memory acts; none: it acts everywhere."""
+
     def cancel(self, ticket: int) -> None:
         """`ticket` has ended: give back what it claimed. Idempotent."""
 

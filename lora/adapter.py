@@ -51,6 +51,8 @@ class Adapter:
     """Module path -> weights, sorted by path."""
     nbytes: int
     """Host memory of all weights as they are held."""
+    invocation: tuple[int, ...] = ()
+    """Tokens of a prompt from whose last place on it acts (activated LoRA); none: it acts everywhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,12 @@ class AdapterRegistry:
             raise AdapterNotFound("adapter", "is not in memory", digest)
         return adapter
 
+    def invocation(self, digest: str) -> tuple[int, ...]:
+        """The tokens of a prompt from which on it acts; none for one that acts everywhere, or is not in memory."""
+        with self._lock:
+            adapter = self.store.get(digest)
+        return () if adapter is None else adapter.invocation
+
     def counts(self) -> dict[str, int]:
         """Counts of names, of contents in memory, and their bytes."""
         with self._lock:

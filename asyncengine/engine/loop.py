@@ -183,8 +183,8 @@ class EngineLoop(ServingLoop):
         """The adapter store's answer, from any thread."""
         if isinstance(outcome, Exception):
             self.inbox.post(AdapterReady(ticket, error=outcome))
-        else:
-            self.inbox.post(AdapterReady(ticket, outcome))
+        elif self.adapters is not None:
+            self.inbox.post(AdapterReady(ticket, outcome, invocation=self.adapters.invocation(outcome)))
 
     def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
         """The compile service's answer, from any thread."""

@@ -124,7 +124,7 @@ class PeerPrefixes(Source):
         if peer is None or self._identity is None or peer.pages <= max(best.pages, cached):
             answer(best)
             return
-        tokens = wanted.request.tokens[: wanted.limit]
+        tokens = wanted.request.keys[: wanted.limit]
 
         async def ask() -> None:
             found = best

@@ -120,7 +120,7 @@ class PrefixStore(Source):
             answer(best)
             return
         known, found, total, near, nbytes = wanted.cached // size, 0, 0, 0, 0
-        tokens = wanted.request.tokens[: wanted.limit // size * size]
+        tokens = wanted.request.keys[: wanted.limit // size * size]
         for place, (_, packed, digest) in enumerate(digests_of(root, tokens, size)):
             if place < known:
                 continue

@@ -86,7 +86,7 @@ class PageFrontiers:
 
     def _next_page(self, table: PageTable, request: Request) -> tuple[Node, tuple[int, ...]]:
         start = table.num_shared * self._kv.page_size
-        return (table.node, tuple(request.tokens[start : start + self._kv.page_size]))
+        return (table.node, tuple(request.keys[start : start + self._kv.page_size]))
 
 
 class SnapshotFrontiers:
@@ -108,7 +108,7 @@ class SnapshotFrontiers:
         for state, tokens in self._leading(namespace, self._leaders if leader is None else (leader,)):
             if request.ticket in state.common:
                 continue
-            common = self._common(state, tokens, request.tokens, limit)
+            common = self._common(state, tokens, request.keys, limit)
             state.common[request.ticket] = common
             if common > state.position and common not in state.marks and len(state.marks) < self.most:
                 state.marks = sorted([*state.marks, common])
@@ -126,7 +126,7 @@ class SnapshotFrontiers:
         for leader in leaders:
             table = leader.table
             if table is not None and table.state is not None and table.namespace == namespace:
-                yield table.state, leader.tokens
+                yield table.state, leader.keys
 
     def _common(self, state: WorkingState, one: list[int], other: list[int], limit: int) -> int:
         """Number of tokens in full pages that the two begin with alike; 0 if less than any snapshot to come."""
@@ -295,7 +295,7 @@ class Admission:
         if request.spec.whole:  # nothing is kept of it: it needs no page
             self._slots.acquire(request, beside.running.values())
             return Verdict.ADMITTED
-        table = self._kv.open(self.namespace(request), request.tokens, self.match_limit(request))
+        table = self._kv.open(self.namespace(request), request.keys, self.match_limit(request))
         known = table.matched
         verdict = self._fits(request, table, beside)
         if verdict is not Verdict.ADMITTED:
@@ -328,7 +328,8 @@ class Admission:
     def namespace(self, request: Request) -> Namespace:
         """Key that must match besides the tokens. Without caching, samples of one prompt still share its pages."""
         spec = request.spec
-        shared = (request.adapter_digest, spec.options.cache_salt or "")
+        adapter = request.adapter_digest if request.adapter_from is None else ""  # the keys say where it begins
+        shared = (adapter, spec.options.cache_salt or "")
         if self._kv.prefix_caching:
             return shared
         return (*shared, spec.ticket if spec.group is None else spec.group)
@@ -362,7 +363,7 @@ class Admission:
         if self._policy.prefix_hints:
             for count, request in enumerate(waiting):
                 limit = self.match_limit(request) if count <= self._lookahead else 0
-                request.prefix_hint = self._kv.peek(self.namespace(request), request.tokens, limit)
+                request.prefix_hint = self._kv.peek(self.namespace(request), request.keys, limit)
         if self._policy.dynamic:
             self._policy.prepare(waiting)
 

@@ -62,6 +62,8 @@ class AdapterReady:
     ticket: int
     digest: str = ""
     error: Exception | str | None = None
+    invocation: tuple[int, ...] = ()
+    """The tokens of a prompt from which on it acts; none: it acts everywhere."""
 
 
 @dataclass(frozen=True, slots=True)

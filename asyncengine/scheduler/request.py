@@ -48,10 +48,10 @@ class Request:
     """
 
     __slots__ = (
-        "adapter_digest", "adapter_slot", "branches", "cached_tokens", "discard_until", "drafts_launched", "epoch",
-        "first_step_at", "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched",
-        "num_pending", "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint",
-        "restored_tokens", "restores", "slot", "spec", "state", "suspended", "table", "tokens",
+        "adapter_digest", "adapter_from", "adapter_slot", "branches", "cached_tokens", "discard_until",
+        "drafts_launched", "epoch", "first_step_at", "last_step", "last_token_at", "matcher", "num_computed",
+        "num_kept", "num_launched", "num_pending", "num_updates", "overdue", "passes", "predicted", "preemptions",
+        "prefix_hint", "restored_tokens", "restores", "slot", "spec", "state", "suspended", "table", "tokens",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -65,6 +65,8 @@ class Request:
         self.adapter_slot = 0
         self.adapter_digest = ""
         """Digest of its adapter's content, once that is in memory; "" for none."""
+        self.adapter_from: int | None = None
+        """The position from which on its adapter acts, where that is said by invocation tokens; None: everywhere."""
         self.branches: Branches | None = None
         """Branches of its session; None: it belongs to none."""
         self.matcher: GrammarMatcher | None = None
@@ -111,6 +113,31 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.spec.prompt)
+
+    @property
+    def keys(self) -> list[int]:
+        """`tokens` as the prefix cache knows them, in which an adapter that does not act everywhere marks where it
+        begins, as pictures have ids of their own (`asyncengine.images`): what is before is the base model's."""
+        if self.adapter_from is None:
+            return self.tokens
+        keys = self.tokens.copy()
+        keys[self.adapter_from] = -(int(self.adapter_digest[:32], 16) + 1 << 32) - keys[self.adapter_from]
+        return keys
+
+    def use_adapter(self, digest: str, invocation: tuple[int, ...]) -> None:
+        """Its adapter is in memory. One with `invocation` tokens acts from the last place on where the prompt has
+        them, and not at all if it has none (activated LoRA, Greenewald et al. 2025)."""
+        if invocation:
+            prompt, count = self.spec.prompt, len(invocation)
+            starts = (at for at in reversed(range(len(prompt))) if prompt[at] == invocation[0])
+            self.adapter_from = next((at for at in starts if prompt[at : at + count] == invocation), None)
+        if not invocation or self.adapter_from is not None:
+            self.adapter_digest = digest
+
+    def with_one_adapter(self, count: int) -> int:
+        """Number of the next `count` positions that are all before the adapter acts, or all behind."""
+        before = 0 if self.adapter_from is None else self.adapter_from - self.num_launched
+        return min(count, before) if before > 0 else count
 
     def catch_up(self, matcher: GrammarMatcher) -> str | None:
         """Take the matcher of its grammar past the output it already has. Returns the fault, or None."""

@@ -146,7 +146,7 @@ class Restores:
         for request in wanted:
             if request.ticket in self.queue:
                 space, limit = self._namespace(request), self._match_limit(request)
-                cached = self._kv.peek(space, request.tokens, limit)
+                cached = self._kv.peek(space, request.keys, limit)
                 found.append(Wanted(request, space, limit, cached))
         return found
 
@@ -176,7 +176,7 @@ class Restores:
             request.restores += 1
             space, priority = self._namespace(request), request.spec.options.priority
             reading = self._shared(request) or self._begin(
-                space, request.tokens, answer.pages, priority, answer.until, running, answer.read
+                space, request.keys, answer.pages, priority, answer.until, running, answer.read
             )
             if reading is not None:
                 reading.waiting[request.ticket] = request
@@ -229,7 +229,7 @@ class Restores:
             end = (reading.order.start + 1) * size
             if reading.order.cancelled or reading.order.namespace != space:
                 continue
-            if self._match_limit(request) >= end and request.tokens[:end] == reading.order.tokens[:end]:
+            if self._match_limit(request) >= end and request.keys[:end] == reading.order.tokens[:end]:
                 return reading
         return None
 

@@ -257,7 +257,7 @@ class Roster:
         assert table is not None  # a result of an earlier admission says nothing about pages
         if request.num_computed // self.kv.page_size > table.num_shared:
             priority = request.spec.options.priority
-            self.kv.publish(table, request.tokens, request.num_computed, request.last_step, priority)
+            self.kv.publish(table, request.keys, request.num_computed, request.last_step, priority)
 
     # ---------------------------------------------------------------- ending
 
@@ -292,7 +292,7 @@ class Roster:
         if request.ticket in self.to_pin:
             del self.to_pin[request.ticket]
             if request.state in (RequestState.RUNNING, RequestState.WAITING):  # else it has computed nothing
-                self.kv.pin(request.ticket, self.namespace(request), request.spec.prompt)
+                self.kv.pin(request.ticket, self.namespace(request), request.spec.prompt[: request.adapter_from])
         self.grammar_queue.pop(request.ticket, None)
         self.adapter_queue.pop(request.ticket, None)
         if request.first_step_at is None:

@@ -64,7 +64,8 @@ class Plan:
     def widen(self, request: Request, kv: KVCache) -> None:
         """Give `request`, which has the step for itself, as much more of its prompt as budget and memory have."""
         count = self.rows[request.ticket].num_scheduled
-        more = min(self.left, len(request.tokens) - request.num_launched - count)
+        most = request.with_one_adapter(len(request.tokens) - request.num_launched)
+        more = min(self.left, most - count)
         if more > 0 and request.table is not None and kv.grow(request.table, request.num_launched + count + more):
             self.drop(request)
             self.add(request, count + more)
@@ -122,7 +123,10 @@ def next_row(request: Request, count: int) -> Row:
     window = None if near is None else WindowPages(near.first, near.pages)
     samples = end == known + request.num_pending
     pages = [] if table is None else table.pages
+    adapter = request.adapter_slot
+    if request.adapter_from is not None and start < request.adapter_from:
+        adapter = 0
     return Row._make((  # in half the time of calling the class
-        request.spec, request.slot, start, count, request.tokens, end > known, pages, samples, request.adapter_slot,
+        request.spec, request.slot, start, count, request.tokens, end > known, pages, samples, adapter,
         request.matcher, None, window, (),
     ))  # fmt: skip

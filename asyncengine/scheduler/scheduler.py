@@ -104,9 +104,9 @@ class Scheduler:
                 if ticket in self.grammar_queue and matcher is not None:
                     error = self.grammar_queue[ticket].catch_up(matcher) or error
                 self.roster.leave_queue(self.grammar_queue, ticket, error)
-            case messages.AdapterReady(ticket, digest, error):
+            case messages.AdapterReady(ticket, digest, error, invocation):
                 if ticket in self.adapter_queue:
-                    self.adapter_queue[ticket].adapter_digest = digest
+                    self.adapter_queue[ticket].use_adapter(digest, invocation)
                 self.roster.leave_queue(self.adapter_queue, ticket, error)
             case messages.PrefixFound():
                 request = self.restores.found(message, tables_of(self.running.values()))
@@ -218,7 +218,7 @@ class Scheduler:
         """Number of its positions that `request` may compute in this step: all of them where no page keeps them."""
         if request.table is None:
             return plan.grant(len(request.tokens), whole=True)
-        count = plan.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
+        count = request.with_one_adapter(plan.grant(self.kv.most_at_once(len(request.tokens), request.num_launched)))
         return self.encoding.fit(request, count) if request.spec.images else count
 
     def _schedule_prompt(self, request: Request, plan: Plan) -> None:

@@ -97,7 +97,7 @@ def _index_in(found: regex.Match[str] | None) -> int | None:
 
 _USED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias", "init_lora_weights", "alora_invocation_tokens",
 )  # fmt: skip
 _IGNORED = (
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
@@ -112,7 +112,6 @@ _REFUSED = {
     "trainable_token_indices": "trained tokens are not supported",
     "target_parameters": "adapters on bare parameters are not supported; target linear modules",
     "layer_replication": "replicated layers are another base model; not supported",
-    "alora_invocation_tokens": "activated LoRA is not supported",
     "use_qalora": "QALoRA is not supported",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "megatron_config": "adapters made with Megatron are not supported",
@@ -138,6 +137,7 @@ class PeftConfig:
     layers_to_transform: list[int] | None
     layers_pattern: list[str]
     fan_in_fan_out: bool
+    alora_invocation_tokens: list[int]
     base_name: str
     """The model that the adapter was trained on. For messages only."""
     patterns: Patterns
@@ -191,11 +191,12 @@ def read_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
         alpha_pattern={key: _number("alpha_pattern", value) for key, value in _table("alpha_pattern", raw).items()},
         target_modules=_names("target_modules", target),
         exclude_modules=_names("exclude_modules", raw.get("exclude_modules") or []),
-        layers_to_transform=_layers(layers),
+        layers_to_transform=_integers("layers_to_transform", layers),
         layers_pattern=[layers_pattern] if isinstance(layers_pattern, str) else _strings(
             "layers_pattern", layers_pattern
         ),
         fan_in_fan_out=_flag("fan_in_fan_out", raw),
+        alora_invocation_tokens=_integers("alora_invocation_tokens", raw.get("alora_invocation_tokens")) or [],
         base_name=str(raw.get("base_model_name_or_path") or "another model")[:200],
         patterns=Patterns(),
     )  # fmt: skip
@@ -265,10 +266,10 @@ def _names(field: str, value: Any) -> list[str] | str:
     return value if isinstance(value, str) else _strings(field, value if value is not None else [])
 
 
-def _layers(value: Any) -> list[int] | None:
+def _integers(field: str, value: Any) -> list[int] | None:
     if value is None or value == []:
         return None
-    layers = [value] if type(value) is int else value
-    if not isinstance(layers, list) or any(type(index) is not int for index in layers):
-        raise AdapterError("layers_to_transform", "must be a layer's number or a list of them", value)
-    return layers
+    numbers = [value] if type(value) is int else value
+    if not isinstance(numbers, list) or any(type(index) is not int for index in numbers):
+        raise AdapterError(field, "must be a whole number or a list of them", value)
+    return numbers

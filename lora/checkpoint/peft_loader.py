@@ -287,7 +287,10 @@ class PeftLoader:
         pairs, digest = self._pair(config, file), hashlib.sha256(b"asyncengine.lora 1\n")
         modules = {module: self._read(config, file, module, pair, digest) for module, pair in sorted(pairs.items())}
         rank = max(weights.rank for weights in modules.values())
-        return Adapter(name, digest.hexdigest(), rank, modules, sum(weights.nbytes for weights in modules.values()))
+        nbytes, invocation = sum(own.nbytes for own in modules.values()), tuple(config.alora_invocation_tokens)
+        if invocation:
+            digest.update(f"{invocation}\n".encode())
+        return Adapter(name, digest.hexdigest(), rank, modules, nbytes, invocation)
 
     # ---------------------------------------------------------------- names and shapes
 
@@ -347,6 +350,8 @@ class PeftLoader:
             raise AdapterError(next(iter(names.values())), f"comes without its lora_{lacking}")
         if not config.targets(module, base):
             raise AdapterError("target_modules", f"does not name {module}, but the file has weights for it")
+        if config.alora_invocation_tokens and base.kind == "embedding":
+            raise AdapterError("alora_invocation_tokens", f"is for linears; {module} is an embedding")
         if config.fan_in_fan_out and base.kind == "linear":
             raise AdapterError("fan_in_fan_out", f"is for Conv1D modules; {module} is a plain linear")
         rank, field = config.rank_of(module)

@@ -4,6 +4,7 @@ import pytest
 from support.fake_engine import Steps, rows
 
 from asyncengine.lora.admission import AdapterSlots
+from asyncengine.scheduler.messages import AdapterReady
 
 
 def test_an_adapter_without_a_slot_is_skipped_and_does_not_block():
@@ -95,3 +96,29 @@ def test_requests_behind_those_of_blocked_adapters_fill_the_batch():
     steps.run()
     steps.assert_right()
     assert sum(len(batch.rows) for batch in steps.batches) / len(steps.batches) > 32
+
+
+def test_an_adapter_acts_from_its_invocation_on_and_shares_what_is_before():
+    """A step computes the prompt up to the last place of the invocation, without the adapter; pages before it are the
+    base model's, those behind the adapter's own."""
+    prompt, one, other = [2, 3, 9, 4, 5, 6, 7, 8, 10, 9, 4, 11, 12, 13], "a1" * 32, "b2" * 32
+    slots = AdapterSlots(2)
+    steps = Steps(adapters=slots, page_size=4)
+
+    def spans(digest: str | None, invocation: tuple[int, ...] = (9, 4)) -> list[tuple[int, int, int]]:
+        """(start, count, slot) of each row that computes the prompt."""
+        ticket = steps.add(prompt, 3, adapter=digest, adapter_loading=digest is not None)
+        if digest is not None:
+            steps.apply(AdapterReady(ticket, digest, invocation=invocation))
+        steps.run()
+        mine = [row for batch in steps.batches for row in batch.rows if row.spec.ticket == ticket]
+        return [(row.start, row.num_scheduled, row.adapter_slot) for row in mine if row.start < len(prompt)]
+
+    assert spans(one) == [(0, 9, 0), (9, 5, 1)]
+    assert spans(one) == [(12, 2, 1)], "its own pages"
+    assert spans(None) == [(8, 6, 0)], "the two pages before"
+    assert spans(other) == [(8, 1, 0), (9, 5, 2)]
+    assert spans(other, (9, 5)) == [(12, 2, 0)], "the prompt has no such tokens: the base model's pages"
+    assert spans(other, (2, 3)) == [(0, 14, 2)], "from the first token on"
+    assert slots.in_use == {}
+    steps.assert_right()

@@ -190,6 +190,17 @@ def test_changed_content_is_another_adapter(change: str, tmp_path: Path):
     assert load(tmp_path).digest != before
 
 
+def test_the_tokens_that_activate_an_adapter_are_of_its_content(tmp_path: Path):
+    make_peft(tiny_llama()).save_pretrained(tmp_path)
+    found = {load(tmp_path).digest}
+    for tokens in ([5, 7], [7, 5]):
+        edit_config(tmp_path, alora_invocation_tokens=tokens)
+        adapter = load(tmp_path)
+        assert adapter.invocation == tuple(tokens)
+        found.add(adapter.digest)
+    assert len(found) == 3
+
+
 def test_two_ways_to_say_the_same_are_one_adapter(tmp_path: Path):
     make_peft(tiny_llama(), r=4, lora_alpha=8).save_pretrained(tmp_path)
     before = load(tmp_path).digest

@@ -63,7 +63,7 @@ SETTINGS: dict[str, Any] = {
     "trainable_token_indices": [1, 2],
     "target_parameters": ["experts.down_proj"],
     "layer_replication": [[0, 2], [1, 3]],
-    "alora_invocation_tokens": [5],
+    "alora_invocation_tokens": "<call>",
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
     "megatron_config": {"a": 1},
@@ -123,6 +123,12 @@ def test_what_peft_saves_beside_the_adapter(base: dict[str, ModuleDims], tmp_pat
         assert refused(base, folder).field == field
         edit_config(folder, **{field: None})  # the tensors give it away
         assert refused(base, folder).field == field
+
+
+def test_activated_lora_is_for_linears(base: dict[str, ModuleDims], tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path, target_modules=["embed_tokens", "q_proj"])
+    edit_config(folder, alora_invocation_tokens=[5, 7])
+    assert refused(base, folder).field == "alora_invocation_tokens"
 
 
 # ---------------------------------------------------------------- fit

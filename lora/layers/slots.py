@@ -290,7 +290,7 @@ class LoraLayers:
         slot: it would answer as the base model does.
         """
         if not any(slots):
-            return self.begin_none()
+            return None, None
         self.check_slots(slots)
         own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
         if self._masked:
@@ -298,10 +298,6 @@ class LoraLayers:
             steps = MaskedStep(self.max_loras, where), MaskedStep(self.max_loras, where[logit_rows])
             return self._begun(*steps)
         return self._begun(self._row_step(own), self._row_step(own[logit_rows.numpy()]))
-
-    def begin_none(self) -> StepAdapters:
-        """The adapters of forwards without any."""
-        return None, None
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
         """Begin a forward of one row for each of `slots`, int64 on the device, counted from 0, -1 for none; in a CUDA

@@ -179,19 +179,9 @@ class RowStep:
         self.used = frozenset(np.unique(slots).tolist())
         self._slots, self._ranks = slots, ranks
 
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """Long runs of one adapter, in order."""
-        return self._runs[0]
-
-    @property
-    def stretches(self) -> Sequence[Stretch]:
-        """Stretches between long runs of one adapter, or of none, in order."""
-        return self._runs[1]
-
     @cached_property
-    def _runs(self) -> tuple[tuple[Segment, ...], Sequence[Stretch]]:
-        """(`segments`, `stretches`), which the compiled kernel never asks for."""
+    def runs(self) -> tuple[tuple[Segment, ...], Sequence[Stretch]]:
+        """Long runs of one adapter, and the stretches between them, in order. The compiled kernel never asks."""
         segments: list[Segment] = []
         stretches: list[Stretch] = []
         done = 0
@@ -229,8 +219,9 @@ class RowStack(LoraStack):
         if self.held.isdisjoint(step.used):
             return
         x, y = self._flat(x, y, step.size)
-        self._add_segments(x, y, step.segments)
-        for stretch in step.stretches:
+        segments, stretches = step.runs
+        self._add_segments(x, y, segments)
+        for stretch in stretches:
             part = x[stretch.begin : stretch.end]
             if stretch.rows is not None:
                 part = part.index_select(0, stretch.rows)

@@ -176,17 +176,18 @@ def test_what_a_step_does_not_use_costs_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_long_runs_go_by_product_and_the_rest_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_module, "LONG_ADAPTER_RUN", 4)
     step = step_of("rows", STEPS["long and short"])
-    assert step.segments == ((0, 5, 1), (14, 18, 4), (18, 22, 0))
-    assert [(each.begin, each.end) for each in step.stretches] == [(5, 8), (22, 24)]
-    rows = step.stretches[0].rows
+    segments, stretches = step.runs
+    assert segments == ((0, 5, 1), (14, 18, 4), (18, 22, 0))
+    assert [(each.begin, each.end) for each in stretches] == [(5, 8), (22, 24)]
+    rows = stretches[0].rows
     assert rows is not None
     assert rows.tolist() == [0, 2]
-    assert step.stretches[1].rows is None
+    assert step.runs[1][1].rows is None
 
 
 def test_padding_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a stack of rank 16, a row whose adapter has rank 8 at most uses eight rows of B for each block."""
-    stretch = step_of("rows", [0, 1, 2]).stretches[0]
+    stretch = step_of("rows", [0, 1, 2]).runs[1][0]
     indices, offsets, pick = stretch.up(16, (0, 0, 1))
     assert pick is not None
     assert len(indices) == len(pick) == 3 * (8 + 16 + 8)

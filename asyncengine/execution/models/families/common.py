@@ -275,3 +275,12 @@ def llama_like(
             **changes,
         }
     )
+
+
+def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any) -> DecoderConfig:
+    """The decoder with `state` in the place of attention, wherever a layer's kind is none of `KINDS`."""
+
+    def one(layer: LayerConfig, kind: str) -> LayerConfig:
+        return layer if kind in KINDS else replace(layer, attention=None, state=state)
+
+    return replace(made, layers=tuple(one(*each) for each in zip(made.layers, kinds, strict=True)))

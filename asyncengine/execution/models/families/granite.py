@@ -10,8 +10,8 @@ from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import activation, layer_types_of, llama_like, rotary_of
-from asyncengine.execution.models.families.mamba import KINDS, complete_mixer, mixer, with_states
+from asyncengine.execution.models.families.common import activation, layer_types_of, llama_like, rotary_of, with_states
+from asyncengine.execution.models.families.mamba import KINDS, complete_mixer, mixer
 
 _BLOCK = "block_sparse_moe."
 _SHARED: dict[str, Any] = {"up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}

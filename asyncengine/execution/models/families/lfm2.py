@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep
 from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import layer_types_of, llama_like
+from asyncengine.execution.models.families.common import layer_types_of, llama_like, with_states
 
 # Gated short convolution (LFM2, Liquid AI 2025): what mixes tokens is a causal convolution of a few taps.
 
@@ -130,12 +130,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         layer={"before_attention": "operator_norm", "before_mlp": "ffn_norm"},
         final_norm="model.embedding_norm",
     )  # fmt: skip
-    conv = ShortConvConfig(config.conv_L_cache, bool(config.conv_bias))
-    layers = (
-        layer if kind == "full_attention" else replace(layer, attention=None, state=conv)
-        for layer, kind in zip(made.layers, kinds, strict=True)
-    )
-    return replace(made, layers=tuple(layers))
+    return with_states(made, kinds, ShortConvConfig(config.conv_L_cache, bool(config.conv_bias)))
 
 
 def _width(config: Any) -> int:

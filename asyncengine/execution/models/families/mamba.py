@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of
+from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
 
 KINDS = ("linear_attention", "full_attention")
 DEFAULTS: Defaults = {"mamba2": {"head_dim": ...}}
@@ -75,15 +74,6 @@ def check_silu(config: Any, activation: str) -> None:
     """Raises `UnsupportedModel` for a convolution with another activation."""
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"family {config.model_type!r} with activation {activation!r} is not written down")
-
-
-def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any) -> DecoderConfig:
-    """The decoder with `state` in the place of attention, wherever `kinds`, each of `KINDS`, say so."""
-
-    def one(layer: LayerConfig, kind: str) -> LayerConfig:
-        return layer if kind == "full_attention" else replace(layer, attention=None, state=state)
-
-    return replace(made, layers=tuple(one(*each) for each in zip(made.layers, kinds, strict=True)))
 
 
 def _feed_forward(config: Any) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
-from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families.common import (
+    activation,
+    alternate,
+    layer_types_of,
+    llama_like,
+    rotary_of,
+    with_states,
+)
 from asyncengine.execution.models.mtp import MTPConfig, head_layers
 
 _SHARED = "mlp.shared_expert."
@@ -39,34 +46,23 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     if act != "silu":
         raise UnsupportedModel(f"family {family!r} with activation {config.hidden_act!r} is not written down")
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
-    dim = head_dim_of(config)
-    attention = AttentionConfig(
-        num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=dim, scale=dim**-0.5,
-        head_norm=norm, qkv_bias=config.attention_bias, out_bias=config.attention_bias, output_gate=True,
-    )  # fmt: skip
     state = GatedDeltaConfig(
         key_heads=config.linear_num_key_heads, value_heads=config.linear_num_value_heads,
         key_dim=config.linear_key_head_dim, value_dim=config.linear_value_head_dim,
         taps=config.linear_conv_kernel_dim, epsilon=config.rms_norm_eps, interleaved=family == "qwen3_next",
     )  # fmt: skip
-    mixture = _mixture(config, act)
-
-    def one(index: int) -> LayerConfig:
-        recurrent = kinds[index] == "linear_attention"
-        mlp = MLPConfig(config.intermediate_size, act) if mixture is None or _dense(config, index) else mixture
-        return LayerConfig(None if recurrent else attention, mlp, state if recurrent else None)
-
-    return DecoderConfig(
-        vocab_size=config.vocab_size, width=config.hidden_size,
-        layers=tuple(one(index) for index in range(config.num_hidden_layers)),
-        norm=norm, rotary=(rotary_of(config, length, partial=True),), tied=bool(config.tie_word_embeddings),
-        mtp=MTPConfig(
-            head_layers((LayerConfig(attention, mixture or MLPConfig(config.intermediate_size, act)),)),
-            "mtp.layers.{}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm",
-            chains_normed=True,
-        ),
+    mixture, bias = _mixture(config, act), config.attention_bias
+    made = llama_like(
+        config, length, norm=norm, rotary=(rotary_of(config, length, partial=True),),
+        attention={"head_norm": norm, "qkv_bias": bias, "out_bias": bias, "output_gate": True},
+        sparse=[None if _dense(config, index) else mixture for index in range(config.num_hidden_layers)],
         ignored=(r"(.*\.)?rotary_emb\.inv_freq", r"mtp\..*"),
     )  # fmt: skip
+    head = MTPConfig(
+        head_layers((replace(made.layers[-1], mlp=mixture or made.layers[-1].mlp),)), "mtp.layers.{}.",
+        "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", chains_normed=True,
+    )  # fmt: skip
+    return replace(with_states(made, kinds, state), mtp=head)
 
 
 def _mixture(config: Any, act: str) -> MoEConfig | None:

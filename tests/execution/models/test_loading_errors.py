@@ -100,7 +100,7 @@ def small(kind: Any, **fields: Any) -> Any:
 
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "falcon": (lambda: small(hf.FalconConfig), "'falcon' does not route its attention"),
+    "falcon": (lambda: small(hf.FalconConfig, alibi=True), "'falcon' with alibi in place of rotation"),
     "bloom": (lambda: small(hf.BloomConfig, n_head=4, n_layer=2), "'bloom' does not route its attention"),
     "mamba": (lambda: small(hf.MambaConfig, state_size=4), "'mamba' (keeps recurrent state|has layers of type)"),
     "jamba": (

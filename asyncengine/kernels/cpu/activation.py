@@ -43,9 +43,7 @@ def write_gelu(builder: Any, x: Any) -> Any:
         return vectors.constant(FLOATS, value)
 
     size = vectors.call(builder, "llvm.fabs.v16f32", FLOATS, [x])
-    near = builder.fdiv(
-        known(1.0), vectors.multiply_add(builder, size, known(0.3275911 * 0.5**0.5), known(1.0))
-    )  # fmt: skip
+    near = builder.fdiv(known(1.0), vectors.multiply_add(builder, size, known(0.3275911 * 0.5**0.5), known(1.0)))
     tail = known(0.5 * _TAIL[0])
     for term in _TAIL[1:]:
         tail = vectors.multiply_add(builder, tail, near, known(0.5 * term))

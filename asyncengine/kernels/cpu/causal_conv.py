@@ -6,6 +6,7 @@ whatever part of a sequence a step has. Work is shared out by rows and by blocks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -54,6 +55,27 @@ class SegmentPlaces(NamedTuple):
             return segments
         parts = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
         return cls(len(segments.rows) - 1, *(part.ctypes.data for part in parts))
+
+
+class StateKernel:
+    """One layer whose sequences have states, by address. `record`: what is known of it, int64 by place."""
+
+    def __init__(self, run: Any, outputs: int, record: Sequence[int], held: object) -> None:
+        """`run`: the kernel by address; `held`: all whose addresses are in the record."""
+        self._run, self.outputs, self._held = run, outputs, held  # an address keeps nothing where it is
+        self.record = np.array(record, dtype=np.int64)
+        self.address: int = self.record.ctypes.data
+
+    def __call__(
+        self, projected: torch.Tensor, states: torch.Tensor | None, windows: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
+        """[T, outputs] of the projections [T, width], contiguous; `states` and `windows` are the layer's pools."""
+        out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
+        self._run(
+            self.address, 0 if states is None else states.data_ptr(), windows.data_ptr(), projected.data_ptr(),
+            out.data_ptr(), *SegmentPlaces.of(segments), len(projected), kind_of(projected.dtype), use_team(),
+        )  # fmt: skip
+        return out
 
 
 @inline
@@ -188,24 +210,16 @@ WIDTH, TAPS, WEIGHT, BIAS = range(4)
 _FIELDS = 4
 
 
-class ShortConvKernel:
-    """One layer's, by address. weight float32 [taps, width], bias float32 [width]; they must stay where they are."""
+class ShortConvKernel(StateKernel):
+    """One layer's: [T, width] of B, C and x [T, 3 * width], without other states than windows.
+
+    weight float32 [taps, width], bias float32 [width]; they must stay where they are.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._held = (weight, bias)  # an address keeps nothing where it is
-        taps, self.outputs = weight.shape
+        taps, width = weight.shape
         places = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        self._record = np.array([self.outputs, taps, *places], dtype=np.int64)
-        self.address: int = self._record.ctypes.data
-
-    def __call__(self, projected: torch.Tensor, windows: torch.Tensor, segments: Segments) -> torch.Tensor:
-        """[T, width] of B, C and x [T, 3 * width], contiguous; `windows` is the layer's pool."""
-        out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
-        run_short_conv(
-            self.address, 0, windows.data_ptr(), projected.data_ptr(), out.data_ptr(), *SegmentPlaces.of(segments),
-            len(projected), kind_of(projected.dtype), use_team(),
-        )  # fmt: skip
-        return out
+        super().__init__(run_short_conv, width, (width, taps, *places), (weight, bias))
 
 
 def _short_conv_sizes(record: int, rows: int, tokens: int) -> tuple[int, int]:

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, team_kernel
-from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens, segment_arrays
+from asyncengine.kernels.cpu.causal_conv import CHANNELS, StateKernel, convolve_tokens, segment_arrays
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, size_of, square_sum, store
 
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
@@ -102,32 +101,17 @@ def _rest(
             read[token, column] = found
 
 
-def _tile(columns: int) -> Any:
-    """The intrinsic for `columns` vectors of columns: as `delta_rule`, with the bytes of a row for the last size."""
-
-    @emitted(*[INT64] * 12, KIND)
-    def tile(
-        builder: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
-        key_dim: Any, row: Any, faded: Any, kept: Any, by_channel: Any,
-    ) -> None:  # fmt: skip
-        given = source, target, keys, queries, values, gates, out, tokens, key_dim, row
-        _write_tile(builder, columns, *given, *((faded, kept) if by_channel == numba.typeof(EACH) else ()))
-
-    return tile
-
-
-_eight, _two, _one = (_tile(columns) for columns in (_ROW, _TILE, 1))
-
-
 def _write_tile(
-    builder: Any, columns: int, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any,
-    tokens: Any, key_dim: Any, row: Any, faded: Any = None, kept: Any = None,
+    builder: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
+    key_dim: Any, row: Any, faded: Any, kept: Any, by_channel: Any, *, columns: int,
 ) -> None:  # fmt: skip
+    """Do as `delta_rule` for `columns` vectors of columns, with the bytes of a row for the last size."""
+    each = by_channel == numba.typeof(EACH)
     zero = vectors.constant(FLOATS, 0.0)
     known = [cgutils.alloca_once_value(builder, zero) for _ in range(columns)]
     found = [cgutils.alloca_once_value(builder, zero) for _ in range(columns)]
     length = builder.mul(key_dim, LONG(4))
-    under = keys if faded is None else faded
+    under = faded if each else keys
 
     def places(base: Any) -> list[Any]:
         return [builder.add(base, LONG(64 * column)) for column in range(columns)]
@@ -146,7 +130,7 @@ def _write_tile(
         last = builder.icmp_unsigned("==", builder.add(token, LONG(1)), tokens)
         held = builder.select(first, source, target)
         own, asked = builder.add(keys, move), builder.add(queries, move)
-        keeps = None if kept is None else builder.add(kept, move)
+        keeps = builder.add(kept, move) if each else None
         here = builder.add(under, move)
         following = builder.select(last, here, builder.add(here, length))  # behind the last: not used
         gate = builder.add(gates, builder.mul(token, LONG(8)))
@@ -174,6 +158,9 @@ def _write_tile(
             store(builder, builder.load(total), place)
 
 
+_eight, _two, _one = (emitted(*[INT64] * 12, KIND, columns=columns)(_write_tile) for columns in (_ROW, _TILE, 1))
+
+
 Spec: TypeAlias = NDArray[np.int64]
 """The record of a `GatedDeltaKernel`."""
 
@@ -192,7 +179,7 @@ BY_CHANNEL = 23
 FIELDS = 24
 
 
-class GatedDeltaKernel:
+class GatedDeltaKernel(StateKernel):
     """One layer, by address. All tensors are float32 and must stay where they are."""
 
     def __init__(
@@ -201,26 +188,12 @@ class GatedDeltaKernel:
     ) -> None:  # fmt: skip
         """`columns`: Q .. A_STEP; `sizes`: HEADS .. WIDTH. `conv` [taps, channels], `rate` is exp(A_log), `norm` the
         weight of the norm with that `epsilon`. `by_channel`: Kimi Delta Attention."""
-        self._epsilon = np.array([epsilon], dtype=np.float32)
-        self._held = (conv, rate, dt_bias, norm)  # an address keeps nothing where it is
+        number = np.array([epsilon], dtype=np.float32)
+        tensors = conv, rate, dt_bias, norm
         heads, group, _, value_dim, *_ = sizes
-        self.outputs = heads * group * value_dim
-        where = [part.data_ptr() for part in self._held]
-        self.record = np.array([*columns, *sizes, *where, self._epsilon.ctypes.data, by_channel], dtype=np.int64)
-        self.address: int = self.record.ctypes.data
-
-    def __call__(
-        self, projected: torch.Tensor, states: torch.Tensor, windows: torch.Tensor, segments: Segments
-    ) -> torch.Tensor:
-        """[T, value heads * value dim] of the projections [T, width]; `states` and `windows` are the layer's pools."""
-        tokens = len(projected)
-        out = torch.empty((tokens, self.outputs), dtype=projected.dtype)
-        advance_states(
-            self.address, states.data_ptr(), windows.data_ptr(), projected.data_ptr(), out.data_ptr(),
-            *SegmentPlaces.of(segments), tokens,
-            kind_of(projected.dtype), use_team(),
-        )  # fmt: skip
-        return out
+        where = [part.data_ptr() for part in tensors]
+        record = (*columns, *sizes, *where, number.ctypes.data, by_channel)
+        super().__init__(advance_states, heads * group * value_dim, record, (tensors, number))
 
 
 def _sizes(record: int, rows: int, tokens: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,23 +15,27 @@ KIND: Any = None
 """In `emitted`: an argument of whatever type, which is all that kernels are written by."""
 
 
-def emitted(*types: Any, result: Any = numba.types.void) -> Callable[[Callable[..., Any]], Any]:
-    """A function of kernels made of one that writes its instructions: `write(builder, *arguments)`.
+def emitted(*types: Any, result: Any = numba.types.void, **settings: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A function of kernels made of one that writes its instructions: `write(builder, *arguments, **settings)`.
 
     `types` are those of its arguments. `write` is given LLVM's values of them, or, in the place of a `KIND`, numba's
     type of the argument; it returns the value of type `result`, if there is one. No result depends on who calls.
+    `settings`: keyword-only arguments, which functions of kernels that are alike differ in.
     """
 
     def make(write: Callable[..., Any]) -> Any:
-        @functools.wraps(write)  # numba takes names of arguments from there, but for the first
+        @functools.wraps(write)
         def typed(_: Any, *given: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
                 known = zip(types, given, arguments, strict=True)
-                found = write(builder, *(own if kind is KIND else value for kind, own, value in known))
+                found = write(builder, *(own if kind is KIND else value for kind, own, value in known), **settings)
                 return context.get_dummy_value() if found is None else found
 
             return result(*(own if kind is KIND else kind for kind, own in zip(types, given, strict=True))), generate
 
+        known = inspect.signature(write)  # numba takes names of arguments from there, but for the first
+        names = [name for name in known.parameters.values() if name.name not in settings]
+        typed.__signature__ = known.replace(parameters=names)  # type: ignore[attr-defined]
         return intrinsic(typed)
 
     return make

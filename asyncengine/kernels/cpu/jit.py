@@ -26,10 +26,11 @@ from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
+from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.cache import KernelCache
 from asyncengine.kernels.cpu.compiling import Kernel, KernelCompiler
 from asyncengine.kernels.cpu.intrinsics import KIND, emitted
-from asyncengine.kernels.cpu.vectors import BFLOAT, LINE, LONG, PAIRS
+from asyncengine.kernels.cpu.vectors import LINE, LONG, widen_halves
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -147,31 +148,17 @@ def keep(builder: Any, held: Any) -> None:
 
 def _widen(_: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if value != numba.types.uint16:
-            return arguments[0]
-        high = builder.shl(builder.zext(arguments[0], _WORD), _WORD(16))
-        return builder.bitcast(high, ir.FloatType())
+        return widen_halves(builder, arguments[0], "bfloat16") if value == numba.types.uint16 else arguments[0]
 
     return numba.types.float32(value), generate
 
 
 def _narrow(_: Any, value: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if kind != numba.types.uint16:
-            return arguments[0]
-        if PAIRS:  # one instruction, for as many numbers as a loop's vectors hold
-            return builder.bitcast(builder.fptrunc(arguments[0], BFLOAT), ir.IntType(16))
-        bits = builder.bitcast(arguments[0], _WORD)
-        odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
-        number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
-        kept = builder.select(number, rounded, _WORD(0x7FC0))  # rounding would make some NaN a number
-        return builder.trunc(kept, ir.IntType(16))
+        return vectors.narrow(builder, arguments[0]) if kind == numba.types.uint16 else arguments[0]
 
     return kind(numba.types.float32, kind), generate
 
-
-_WORD = ir.IntType(32)
 
 pointer: Any = intrinsic(_pointer)
 """pointer(address, kind), inside kernels: memory of that kind, for `array(pointer(address, kind), shape)`."""

@@ -16,7 +16,6 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba.core import cgutils
 from numpy.typing import NDArray
 
@@ -104,9 +103,7 @@ def add_table_deltas(x: torch.Tensor, y: torch.Tensor, index: int, records: tupl
 
     `records`: the addresses of the table, of a step's `RowGroups` and of memory for the numbers between the factors.
     """
-    add_adapters(
-        x.data_ptr(), y.data_ptr(), records[0], index, *records[1:], kind_of(x.dtype), use_team()
-    )  # fmt: skip
+    add_adapters(x.data_ptr(), y.data_ptr(), records[0], index, *records[1:], kind_of(x.dtype), use_team())
 
 
 def compile_for(dtype: torch.dtype) -> None:
@@ -136,9 +133,10 @@ def add_low_rank(
     count, parts, size = given[NUM_GROUPS], known[PARTS], size_of(kind)
     groups = array(pointer(given[GROUPS], np.int64(0)), (count, 3))
     ends = array(pointer(known[ENDS], np.int64(0)), (parts + 1,))
-    reads, writes, blocks = 0, 0, 0
+    reads, writes, blocks, chunks = 0, 0, 0, 0
     for group in range(count):
         worth = reads_worth(groups[group, _COUNT], _EVEN) * size * _WORK
+        chunks += (groups[group, _COUNT] + _CHUNK - 1) // _CHUNK
         ranks = array(pointer(known[RANKS] + groups[group, _SLOT] * parts * 8, np.int64(0)), (parts,))
         for part in range(parts):
             reads += ranks[part] * known[INPUTS] * worth
@@ -147,28 +145,18 @@ def add_low_rank(
         return
     for part in range(parts):
         blocks += (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK
-    most = _sides_of(given, known)
-    parallel_for(_down_part, team, pieces_of(reads, most, team), (x, product, step, down, most, kind))
+    sides = chunks * parts * ((known[RANK] + _SIDE - 1) // _SIDE)
+    parallel_for(_down_part, team, pieces_of(reads, sides, team), (x, product, step, down, sides, kind))
     pieces = pieces_of(writes, count * blocks, team)
     parallel_for(_up_part, team, pieces, (y, product, step, down, blocks, kind, out_kind))
-
-
-@serial_in_order
-def _sides_of(given: Any, known: Any) -> int:
-    """The number of sides of all groups: chunks of rows, times a few rows of A each."""
-    groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
-    chunks = 0
-    for group in range(given[NUM_GROUPS]):
-        chunks += (groups[group, _COUNT] + _CHUNK - 1) // _CHUNK
-    sides: int = chunks * known[PARTS] * ((known[RANK] + _SIDE - 1) // _SIDE)
-    return sides
 
 
 @serial_in_order
 def _down_part(
     piece: int, pieces: int, worker: int, x: int, product: int, step: int, down: int, total: int, kind: np.generic
 ) -> None:
-    """x A^T: of all groups, chunks of rows, parts and ranks, those of one of `pieces`. `total`: `_sides_of` them."""
+    """x A^T: of all groups, chunks of rows, parts and ranks, those of one of `pieces`. `total`: the number of sides of
+    all groups: chunks of rows, times a few rows of A each."""
     known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
     given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
     groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
@@ -288,26 +276,16 @@ def _add_rest(
         results[index] = narrow(widen(results[index]) + total, out_kind)
 
 
-def _make_dots(rows: int, sides: int) -> Any:
-    """dots(x, length, places, factor, count, target, across, kind), inside kernels: `count` numbers of each of so many
-    rows by those of each of so many rows of a factor; every sum of products is made in one order.
+def _write_dots(
+    builder: Any, x: Any, length: Any, places: Any, factor: Any, count: Any, target: Any, across: Any, kind: Any, *,
+    rows: int, sides: int,
+) -> None:  # fmt: skip
+    """Multiply `count` numbers of each of `rows` rows by those of each of `sides` rows of a factor; every sum of
+    products is made in one order.
 
     Rows of x and of the factor are `length` bytes apart, those of float32 at `target` `across`; the rows' numbers are
     int64 at `places`.
     """
-
-    @emitted(*[INT64] * 7, KIND)
-    def dots(builder: Any, x: Any, length: Any, places: Any, factor: Any, count: Any, target: Any, across: Any,
-             kind: Any) -> None:  # fmt: skip
-        _write_dots(builder, rows, sides, kind, x, length, places, factor, count, target, across)
-
-    return dots
-
-
-def _write_dots(
-    builder: Any, rows: int, sides: int, kind: Any, x: Any, length: Any, places: Any, factor: Any, count: Any,
-    target: Any, across: Any,
-) -> None:  # fmt: skip
     size, form = kind.bitwidth // 8, vectors.ACCUMULATE[kind]
     zero, none = vectors.constant(FLOATS, 0.0), LONG(0)
     numbers = [load(builder, builder.add(places, LONG(row * 8)), LONG) for row in range(rows)]
@@ -335,8 +313,10 @@ def _write_dots(
     done = builder.mul(lines, LONG(LINE))
     with cgutils.for_range(builder, builder.sub(count, builder.mul(lines, LONG(LINE // size)))) as loop:
         offset = builder.add(done, builder.mul(loop.index, LONG(size)))
-        own = [_number(builder, builder.add(base, offset), kind) for base in left]
-        other = [_number(builder, builder.add(base, offset), kind) for base in right]
+        own, other = (
+            [vectors.read(builder, builder.add(base, offset), kind, one=True) for base in bases]
+            for bases in (left, right)
+        )
         for row, side in cells:
             product = builder.fmul(own[row], other[side])
             builder.store(builder.fadd(builder.load(totals[row, side]), product), totals[row, side])
@@ -346,37 +326,22 @@ def _write_dots(
         )
 
 
-_dot, _dots_of_row, _dots_of_rows = _make_dots(1, 1), _make_dots(1, _SIDE), _make_dots(_SIDE, _SIDE)
+_dot, _dots_of_row, _dots_of_rows = (
+    emitted(*[INT64] * 7, KIND, rows=rows, sides=sides)(_write_dots)
+    for rows, sides in ((1, 1), (1, _SIDE), (_SIDE, _SIDE))
+)
 
 
-def _number(builder: Any, address: Any, kind: Any) -> Any:
-    """The float32 at an address."""
-    if kind != numba.types.uint16:
-        return load(builder, address, FLOAT)
-    bits = builder.zext(load(builder, address, ir.IntType(16)), WORD)
-    return builder.bitcast(builder.shl(bits, WORD(16)), FLOAT)
-
-
-def _make_add(rows: int, count: int) -> Any:
-    """add(weights, across, rank, factor, stride, y, length, places, kind, out_kind): to 16 * count numbers of so many
-    rows, the sum of `rank` rows of a factor, each times its float32 weight.
+def _write_add(
+    builder: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any, places: Any,
+    kind: Any, out_kind: Any, *, rows: int, count: int,
+) -> None:  # fmt: skip
+    """Add, to 16 * `count` numbers of each of `rows` rows, the sum of `rank` rows of a factor, each times its float32
+    weight.
 
     Bytes from row to row: `across` of weights, `stride` of the factor, `length` of y, whose rows' numbers are int64 at
     `places`.
     """
-
-    @emitted(*[INT64] * 8, KIND, KIND)
-    def add(builder: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any,
-            places: Any, kind: Any, out_kind: Any) -> None:  # fmt: skip
-        _write_add(builder, rows, count, kind, out_kind, weights, across, rank, factor, stride, y, length, places)
-
-    return add
-
-
-def _write_add(
-    builder: Any, rows: int, count: int, kind: Any, out_kind: Any, weights: Any, across: Any, rank: Any, factor: Any,
-    stride: Any, y: Any, length: Any, places: Any,
-) -> None:  # fmt: skip
     size, out_size = kind.bitwidth // 8, out_kind.bitwidth // 8
     zero = vectors.constant(FLOATS, 0.0)
     cells = [(row, place) for row in range(rows) for place in range(count)]
@@ -402,4 +367,7 @@ def _write_add(
             vectors.write(builder, found, target, out_kind)
 
 
-_add_vector, _add_row, _add_tile = _make_add(1, 1), _make_add(1, _BLOCK // LANES), _make_add(_TILE, _BLOCK // LANES)
+_add_vector, _add_row, _add_tile = (
+    emitted(*[INT64] * 8, KIND, KIND, rows=rows, count=count)(_write_add)
+    for rows, count in ((1, 1), (1, _BLOCK // LANES), (_TILE, _BLOCK // LANES))
+)

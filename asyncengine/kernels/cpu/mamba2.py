@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential, silu
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.causal_conv import CHANNELS, SegmentPlaces, Segments, convolve_tokens, segment_arrays
+from asyncengine.kernels.cpu.causal_conv import CHANNELS, StateKernel, convolve_tokens, segment_arrays
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
-from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, size_of, square_sum, store
 
@@ -75,38 +74,22 @@ class Mamba2Form(NamedTuple):
         return self.dim % LANES == 0 and self.states % TILE == 0
 
 
-class Mamba2Kernel:
+class Mamba2Kernel(StateKernel):
     """One layer's, by address. `parameters` float32: A (negative), D, what is added to dt, [heads] each, and the norm's
-    weight; conv [taps, channels] and its bias alike. They must stay where they are."""
+    weight; conv [taps, channels] and its bias alike. They must stay where they are. States are float32 [slots, heads,
+    states, dim]."""
 
     def __init__(
         self, form: Mamba2Form, parameters: tuple[torch.Tensor, ...], conv: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         self.form = form
-        self.outputs = form.heads * form.dim
-        self._held = (parameters, conv, bias)  # an address keeps nothing where it is
-        self._numbers = np.array([*form.limits, form.epsilon, form.scale], dtype=np.float32)
-        self._record = np.array(
-            [
-                form.heads, form.dim, form.states, form.groups, form.norm, form.norm_groups, form.width, form.taps,
-                *(vector.data_ptr() for vector in parameters), conv.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                self._numbers.ctypes.data,
-            ],
-            dtype=np.int64,
+        numbers = np.array([*form.limits, form.epsilon, form.scale], dtype=np.float32)
+        record = (
+            form.heads, form.dim, form.states, form.groups, form.norm, form.norm_groups, form.width, form.taps,
+            *(vector.data_ptr() for vector in parameters), conv.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            numbers.ctypes.data,
         )  # fmt: skip
-        self.address: int = self._record.ctypes.data
-
-    def __call__(
-        self, projected: torch.Tensor, states: torch.Tensor, windows: torch.Tensor, segments: Segments
-    ) -> torch.Tensor:
-        """[T, heads * dim] of the projections [T, width], contiguous. `states` float32 [slots, heads, states, dim] and
-        `windows` are the layer's pools."""
-        out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
-        run_mamba2(
-            self.address, states.data_ptr(), windows.data_ptr(), projected.data_ptr(), out.data_ptr(),
-            *SegmentPlaces.of(segments), len(projected), kind_of(projected.dtype), use_team(),
-        )  # fmt: skip
-        return out
+        super().__init__(run_mamba2, form.heads * form.dim, record, (parameters, conv, bias, numbers))
 
 
 @emitted(*[INT64] * 12)
@@ -197,11 +180,8 @@ def _convolve_part(
     inner, width, taps = fields[HEADS] * fields[DIM], fields[WIDTH], fields[TAPS]
     channels, bias = inner + 2 * fields[GROUPS] * fields[STATES], fields[CONV_BIAS]
     bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
-    blocks, slot, sums = (
-        (channels + CHANNELS - 1) // CHANNELS,
-        (taps - 1) * channels * size,
-        np.empty(CHANNELS, np.float32),
-    )
+    blocks, slot = (channels + CHANNELS - 1) // CHANNELS, (taps - 1) * channels * size
+    sums = np.empty(CHANNELS, np.float32)
     for unit in range(rows * blocks * piece // pieces, rows * blocks * (piece + 1) // pieces):
         channel = unit % blocks * CHANNELS
         for index in range(bound[unit // blocks], bound[unit // blocks + 1]):
@@ -357,40 +337,28 @@ def _norm_part(
     piece: int, pieces: int, worker: int,
     record: int, projected: int, out: int, y: int, first: int, last: int, kind: np.generic,
 ) -> None:  # fmt: skip
-    """Gate and norm of some of the tokens [first, last)."""
-    fields = array(pointer(record, _WHOLE), (_FIELDS,))
-    inner, tokens = fields[HEADS] * fields[DIM], last - first
-    for token in range(first + tokens * piece // pieces, first + tokens * (piece + 1) // pieces):
-        _norm_token(
-            record, projected + token * fields[WIDTH] * size_of(kind), out + token * inner * size_of(kind),
-            y + (token - first) * inner * 4, kind,
-        )  # fmt: skip
-
-
-@serial_in_order
-def _norm_token(record: int, gate: int, out: int, y: int, kind: np.generic) -> None:
-    """One token's y, gated by z at `gate` and normalised."""
-    fields = array(pointer(record, _WHOLE), (_FIELDS,))
+    """Gate, by z in front of a row of projections, and norm of some of the tokens [first, last)."""
+    fields, size = array(pointer(record, _WHOLE), (_FIELDS,)), size_of(kind)
     numbers = array(pointer(fields[NUMBERS], _SINGLE), (4,))
-    inner, form, groups = fields[HEADS] * fields[DIM], fields[NORM], fields[NORM_GROUPS]
+    inner, tokens, form, groups = fields[HEADS] * fields[DIM], last - first, fields[NORM], fields[NORM_GROUPS]
     width, scale = inner // groups, numbers[SCALE]
-    values, results = array(pointer(y, _SINGLE), (inner,)), array(pointer(out, kind), (inner,))
-    gates = array(pointer(gate, kind), (inner,))
-    if form == GATED:
-        for index in range(inner):
-            values[index] *= silu(widen(gates[index]))
-    if form != GATE_ALONE:
-        for group in range(groups):
-            place = y + group * width * 4
-            total = square_sum(place, width, _SINGLE)
-            factor = np.float32(1) / np.sqrt(total / np.float32(width) + numbers[EPSILON])
+    for token in range(tokens * piece // pieces, tokens * (piece + 1) // pieces):
+        values = array(pointer(y + token * inner * 4, _SINGLE), (inner,))
+        results = array(pointer(out + (first + token) * inner * size, kind), (inner,))
+        gates = array(pointer(projected + (first + token) * fields[WIDTH] * size, kind), (inner,))
+        if form == GATED:
+            for index in range(inner):
+                values[index] *= silu(widen(gates[index]))
+        for group in range(groups if form != GATE_ALONE else 0):
+            place = y + (token * inner + group * width) * 4
+            factor = np.float32(1) / np.sqrt(square_sum(place, width, _SINGLE) / np.float32(width) + numbers[EPSILON])
             part = array(pointer(place, _SINGLE), (width,))
             weight = array(pointer(fields[WEIGHT] + group * width * 4, _SINGLE), (width,))
             for index in range(width):
                 part[index] = part[index] * factor * weight[index]
-    if form == GATED:
-        for index in range(inner):
-            results[index] = narrow(values[index] * scale, kind)
-    else:
-        for index in range(inner):
-            results[index] = narrow(values[index] * silu(widen(gates[index])) * scale, kind)
+        if form == GATED:
+            for index in range(inner):
+                results[index] = narrow(values[index] * scale, kind)
+        else:
+            for index in range(inner):
+                results[index] = narrow(values[index] * silu(widen(gates[index])) * scale, kind)

@@ -79,20 +79,15 @@ def release_unit(builder: Any) -> None:
     call(builder, "llvm.x86.tilerelease", _NOTHING, [])
 
 
-def _make_tiles(halves: int) -> Any:
-    """tiles(x, x_size, panel, steps, bias, out, across, out_size, rows): out [rows, 32] = x W^T + bias.
+def _write_tiles(
+    builder: Any, x: Any, x_size: Any, panel: Any, steps: Any, bias: Any, out: Any, across: Any, out_size: Any,
+    rows: Any, *, halves: int,
+) -> None:  # fmt: skip
+    """Write out [rows, 32] = x W^T + bias, of up to 16 rows (`halves` 1) or 17 to 32, after `configure_unit`.
 
-    Of up to 16 rows (`halves` 1) or 17 to 32, after `configure_unit`. Addresses, bytes of a row of x and of `out`
-    (`across`) and of a number there. No bias: address 0.
+    Addresses, bytes of a row of x and of `out` (`across`) and of a number there. No bias: address 0.
     """
-
-    @emitted(*[INT64] * 9)
-    def tiles(builder: Any, x: Any, x_size: Any, panel: Any, steps: Any, bias: Any, out: Any, across: Any,
-              out_size: Any, rows: Any) -> None:  # fmt: skip
-        sums = _add_up(builder, halves, x, x_size, panel, steps)
-        _store_rows(builder, sums, bias, out, across, out_size, rows)
-
-    return tiles
+    _store_rows(builder, _add_up(builder, halves, x, x_size, panel, steps), bias, out, across, out_size, rows)
 
 
 def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: Any) -> Any:
@@ -139,7 +134,7 @@ def _store_rows(builder: Any, sums: Any, bias: Any, out: Any, across: Any, out_s
                     vectors.store(builder, found, builder.add(target, LONG(vector * LINE)))
 
 
-_few_rows, _many_rows = _make_tiles(1), _make_tiles(2)
+_few_rows, _many_rows = (emitted(*[INT64] * 9, halves=halves)(_write_tiles) for halves in (1, 2))
 
 
 @inline

@@ -13,7 +13,7 @@ from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, load, size_of, square_sum
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, size_of, square_sum
 
 _WORK = 8
 """Bytes that could be read while an element is computed."""
@@ -91,10 +91,12 @@ def norm_columns(
             values[index] = narrow(number + shifts[index] if bias != 0 else number, kind)
 
 
+@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
-def _norm_rows(
-    x: int, weight: int, out: int, first: int, last: int, width: int, epsilon: np.float32, kind: np.generic
+def norm(
+    first: int, last: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic
 ) -> None:
+    """`rms_norm` by address."""
     values = array(pointer(x, kind), (last, width))
     weights = array(pointer(weight, np.float32(0)), (width,))
     results = array(pointer(out, kind), (last, width))
@@ -105,12 +107,7 @@ def _norm_rows(
             results[row, index] = narrow(widen(values[row, index]) * scale * weights[index], kind)
 
 
-@team_kernel(lambda rows, width: (rows, rows * width * _WORK))
-@serial_in_order
-def norm(
-    first: int, last: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic
-) -> None:
-    _norm_rows(x, weight, out, first, last, width, epsilon, kind)
+_norm_rows = norm.share
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _WORK))
@@ -126,7 +123,7 @@ def add_norm(
         for index in range(width):
             product = widen(narrow(widen(right[row, index]) * factor, kind))
             sums[row, index] = narrow(widen(left[row, index]) + product, kind)
-    _norm_rows(total, weight, out, first, last, width, epsilon, kind)
+    _norm_rows(first, last, total, weight, out, rows, width, epsilon, kind)
 
 
 # Layer normalisation (Ba et al. 2016), alone or with the residual sum before it.
@@ -148,51 +145,32 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilo
 
     x [..., width]; weight and bias float32 [width], whose width `fits`.
     """
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    width = weight.shape[0]
-    normalise(
-        x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), 0, out.data_ptr(), x.numel() // width, width,
-        np.float32(1), np.float32(epsilon), kind_of(x.dtype), use_team(),
-    )  # fmt: skip
-    return out
+    return add_layer_norm(x, None, 1.0, weight, bias, epsilon, False)[1]
 
 
 def add_layer_norm(
-    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, bias: torch.Tensor,
+    residual: torch.Tensor, branch: torch.Tensor | None, scale: float, weight: torch.Tensor, bias: torch.Tensor,
     epsilon: float, kept: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(sum, its `layer_norm`) of residual + branch * scale, all [..., width]: the norm is of the sum before it is
-    rounded. Not `kept`: the norm in place of the sum."""
-    residual, branch = residual.contiguous(), branch.contiguous()
+    rounded. Not `kept`: the norm in place of the sum. No branch: the norm alone."""
+    residual, branch = residual.contiguous(), None if branch is None else branch.contiguous()
     out = torch.empty_like(residual)
     total = torch.empty_like(residual) if kept else out
     width = weight.shape[0]
     normalise(
-        residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), bias.data_ptr(), total.data_ptr(), out.data_ptr(),
-        residual.numel() // width, width, np.float32(scale), np.float32(epsilon), kind_of(residual.dtype), use_team(),
+        residual.data_ptr(), 0 if branch is None else branch.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+        total.data_ptr(), out.data_ptr(), residual.numel() // width, width, np.float32(scale), np.float32(epsilon),
+        kind_of(residual.dtype), use_team(),
     )  # fmt: skip
     return total, out
 
 
-def _row(alone: bool) -> Any:
-    """row(residual, branch, weight, bias, total, out, width, factor, epsilon, kind): one row, by address.
-
-    `alone`: there is no branch, and the sum is not written.
-    """
-
-    @emitted(*[INT64] * 7, FLOAT32, FLOAT32, KIND)
-    def row(builder: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any,
-            factor: Any, epsilon: Any, kind: Any) -> None:  # fmt: skip
-        _write_row(builder, alone, kind, residual, branch, weight, bias, total, out, width, factor, epsilon)
-
-    return row
-
-
 def _write_row(
-    builder: Any, alone: bool, kind: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any,
-    width: Any, factor: Any, epsilon: Any,
+    builder: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any, factor: Any,
+    epsilon: Any, kind: Any, *, alone: bool,
 ) -> None:  # fmt: skip
+    """Write one row, by address. `alone`: there is no branch, and the sum is not written."""
     size = kind.bitwidth // 8
     factors = vectors.splat(builder, factor)
     count = builder.udiv(width, LONG(LANES))
@@ -238,14 +216,12 @@ def _sum(builder: Any, count: Any, value: Any) -> Any:
     done = builder.mul(fours, LONG(4))
     with cgutils.for_range(builder, builder.sub(count, done)) as loop:
         builder.store(builder.fadd(builder.load(sums[0]), value(builder.add(done, loop.index))), sums[0])
-    four = vectors.sum_lanes(builder, [builder.load(total) for total in sums])
-    found = builder.extract_element(four, WORD(0))
-    for part in range(1, 4):
-        found = builder.fadd(found, builder.extract_element(four, WORD(part)))
-    return found
+    return vectors.sum_all(builder, sums)
 
 
-_norm_row, _add_norm_row = _row(True), _row(False)
+_norm_row, _add_norm_row = (
+    emitted(*[INT64] * 7, FLOAT32, FLOAT32, KIND, alone=alone)(_write_row) for alone in (True, False)
+)
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _LAYER_NORM_WORK))

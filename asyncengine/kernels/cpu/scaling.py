@@ -46,9 +46,7 @@ def add_both(residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) 
 def add_scaled(left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
     """left * factor + right, both [rows, width] and contiguous; product and sum are rounded. left is overwritten."""
     rows, width = left.shape
-    add_beside(
-        left.data_ptr(), np.float32(factor), right.data_ptr(), rows, width, kind_of(left.dtype), use_team()
-    )  # fmt: skip
+    add_beside(left.data_ptr(), np.float32(factor), right.data_ptr(), rows, width, kind_of(left.dtype), use_team())
     return left
 
 
@@ -63,9 +61,7 @@ def scale_rows(x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Te
     """x [rows, width], contiguous, with the first `columns` of each row times its factor, float32 [rows], contiguous.
     x is overwritten and given back."""
     rows, width = x.shape
-    multiply_rows(
-        x.data_ptr(), factors.data_ptr(), x.data_ptr(), rows, 1, width, columns, kind_of(x.dtype), use_team()
-    )  # fmt: skip
+    multiply_rows(x.data_ptr(), factors.data_ptr(), x.data_ptr(), rows, 1, width, columns, kind_of(x.dtype), use_team())
     return x
 
 

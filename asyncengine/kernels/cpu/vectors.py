@@ -26,7 +26,8 @@ LANES = 16
 FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(WORD, LANES)
 EIGHT_FLOATS, EIGHT_WORDS = ir.VectorType(FLOAT, 8), ir.VectorType(WORD, 8)
-HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
+HALF_WORD = ir.IntType(16)
+HALF_WORDS = ir.VectorType(HALF_WORD, LANES)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -65,19 +66,12 @@ def size_of(builder: Any, kind: Any) -> Any:
 @emitted(INT64, INT64, KIND, result=FLOAT32)
 def square_sum(builder: Any, address: Any, count: Any, kind: Any) -> Any:
     """The sum of the squares of that many numbers, in one order wherever it stands."""
-    narrow_numbers = kind == numba.types.uint16
-    size = 2 if narrow_numbers else 4
     sums = [cgutils.alloca_once_value(builder, constant(FLOATS, 0.0)) for _ in range(4)]
 
     def add(index: Any, lanes: int, into: Any) -> None:
-        place = builder.add(address, builder.mul(index, LONG(size)))
+        number = read(builder, builder.add(address, builder.mul(index, LONG(kind.bitwidth // 8))), kind, one=lanes == 1)
         if lanes == 1:
-            number = load(builder, place, ir.IntType(16) if narrow_numbers else FLOAT)
-            if narrow_numbers:
-                number = builder.bitcast(builder.shl(builder.zext(number, WORD), WORD(16)), FLOAT)
             number = builder.insert_element(constant(FLOATS, 0.0), number, WORD(0))
-        else:
-            number = read(builder, place, kind)
         builder.store(multiply_add(builder, number, number, builder.load(into)), into)
 
     with cgutils.for_range(builder, builder.udiv(count, LONG(4 * LANES))) as loop:
@@ -86,11 +80,7 @@ def square_sum(builder: Any, address: Any, count: Any, kind: Any) -> Any:
     done = builder.mul(builder.udiv(count, LONG(4 * LANES)), LONG(4 * LANES))
     with cgutils.for_range(builder, builder.sub(count, done)) as loop:
         add(builder.add(done, loop.index), 1, sums[0])
-    four = sum_lanes(builder, [builder.load(total) for total in sums])
-    found = builder.extract_element(four, WORD(0))
-    for part in range(1, 4):
-        found = builder.fadd(found, builder.extract_element(four, WORD(part)))
-    return found
+    return sum_all(builder, sums)
 
 
 def cpu_has(*features: str) -> bool:
@@ -136,8 +126,13 @@ HALVES = cpu_has("f16c") or WIDE or NEON
 
 
 def constant(kind: Any, value: float) -> Any:
-    """A vector with one known number in all lanes."""
-    return ir.Constant(kind, [value] * kind.count)
+    """A vector with one known number in all lanes; of a type that is no vector, that number."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def _alike(kind: Any, values: Any) -> Any:
+    """Vectors of this type with as many lanes as `values`, or the type where those are one number."""
+    return ir.VectorType(kind, values.type.count) if isinstance(values.type, ir.VectorType) else kind
 
 
 def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
@@ -196,6 +191,15 @@ def sum_lanes(builder: Any, four: list[Any]) -> Any:
     return found
 
 
+def sum_all(builder: Any, sums: list[Any]) -> Any:
+    """The sum over the lanes of four vectors in memory."""
+    four = sum_lanes(builder, [builder.load(total) for total in sums])
+    found = builder.extract_element(four, WORD(0))
+    for part in range(1, 4):
+        found = builder.fadd(found, builder.extract_element(four, WORD(part)))
+    return found
+
+
 def _fold(builder: Any, left: Any, right: Any, block: int) -> Any:
     """Add the two halves of every block of lanes: those of `left`, then those of `right` if there is one."""
     count = left.type.count * (1 if right is None else 2)
@@ -207,41 +211,42 @@ def _fold(builder: Any, left: Any, right: Any, block: int) -> Any:
 
 
 def narrow(builder: Any, floats: Any) -> Any:
-    """Sixteen float32 as bfloat16, rounded to nearest even: a vector of sixteen int16.
+    """Sixteen float32 (or eight, or one) as bfloat16, rounded to nearest even: a vector of as many int16.
 
     Numbers below 1e-38 may become 0.
     """
+    if PAIRS and floats.type == FLOAT:  # one instruction, for as many numbers as a loop's vectors hold
+        return builder.bitcast(builder.fptrunc(floats, BFLOAT), HALF_WORD)
     if PAIRS:
-        return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(ir.IntType(16), LANES), [floats])
-    kind = ir.VectorType(WORD, floats.type.count)
+        return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", HALF_WORDS, [floats])
+    kind = _alike(WORD, floats)
     bits = builder.bitcast(floats, kind)
     odd = builder.and_(builder.lshr(bits, constant(kind, 16)), constant(kind, 1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(kind, 0x7FFF))), constant(kind, 16))
     number = builder.fcmp_ordered("ord", floats, floats)
     kept = builder.select(number, rounded, constant(kind, 0x7FC0))  # rounding would make some NaN a number
-    return builder.trunc(kept, ir.VectorType(ir.IntType(16), kind.count))
+    return builder.trunc(kept, _alike(HALF_WORD, floats))
 
 
 def widen_halves(builder: Any, halves: Any, kind: str) -> Any:
-    """A vector of "bfloat16" or "float16", as int16, as float32. Infinities of float16 become 65,536."""
-    count = halves.type.count
-    wide, floats = ir.VectorType(WORD, count), ir.VectorType(FLOAT, count)
+    """Numbers of "bfloat16" or "float16", as int16, as float32. Infinities of float16 become 65,536."""
+    wide, floats = _alike(WORD, halves), _alike(FLOAT, halves)
     words = builder.zext(halves, wide)
     if kind == "bfloat16":
         return builder.bitcast(builder.shl(words, constant(wide, 16)), floats)
     if HALVES:
-        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), count)), floats)
+        return builder.fpext(builder.bitcast(halves, _alike(ir.HalfType(), halves)), floats)
     number = builder.shl(builder.and_(words, constant(wide, 0x7FFF)), constant(wide, 13))
     number = builder.bitcast(builder.fmul(builder.bitcast(number, floats), constant(floats, 2.0**112)), wide)
     sign = builder.shl(builder.and_(words, constant(wide, 0x8000)), constant(wide, 16))
     return builder.bitcast(builder.or_(number, sign), floats)
 
 
-def read(builder: Any, address: Any, kind: Any) -> Any:
-    """Sixteen numbers of that kind, as float32."""
+def read(builder: Any, address: Any, kind: Any, *, one: bool = False) -> Any:
+    """Sixteen numbers of that kind, or one, as float32."""
     if kind != numba.types.uint16:
-        return load(builder, address, FLOATS)
-    return widen_halves(builder, load(builder, address, HALF_WORDS), "bfloat16")
+        return load(builder, address, FLOAT if one else FLOATS)
+    return widen_halves(builder, load(builder, address, HALF_WORD if one else HALF_WORDS), "bfloat16")
 
 
 def write(builder: Any, floats: Any, address: Any, kind: Any) -> None:

@@ -197,9 +197,7 @@ def weighted_sum(made: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _place(
-    chosen, order, spans, pairs, experts: tl.constexpr, chunk: tl.constexpr
-):  # fmt: skip
+def _place(chosen, order, spans, pairs, experts: tl.constexpr, chunk: tl.constexpr):
     """One program for each expert: it counts the pairs of those before it, then writes down its own."""
     expert = tl.program_id(0)
     each = tl.arange(0, chunk)

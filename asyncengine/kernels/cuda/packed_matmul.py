@@ -108,9 +108,7 @@ def _of_group(values, steps, group, output, outputs, width: tl.constexpr, block:
 
 
 @triton.jit
-def _scaled(
-    planes, part, whole, group, output, outputs, width: tl.constexpr, block: tl.constexpr
-):  # fmt: skip
+def _scaled(planes, part, whole, group, output, outputs, width: tl.constexpr, block: tl.constexpr):
     """Scale * part - minimum * whole; both have a last dimension that groups have not."""
     if planes.scales is not None:
         scale = _of_group(planes.scales, planes.steps, group, output, outputs, width, block)

@@ -61,7 +61,7 @@ class ShortConv(StateLayer):
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         if self.kernel is not None:
-            made: torch.Tensor = self.kernel(projected, step.pools.windows[self.index], step.segments)
+            made: torch.Tensor = self.kernel(projected, None, step.pools.windows[self.index], step.segments)
             return made
         before, after, inputs = projected.chunk(3, dim=-1)
         return self.conv(before * inputs, step, self.index).mul_(after)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         team,
     )
     from asyncengine.kernels.cpu.causal_conv import SegmentPlaces, ShortConvKernel, convolve_segments
+    from asyncengine.kernels.cpu.experts import LinearWeights
     from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
-    from asyncengine.kernels.cpu.linears import LinearWeights
     from asyncengine.kernels.cpu.paged_attention import PagedAttention
     from asyncengine.kernels.cpu.sampling import SamplerKernel
     from asyncengine.kernels.cpu.unpacking import unpack_blocks, unpack_floats
@@ -50,7 +50,7 @@ _NAMES = {
     "quantize quantized_panels routing team",
     "cpu.causal_conv": "SegmentPlaces ShortConvKernel convolve_segments",
     "cpu.gated_delta": "GatedDeltaKernel",
-    "cpu.linears": "LinearWeights",
+    "cpu.experts": "LinearWeights",
     "cpu.paged_attention": "PagedAttention",
     "cpu.sampling": "SamplerKernel",
     "cpu.unpacking": "unpack_blocks unpack_floats",

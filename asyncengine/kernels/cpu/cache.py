@@ -50,7 +50,7 @@ _MOST_BYTES = 256 << 20
 """Bytes kept for all other keys, the lately used first. One has about 5 MB, so that some fifty machines may share a
 disk."""
 _DIGEST = hashlib.sha256
-_KERNEL = re.compile(r"^ *@serial\w*$|^@team_kernel\(|^\w+ = (?:with_gil|serial\w*)\(.+\)$", re.MULTILINE)
+_KERNEL = re.compile(r"^ *@serial\w*$|^@(?:team_kernel|blocks_of)\(|^\w+ = (?:with_gil|serial\w*)\(.+\)$", re.MULTILINE)
 
 
 def stamp_of(folder: Path) -> str:

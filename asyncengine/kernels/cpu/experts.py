@@ -9,42 +9,58 @@ neither on the rows beside it nor on the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncengine.kernels.cpu import gemm_quantized as gemm
 from asyncengine.kernels.cpu.activation import UNGATED, activate, gate, gate_clamped, gate_code
 from asyncengine.kernels.cpu.calls import call, parallel_for
-from asyncengine.kernels.cpu.gemm_quantized import (
-    BYTES,
-    CHUNK_INPUTS,
-    CHUNKS,
-    EXACT,
-    INPUTS,
-    ORDER,
-    OUTPUTS,
-    PANELS_AT,
-    ROW_SCALES,
-    SHARED,
-    SPARED,
-    SUM_FORM,
-    SUMMED,
-    QuantizedMatrix,
-    round_part,
-)
+from asyncengine.kernels.cpu.gemm_quantized import INPUTS, OUTPUTS, PANELS_AT, QuantizedMatrix, code_for
 from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
 from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
 from asyncengine.kernels.cpu.panel_form import PANEL
 from asyncengine.kernels.cpu.quantized_tiles import PANELS
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 
+# What is known of a product x W^T + bias: int64 by place. The address of its code (0: a packed weight, which is not
+# rounded), that of its bias (0: none); then the fields of its matrix.
+CODE, BIAS, MATRIX = range(3)
+PRODUCT_FIELDS = MATRIX + gemm.MATRIX_FIELDS
+
+
+class LinearWeights(NamedTuple):
+    """The weights of one x W^T + bias: panels of `packed`, or a matrix of `gemm_quantized`."""
+
+    weights: torch.Tensor | QuantizedMatrix
+    bias: torch.Tensor | None
+    inputs: int
+    outputs: int
+
+    def fields(self, dtype: torch.dtype) -> list[int]:
+        """CODE .. and those of the matrix, for results of that type."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        if isinstance(self.weights, QuantizedMatrix):
+            return [code_for(self.weights.form, dtype), bias, *self.weights.fields().tolist()]
+        matrix = [0] * gemm.MATRIX_FIELDS
+        matrix[PANELS_AT], matrix[INPUTS] = self.weights.data_ptr(), self.inputs
+        matrix[OUTPUTS] = self.outputs
+        return [0, bias, *matrix]
+
+
+def forms_of(parts: Iterable[LinearWeights]) -> tuple[np.generic | None, np.generic | None]:
+    """Kinds of products that there are, (quantized, packed): None for none, for which no code is compiled then."""
+    rounded = {isinstance(part.weights, QuantizedMatrix) for part in parts}
+    return np.uint8(0) if True in rounded else None, np.uint8(0) if False in rounded else None
+
+
 ALIGNED = WIDTH
 """Outputs of an expert are a multiple of it: then each begins with a panel, packed or quantized."""
-# The two products, as `linears` has them; OUTPUTS and BYTES are those of one expert.
+# The two products; OUTPUTS and BYTES are those of one expert.
 UP, DOWN = range(2)
 # Parts of the memory of a call.
 _ORDER, _PLACE, _BEGINS, _ACTIVE, _GATHERED, _BOTH, _INNER, _MADE, _ROUNDED = range(9)
@@ -83,7 +99,7 @@ class ExpertsKernel:
         self.form = form
         self._width, self._both, self._inner = up.inputs, up.outputs // form.experts, down.inputs
         self._record = np.array([part.fields(dtype) for part in self.parts], dtype=np.int64)
-        self._record[:, [MATRIX + OUTPUTS, MATRIX + BYTES]] //= form.experts
+        self._record[:, [MATRIX + OUTPUTS, MATRIX + gemm.BYTES]] //= form.experts
         self.address: int = self._record.ctypes.data
 
     def scratch_bytes(self, pairs: int, size: int) -> int:
@@ -114,8 +130,7 @@ def run_experts(
     activation: int, alpha: np.float32, limit: np.float32, rounds: np.generic | None, packs: np.generic | None,
     kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """An `ExpertsKernel` by address. `activation` is what `gate_code` says, `rounds`, `packs` what `linears.forms_of`
-    does."""
+    """An `ExpertsKernel` by address. `activation` is what `gate_code` says, `rounds`, `packs` what `forms_of` does."""
     linears = array(pointer(record, np.int64(0)), (2, PRODUCT_FIELDS))
     pairs, width, inner = rows * count, linears[UP, MATRIX + INPUTS], linears[DOWN, MATRIX + INPUTS]
     memory = _parts_of(scratch, pairs, width, linears[UP, MATRIX + OUTPUTS], inner, experts, size)
@@ -248,7 +263,7 @@ def _multiply_rounded(
     )  # fmt: skip
     step = 0 if one else _rounded_row(linear[MATRIX:])
     most = -(-outputs // (PANELS * PANEL))
-    chunks = _chunks(linear[MATRIX + BYTES], most, -(-pairs // used), used, team)
+    chunks = _chunks(linear[MATRIX + gemm.BYTES], most, -(-pairs // used), used, team)
     parallel_for(
         _quantized_part, team, used * chunks,
         (address, memory[_ROUNDED], step, out, memory[_BEGINS], memory[_ACTIVE], chunks, kind, size),
@@ -283,9 +298,9 @@ def _packed_part(
 @inline
 def _rounded_row(matrix: NDArray[np.int64]) -> int:
     """Bytes of a rounded row: its numbers, scales and sums, as `PanelForm.row_bytes` has them."""
-    width = matrix[CHUNKS] * matrix[CHUNK_INPUTS]
-    numbers = width * 4 if matrix[SUM_FORM] == EXACT else width + width // matrix[SHARED] * 4
-    size: int = numbers + width // matrix[SUMMED] * 4 + SPARED
+    width = matrix[gemm.CHUNKS] * matrix[gemm.CHUNK_INPUTS]
+    numbers = width * 4 if matrix[gemm.SUM_FORM] == gemm.EXACT else width + width // matrix[gemm.SHARED] * 4
+    size: int = numbers + width // matrix[gemm.SUMMED] * 4 + gemm.SPARED
     return size
 
 
@@ -298,17 +313,17 @@ def _round_rows_part(
     first, last = used * piece // pieces, used * (piece + 1) // pieces
     having = array(pointer(active, np.int64(0)), (last,))
     matrix = array(pointer(linear, np.int64(0)), (PRODUCT_FIELDS,))[MATRIX:]
-    inputs, groups = matrix[INPUTS], matrix[CHUNKS] * matrix[CHUNK_INPUTS] // matrix[SHARED]
+    inputs, groups = matrix[INPUTS], matrix[gemm.CHUNKS] * matrix[gemm.CHUNK_INPUTS] // matrix[gemm.SHARED]
     for place in range(first, last):
         expert = having[place]
         firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
         begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
         source, target = x + begin * inputs * size, rounded + begin * _rounded_row(matrix)
         arguments = (
-            0, 1, worker, source, matrix[ORDER], target, rows, inputs, groups, matrix[SHARED], matrix[SUMMED],
-            matrix[SUM_FORM], kind, size,
+            0, 1, worker, source, matrix[gemm.ORDER], target, rows, inputs, groups, matrix[gemm.SHARED],
+            matrix[gemm.SUMMED], matrix[gemm.SUM_FORM], kind, size,
         )  # fmt: skip
-        call(round_part, arguments)
+        call(gemm.round_part, arguments)
 
 
 @serial_in_order
@@ -322,14 +337,14 @@ def _quantized_part(
     begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
     product = array(pointer(linear, np.int64(0)), (PRODUCT_FIELDS,))
     matrix = product[MATRIX:]
-    outputs, bias, scales = matrix[OUTPUTS], product[BIAS], matrix[ROW_SCALES]
-    own = matrix[PANELS_AT] + expert * matrix[BYTES]
+    outputs, bias, scales = matrix[OUTPUTS], product[BIAS], matrix[gemm.ROW_SCALES]
+    own = matrix[PANELS_AT] + expert * matrix[gemm.BYTES]
     its_scales = scales + expert * outputs * 4 if scales != 0 else 0
     added = bias + expert * outputs * 4 if bias != 0 else 0
     source, target = rounded + begin * step, out + begin * outputs * size
     arguments = (
-        piece % chunks, chunks, worker, own, its_scales, added, target, source, rows, matrix[CHUNKS], outputs, outputs,
-        kind,
+        piece % chunks, chunks, worker, own, its_scales, added, target, source, rows, matrix[gemm.CHUNKS], outputs,
+        outputs, kind,
     )  # fmt: skip
     call(product[CODE], arguments)
 

@@ -26,32 +26,12 @@ from llvmlite import ir
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from asyncengine.kernels.cpu import matrix_unit
+from asyncengine.kernels.cpu import jit, matrix_unit, quantized_tiles
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import (
-    allocates,
-    array,
-    compiled_for,
-    inline,
-    keep,
-    kind_of,
-    pointer,
-    room,
-    serial_in_order,
-    widen,
-)
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial_in_order, widen
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
 from asyncengine.kernels.cpu.quantized_narrow import NARROW, NarrowWriter, narrow_fits
-from asyncengine.kernels.cpu.quantized_tiles import (
-    MOST,
-    PANELS,
-    SPREAD,
-    FloatWriter,
-    StreamWriter,
-    WideWriter,
-    make_spreader,
-    streamed_rows,
-)
+from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, SPREAD, WideWriter, streamed_rows
 from asyncengine.kernels.cpu.quantized_writer import Cells, TileWriter, make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -180,33 +160,24 @@ def compile_code(words: str) -> None:
 @functools.cache
 def _code_for(form: PanelForm, kind: str, narrow: bool) -> Any:
     """It stays where it is. `narrow`: by tiles of `NarrowWriter`, of a form that it takes."""
-    return compiled_for(_make_part(form, narrow), f"void({', '.join(['int64'] * 12)}, {kind})")
+    return jit.compiled_for(_make_part(form, narrow), f"void({', '.join(['int64'] * 12)}, {kind})")
 
 
 @serial_in_order
 def _multiply(
-    x: int, matrix: int, code: int, bias: int, out: int, stride: int, scratch: int, rows: int, kind: np.generic,
+    x: int, fields: int, code: int, bias: int, out: int, stride: int, scratch: int, rows: int, kind: np.generic,
     out_kind: np.generic, size: int, team: int,
-) -> None:  # fmt: skip
-    fields = array(pointer(matrix, np.int64(0)), (MATRIX_FIELDS,))
-    multiply_rounded(x, fields, code, bias, out, stride, scratch, rows, kind, out_kind, size, team)
-
-
-@serial_in_order
-def multiply_rounded(
-    x: int, matrix: NDArray[np.int64], code: int, bias: int, out: int, stride: int, scratch: int, rows: int,
-    kind: np.generic, out_kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
     """`gemm` by address. `code` is what `code_for` says, `stride` numbers from one row of `out` to the next, `size` the
     bytes of a number of x."""
+    matrix = array(pointer(fields, np.int64(0)), (MATRIX_FIELDS,))
     inputs, outputs, chunks = matrix[INPUTS], matrix[OUTPUTS], matrix[CHUNKS]
     groups = chunks * matrix[CHUNK_INPUTS] // matrix[SHARED]
+    pieces = pieces_of(rows * inputs * _ROUNDING, rows, team)
     parallel_for(
-        round_part,
-        team,
-        pieces_of(rows * inputs * _ROUNDING, rows, team),
+        round_part, team, pieces,
         (x, matrix[ORDER], scratch, rows, inputs, groups, matrix[SHARED], matrix[SUMMED], matrix[SUM_FORM], kind, size),
-    )
+    )  # fmt: skip
     pairs = -(-outputs // (PANELS * PANEL))
     pieces = pieces_of(matrix[BYTES] * reads_worth(rows, _EVEN), pairs, team)
     known = (matrix[PANELS_AT], matrix[ROW_SCALES], bias, out, scratch, rows, chunks, outputs, stride, out_kind)
@@ -387,14 +358,14 @@ def _tiles_of(form: PanelForm, narrow: bool) -> tuple[str, int, int, Any, Any]:
     """(what the function is made for, the rows from which one panel at a time is multiplied, if there are such, those
     up to which it is read as one stream, the tile, what spreads its numbers)"""
     wide: type[TileWriter] = NarrowWriter if narrow and narrow_fits(form) else WideWriter
-    writer = FloatWriter if form.exact else wide
+    writer = quantized_tiles.FloatWriter if form.exact else wide
     streamed = streamed_rows(form) if writer is WideWriter else 0
     smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
     tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
-    tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
+    tiles += [(quantized_tiles.StreamWriter, rows, False) for rows in range(1, streamed + 1)]
     tiles += [(writer, rows, True) for rows in (3, 4) if form.bits == 6 and SPREAD > 0]
     tiles += [(UnitWriter, matrix_unit.ROWS, form.bits < 8)] if UNIT and not form.exact else []
-    spread = make_spreader(form, writer.panels_of(MOST))
+    spread = quantized_tiles.make_spreader(form, writer.panels_of(MOST))
     return f"{form} {writer.__name__}", smallest, streamed, make_tile(form, tiles), spread
 
 

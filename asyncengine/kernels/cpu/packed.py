@@ -155,10 +155,10 @@ def _multiply_rest(
 
 def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
     """out [..., inputs] = rows `ids` (int64, contiguous, in range) of the weight."""
-    steps, step = panels.shape[1], panels.shape[-1]
+    steps = panels.shape[1]
     few = ids.numel() * steps <= _AT_ONCE
     read, team = (_read_few_rows, 0) if few else (_read_rows, use_team())
-    read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), team)
+    read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, team)
 
 
 @inline
@@ -398,18 +398,15 @@ _tile, _pair = _make_tile(SIZES), _make_tile((1,), 2)
 
 @team_kernel(lambda count, steps: (count, count * steps * LINE))
 @serial
-def _read_rows(
-    first: int, last: int, ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic
-) -> None:
+def _read_rows(first: int, last: int, ids: int, panels: int, out: int, count: int, steps: int) -> None:
+    """A step of a row is four bytes, whatever the type."""
     wanted = array(pointer(ids, np.int64(0)), (last,))
     for place in range(first, last):
-        row = wanted[place]
-        size = steps * WIDTH * LINE // LANES
-        panel = array(pointer(panels + row // WIDTH * size, kind), (steps, WIDTH, step))
-        result = array(pointer(out + place * size // WIDTH, kind), (steps, step))
+        panel, column = wanted[place] // WIDTH, wanted[place] % WIDTH
+        words = array(pointer(panels + panel * steps * WIDTH * 4, np.uint32(0)), (steps, WIDTH))
+        result = array(pointer(out + place * steps * 4, np.uint32(0)), (steps,))
         for index in range(steps):
-            for place_in_step in range(step):
-                result[index, place_in_step] = panel[index, row % WIDTH, place_in_step]
+            result[index] = words[index, column]
 
 
 _read_few_rows = with_gil(_read_rows)

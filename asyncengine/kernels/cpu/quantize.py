@@ -14,31 +14,14 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils
 
+from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
 from asyncengine.kernels.cpu.panel_form import INT4_GROUP, PANEL, UNIT, int_form
 from asyncengine.kernels.cpu.quantized_panels import pack_units
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.vectors import (
-    FLOAT,
-    FLOATS,
-    LANES,
-    LINE,
-    LONG,
-    WORD,
-    WORDS,
-    bits_of,
-    call,
-    constant,
-    load,
-    multiply_add,
-    narrow,
-    number_of,
-    splat,
-    store,
-    widen_halves,
-)
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, WORDS, constant, load, splat, store
 
 # The innermost part of rounding to 4 bits: one group of inputs of a panel's outputs, an output in each lane.
 
@@ -55,7 +38,7 @@ def round_group(builder: Any, values: Any, count: Any, present: Any, scales: Any
     there = _below(builder, present)
     best = _best_steps(builder, values)
     for found, plane in zip(best, (scales, minima), strict=True):
-        half = narrow(builder, found)
+        half = vectors.narrow(builder, found)
         store(builder, builder.select(there, half, constant(half.type, 0)), plane)
     scale, minimum = best
     inverse = _inverse(builder, scale)
@@ -68,7 +51,7 @@ def round_group(builder: Any, values: Any, count: Any, present: Any, scales: Any
             known = builder.and_(there, splat(builder, builder.icmp_signed("<", index, count)))
             kept = builder.select(known, number, constant(WORDS, 0))
             line = builder.or_(line, builder.shl(kept, constant(WORDS, place % 4 * 8 + place // 4 * 4)))
-        store(builder, line, builder.add(numbers, builder.mul(loop.index, LONG(LINE))))
+        store(builder, line, builder.add(numbers, builder.mul(loop.index, LONG(vectors.LINE))))
 
 
 @emitted(*[INT64] * 3, KIND)
@@ -104,7 +87,7 @@ def _below(builder: Any, count: Any) -> Any:
 def _nearest(builder: Any, value: Any, minimum: Any, inverse: Any) -> Any:
     """The nearest whole numbers of 0 .. 15, as float32."""
     found = builder.fmul(builder.fadd(value, minimum), inverse)
-    found = call(builder, "llvm.rint.v16f32", FLOATS, [found])
+    found = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [found])
     for bound, beyond in ((constant(FLOATS, 0.0), "<"), (constant(FLOATS, _MOST), ">")):
         found = builder.select(builder.fcmp_ordered(beyond, found, bound), bound, found)
     return found
@@ -143,14 +126,14 @@ def _best_steps(builder: Any, start: Any) -> list[Any]:
         )
         for total in sums:
             builder.store(zero, total)
-        guess = builder.fneg(multiply_add(builder, span, part, low)), builder.fmul(span, step)
+        guess = builder.fneg(vectors.multiply_add(builder, span, part, low)), builder.fmul(span, step)
         found = _fitted(builder, start, low, guess, sums[:4])
         inverse, negative = _inverse(builder, found[0]), builder.fneg(found[0])
         with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
             value = _value(builder, start, loop.index)
             number = _nearest(builder, value, found[1], inverse)
-            missing = multiply_add(builder, number, negative, builder.fadd(value, found[1]))
-            builder.store(multiply_add(builder, missing, missing, builder.load(sums[4])), sums[4])
+            missing = vectors.multiply_add(builder, number, negative, builder.fadd(value, found[1]))
+            builder.store(vectors.multiply_add(builder, missing, missing, builder.load(sums[4])), sums[4])
         total = builder.load(sums[4])
         better = builder.fcmp_ordered("<", total, builder.load(least))
         for cell, own in zip((*best, least), (*found, total), strict=True):
@@ -168,16 +151,16 @@ def _fitted(builder: Any, start: Any, low: Any, guess: Any, sums: list[Any]) -> 
         one = constant(FLOATS, 1.0)
         pairs = ((number, one), (number, number), (above, one), (number, above))
         for total, (left, right) in zip(sums, pairs, strict=True):
-            builder.store(multiply_add(builder, left, right, builder.load(total)), total)
+            builder.store(vectors.multiply_add(builder, left, right, builder.load(total)), total)
     numbers, squares, aboves, products = (builder.load(total) for total in sums)
     count = constant(FLOATS, float(INT4_GROUP))
-    variance = multiply_add(builder, builder.fneg(numbers), numbers, builder.fmul(count, squares))
-    together = multiply_add(builder, builder.fneg(numbers), aboves, builder.fmul(count, products))
+    variance = vectors.multiply_add(builder, builder.fneg(numbers), numbers, builder.fmul(count, squares))
+    together = vectors.multiply_add(builder, builder.fneg(numbers), aboves, builder.fmul(count, products))
     differ = builder.fcmp_ordered(">", variance, constant(FLOATS, 0.0))
     scale = builder.select(differ, builder.fdiv(together, variance), constant(FLOATS, 0.0))
-    rest = multiply_add(builder, builder.fneg(scale), numbers, aboves)
-    least = builder.fneg(multiply_add(builder, rest, constant(FLOATS, 1.0 / INT4_GROUP), low))
-    return [widen_halves(builder, narrow(builder, found), "bfloat16") for found in (scale, least)]
+    rest = vectors.multiply_add(builder, builder.fneg(scale), numbers, aboves)
+    least = builder.fneg(vectors.multiply_add(builder, rest, constant(FLOATS, 1.0 / INT4_GROUP), low))
+    return [vectors.widen_halves(builder, vectors.narrow(builder, found), "bfloat16") for found in (scale, least)]
 
 
 _KEPT = INT4_GROUP * PANEL
@@ -270,8 +253,8 @@ def _row_to_int8(values: Any, numbers: Any, inputs: int) -> np.float32:
     """The scale of a row whose numbers, 128 above what they stand for, are written."""
     size = np.int32(0)
     for index in range(inputs):
-        size = max(size, np.int32(bits_of(widen(values[index])) & _SIZE))
-    largest = number_of(size)
+        size = max(size, np.int32(vectors.bits_of(widen(values[index])) & _SIZE))
+    largest = vectors.number_of(size)
     factor = np.float32(127) / largest if largest > np.float32(1e-30) else np.float32(0)
     for index in range(inputs):
         numbers[index] = np.int32(np.rint(widen(values[index]) * factor)) + 128

@@ -10,19 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncengine.kernels.cpu import jit
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.jit import (
-    allocates,
-    array,
-    inline,
-    keep,
-    kind_of,
-    narrow,
-    pointer,
-    serial,
-    serial_in_order,
-    with_gil,
-)
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, pointer, serial, serial_in_order, with_gil
 from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import bits_of, number_of
@@ -65,9 +55,7 @@ def pack_rows(
         raise ValueError(f"{', '.join(planes) or 'nothing'} is given, {', '.join(form.planes) or 'nothing'} is needed")
     team, sizes = use_team(), (form.chunk, form.chunk_bytes)
     numbers = np.ascontiguousarray(numbers)
-    _pack_numbers(
-        numbers.ctypes.data, panel.data_ptr(), rows, inputs, chunks, *sizes, form.head, form.bits, team
-    )  # fmt: skip
+    _pack_numbers(numbers.ctypes.data, panel.data_ptr(), rows, inputs, chunks, *sizes, form.head, form.bits, team)
     for name, (offset, size, count) in form.planes.items():
         given = torch.as_tensor(planes[name]).reshape(rows, -1)
         part = given.contiguous() if size == 1 else given.to(_DTYPES[form.scale]).contiguous()
@@ -88,7 +76,8 @@ def read_rows(
     read, team = (_read_few_rows, 0) if few else (_read_rows, use_team())
     read(
         ids.data_ptr(), panels.data_ptr(), 0 if row_scales is None else row_scales.data_ptr(), out.data_ptr(),
-        ids.shape[0], out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, kind_of(out.dtype), team,
+        ids.shape[0], out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, jit.kind_of(out.dtype),
+        team,
     )  # fmt: skip
 
 
@@ -174,8 +163,8 @@ def _read_rows(
     first: int, last: int, ids: int, panels: int, row_scales: int, out: int, count: int, inputs: int, chunks: int,
     settings: int, table: int, kind: np.generic,
 ) -> None:  # fmt: skip
-    wanted = array(pointer(ids, np.int64(0)), (count,))
-    results = array(pointer(out, kind), (count, inputs))
+    wanted = array(pointer(ids, np.int64(0)), (last,))
+    results = array(pointer(out, kind), (last, inputs))
     known = array(pointer(settings, np.int64(0)), (14,))
     chunk, chunk_bytes, head, bits, group, block, scale, below, offset = known[:9]
     entries = array(pointer(table, np.int32(0)), (16,))
@@ -186,22 +175,24 @@ def _read_rows(
         if row_scales != 0:
             by_row = array(pointer(row_scales + row * 4, np.float32(0)), (1,))[0]
         factor, lowest, zero = np.float32(1), np.float32(0), np.float32(0)
-        for index in range(inputs):
-            here, inside = panel + index // chunk * chunk_bytes, index % chunk
-            if group > 0 and inside % group == 0:
-                of_group, of_block = inside // group, 0 if block > 0 else inside // group
-                factor = _wide(here + known[9], of_block * PANEL + lane, scale)
-                if block > 0:
-                    factor *= _step(here + known[11], of_group * PANEL + lane)
-                if below == 1:
-                    zero = np.float32(array(pointer(here + known[13], np.uint8(0)), (chunk,))[of_group * PANEL + lane])
-                elif below == 2:
-                    lowest = _wide(here + known[10], of_block * PANEL + lane, scale)
+        for begin in range(0, inputs, chunk):
+            here = panel + begin // chunk * chunk_bytes
+            for inside in range(min(chunk, inputs - begin)):
+                if group > 0 and inside % group == 0:
+                    of_group, of_block = inside // group, 0 if block > 0 else inside // group
+                    factor = _wide(here + known[9], of_block * PANEL + lane, scale)
                     if block > 0:
-                        lowest *= _step(here + known[12], of_group * PANEL + lane)
-            number = _number(here + head, inside, lane, bits)
-            value = np.float32(entries[number]) if below == 3 else np.float32(number - offset) - zero
-            results[place, index] = narrow((value * factor - lowest) * by_row, kind)
+                        factor *= _step(here + known[11], of_group * PANEL + lane)
+                    if below == 1:
+                        zeros = array(pointer(here + known[13], np.uint8(0)), (chunk,))
+                        zero = np.float32(zeros[of_group * PANEL + lane])
+                    elif below == 2:
+                        lowest = _wide(here + known[10], of_block * PANEL + lane, scale)
+                        if block > 0:
+                            lowest *= _step(here + known[12], of_group * PANEL + lane)
+                number = _number(here + head, inside, lane, bits)
+                value = np.float32(entries[number]) if below == 3 else np.float32(number - offset) - zero
+                results[place, begin + inside] = jit.narrow((value * factor - lowest) * by_row, kind)
 
 
 _read_few_rows = with_gil(_read_rows)

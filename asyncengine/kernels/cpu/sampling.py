@@ -264,12 +264,8 @@ def _choose(
     logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
     team: int,
 ) -> None:  # fmt: skip
-    parallel_for(
-        _choose_part,
-        team,
-        pieces_of(rows * vocab * _WORK, rows, team),
-        (logits, params, keys, scratch, tokens, best, rows, vocab, width),
-    )
+    pieces = pieces_of(rows * vocab * _WORK, rows, team)
+    parallel_for(_choose_part, team, pieces, (logits, params, keys, scratch, tokens, best, rows, vocab, width))
 
 
 _choose_at_once = with_gil(_choose)
@@ -278,8 +274,7 @@ _choose_at_once = with_gil(_choose)
 @serial
 def _choose_part(
     piece: int, pieces: int, worker: int,
-    logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int,
-    vocab: int, width: int,
+    logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
 ) -> None:  # fmt: skip
     """The rows of one of `pieces`; `width` is the numbers that `scratch` has for a worker."""
     for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):

@@ -12,25 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncengine.kernels.cpu.team_loops import (
-    ACTIVE,
-    CALLER_SPIN,
-    CALLER_SPIN_NS,
-    HELPER_SPIN,
-    HELPER_SPIN_NS,
-    LINE,
-    LOOPS,
-    PER_THREAD,
-    PIECE,
-    PIECE_BYTES,
-    STOPPED,
-    WANTED,
-    WORKER,
-    WORKERS,
-    change,
-    help_along,
-    make,
-)
+from asyncengine.kernels.cpu import team_loops as loops
+from asyncengine.kernels.cpu.team_loops import PER_THREAD
 
 __all__ = ["PER_THREAD", "Account", "Team", "alone", "team_threads", "use_team"]
 
@@ -72,7 +55,7 @@ class Team:
     may use it: within `joined`, the kernels called on that thread do.
     """
 
-    def __init__(self, threads: int, name: str = "asyncengine-core", piece: int = PIECE_BYTES) -> None:
+    def __init__(self, threads: int, name: str = "asyncengine-core", piece: int = loops.PIECE_BYTES) -> None:
         """`piece`: work in a piece at least, in bytes (`pieces_of`)."""
         self.threads, self.piece = threads, piece
         self._name = name
@@ -80,13 +63,14 @@ class Team:
         self._started = False
         self._joined = 1
         self._busy = threading.Lock()
-        self._memory = np.zeros((WORKERS + threads * WORKER + LINE) // 8, dtype=np.int64)
-        offset = -self._memory.ctypes.data % LINE // 8
+        self._memory = np.zeros((loops.WORKERS + threads * loops.WORKER + loops.LINE) // 8, dtype=np.int64)
+        offset = -self._memory.ctypes.data % loops.LINE // 8
         self._words = self._memory[offset:]
         self._address: int = self._words.ctypes.data
-        self._words[PIECE // 8] = piece
-        self._words[HELPER_SPIN // 8], self._words[CALLER_SPIN // 8] = HELPER_SPIN_NS, CALLER_SPIN_NS
-        make(self._address, threads)
+        self._words[loops.PIECE // 8] = piece
+        self._words[loops.HELPER_SPIN // 8] = loops.HELPER_SPIN_NS
+        self._words[loops.CALLER_SPIN // 8] = loops.CALLER_SPIN_NS
+        loops.make(self._address, threads)
         self._end = weakref.finalize(self, _stop, self._memory, self._address, threads, os.getpid())
         self._end.atexit = False  # helpers are daemons: nobody waits for them when the program ends
 
@@ -114,12 +98,12 @@ class Team:
         if threads > 1 and not self._started:
             self._started = True  # once, even if the system has no thread: it would be asked for in every step
             self._start_helpers()
-        if not self._words[ACTIVE // 8] == self._words[WANTED // 8] == threads - 1:
-            change(self._address, ACTIVE, threads - 1, self.threads)
+        if not self._words[loops.ACTIVE // 8] == self._words[loops.WANTED // 8] == threads - 1:
+            loops.change(self._address, loops.ACTIVE, threads - 1, self.threads)
 
     def limit(self, threads: int) -> None:
         """From the next loop on, within the `joined` that is going on, so many threads at most. From any thread."""
-        self._words[WANTED // 8] = max(1, min(threads, self._joined)) - 1
+        self._words[loops.WANTED // 8] = max(1, min(threads, self._joined)) - 1
 
     def _start_helpers(self) -> None:
         for index in range(self.threads - 1):
@@ -135,7 +119,7 @@ class Team:
     @property
     def active(self) -> int:
         """Threads that the next loop is shared among."""
-        return int(self._words[WANTED // 8]) + 1
+        return int(self._words[loops.WANTED // 8]) + 1
 
     @property
     def address(self) -> int:
@@ -144,7 +128,7 @@ class Team:
 
     @property
     def account(self) -> Account:
-        first = LOOPS // 8
+        first = loops.LOOPS // 8
         return Account(*self._words[first : first + len(Account._fields)].tolist())
 
     def close(self, patience: float = 5.0) -> None:
@@ -179,14 +163,14 @@ def team_threads() -> tuple[int, int, int]:
     """(how many threads share the loops of kernels called here, bytes of work in a piece at least, how many workers
     need memory of their own: a helper may come late, when fewer are wanted)."""
     team: Team | None = getattr(_LOCAL, "team", None)
-    return (1, PIECE_BYTES, 1) if team is None else (team.active, team.piece, team.threads)
+    return (1, loops.PIECE_BYTES, 1) if team is None else (team.active, team.piece, team.threads)
 
 
 def _help_on(memory: Any, address: int, index: int) -> None:
-    help_along(address, index)
+    loops.help_along(address, index)
     del memory  # until now it had to stay where it was
 
 
 def _stop(memory: Any, address: int, threads: int, process: int) -> None:
     if os.getpid() == process:  # in a fork there are no helpers, and their locks are as they were at that moment
-        change(address, STOPPED, 1, threads)
+        loops.change(address, loops.STOPPED, 1, threads)

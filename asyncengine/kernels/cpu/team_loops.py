@@ -40,7 +40,8 @@ WORKERS = DONE_CONDITION + atomics.LOCK_BYTES
 """For each worker, the caller first: a line with its share; one with two words for its clock and whether it sleeps; and
 the condition that it sleeps on. One each: who wakes a condition's sleepers a second time waits, in glibc, for those
 that were woken the first time, and one of them may have no core."""
-WORKER = 2 * LINE + atomics.LOCK_BYTES
+_CLOCK, _ASLEEP, _CONDITION = LINE, LINE + 16, 2 * LINE
+WORKER = _CONDITION + atomics.LOCK_BYTES
 _NEXT = 1 << 32
 """In a share: one piece further. The end is in the lower half."""
 _END = _NEXT - 1
@@ -64,22 +65,8 @@ def call_piece(builder: Any, function: Any, piece: Any, pieces: Any, worker: Any
 
 @inline
 def _share_of(team: int, worker: int) -> int:
+    """The place of a worker's share, from which on the others of its are counted."""
     return team + WORKERS + worker * WORKER
-
-
-@inline
-def _clock_of(team: int, worker: int) -> int:
-    return team + WORKERS + worker * WORKER + LINE
-
-
-@inline
-def _asleep_of(team: int, worker: int) -> int:
-    return team + WORKERS + worker * WORKER + LINE + 16
-
-
-@inline
-def _condition_of(team: int, worker: int) -> int:
-    return team + WORKERS + worker * WORKER + 2 * LINE
 
 
 @serial_in_order
@@ -88,8 +75,8 @@ def _wake_helpers(team: int, helpers: int) -> None:
     atomics.lock(team + MUTEX)
     atomics.unlock(team + MUTEX)
     for worker in range(1, helpers + 1):
-        if atomics.load(_asleep_of(team, worker)) != 0:
-            atomics.wake(_condition_of(team, worker))
+        if atomics.load(_share_of(team, worker) + _ASLEEP) != 0:
+            atomics.wake(_share_of(team, worker) + _CONDITION)
 
 
 @serial_in_order
@@ -134,13 +121,8 @@ def _take_pieces(team: int, worker: int) -> int:
                 break
             if atomics.exchange(place, share, share + _NEXT if turn == 0 else share - 1) == 1:
                 piece = first if turn == 0 else end - 1
-                call_piece(
-                    atomics.load(team + FUNCTION),
-                    piece,
-                    atomics.load(team + PIECES),
-                    worker,
-                    atomics.load(team + RECORD),
-                )
+                function, record = atomics.load(team + FUNCTION), atomics.load(team + RECORD)
+                call_piece(function, piece, atomics.load(team + PIECES), worker, record)
                 count += 1
     return count
 
@@ -160,7 +142,7 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
 
     `worker` is 0 for the caller and 1 .. for helpers.
     """
-    clock = _clock_of(team, 0)
+    clock = _share_of(team, 0) + _CLOCK
     if atomics.load(team + WANTED) != atomics.load(team + ACTIVE):
         _follow(team)
     atomics.store(team + FUNCTION, function)
@@ -192,7 +174,7 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
 @serial_in_order
 def _await_helpers(team: int, expected: int, began: int) -> None:
     """Wait for the pieces that helpers have begun: spin for a moment, then sleep, which may be what they need."""
-    clock = _clock_of(team, 0)
+    clock = _share_of(team, 0) + _CLOCK
     until = began + atomics.load(team + CALLER_SPIN)
     while atomics.load(team + DONE) != expected:
         for _ in range(_LOOK):
@@ -209,7 +191,7 @@ def _await_helpers(team: int, expected: int, began: int) -> None:
 @serial_in_order
 def help_along(team: int, index: int) -> None:
     """Run helper `index`, from 0 on, until the team is stopped."""
-    clock = _clock_of(team, index + 1)
+    clock = _share_of(team, index + 1) + _CLOCK
     idle_since = atomics.nanoseconds(clock)
     while atomics.load(team + STOPPED) == 0:
         if index < atomics.load(team + ACTIVE) and _any_left(team):
@@ -236,16 +218,16 @@ def _sleep(team: int, index: int) -> None:
     worker = index + 1
     atomics.lock(team + MUTEX)
     active = index < atomics.load(team + ACTIVE)
-    atomics.store(_asleep_of(team, worker), 1)
+    atomics.store(_share_of(team, worker) + _ASLEEP, 1)
     if active:
         atomics.add(team + SLEEPERS, 1)
         while atomics.load(team + STOPPED) == 0 and index < atomics.load(team + ACTIVE) and not _any_left(team):
-            atomics.wait(_condition_of(team, worker), team + MUTEX)
+            atomics.wait(_share_of(team, worker) + _CONDITION, team + MUTEX)
         atomics.add(team + SLEEPERS, -1)
     else:
         while atomics.load(team + STOPPED) == 0 and index >= atomics.load(team + ACTIVE):
-            atomics.wait(_condition_of(team, worker), team + MUTEX)
-    atomics.store(_asleep_of(team, worker), 0)
+            atomics.wait(_share_of(team, worker) + _CONDITION, team + MUTEX)
+    atomics.store(_share_of(team, worker) + _ASLEEP, 0)
     atomics.unlock(team + MUTEX)
 
 
@@ -255,7 +237,7 @@ def make(team: int, workers: int) -> None:
     atomics.make_mutex(team + MUTEX)
     atomics.make_condition(team + DONE_CONDITION)
     for worker in range(workers):
-        atomics.make_condition(_condition_of(team, worker))
+        atomics.make_condition(_share_of(team, worker) + _CONDITION)
 
 
 @serial_in_order

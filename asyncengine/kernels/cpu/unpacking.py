@@ -69,32 +69,37 @@ def _six_bits(block, steps, minima) -> None:  # type: ignore[no-untyped-def]
         minima[4 + place] = (both >> 4) | ((minimum >> 2) & 48)
 
 
-def _blocks_of(count: int, unpack: Callable[..., None]) -> Callable[..., None]:
-    """A kernel, not yet compiled, for blocks of `count` numbers. `unpack(block, shape, out, scale, minimum, steps,
-    below)` takes one apart: all but `shape` are arrays, of what the block has and of what it fills."""
+def blocks_of(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Above a function that takes a block of `count` numbers apart: make of it the kernel of rows of such blocks. All
+    its arguments but `shape` are arrays, of what the block has and of what it fills."""
 
-    def kernel(
-        base: int, places: int, rows: int, blocks: int, shape: int, groups: int, numbers: int, scales: int,
-        minima: int, steps: int, minimum_steps: int,
-    ) -> None:  # fmt: skip
-        wanted, size = array(pointer(places, np.int64(0)), (rows,)), shape % 1000
-        for row in range(rows):
-            for index in range(blocks):
-                place = row * blocks + index
-                unpack(
-                    _bytes(base + (wanted[row] * blocks + index) * size, size), shape,
-                    _bytes(numbers + place * count, count),
-                    array(pointer(scales + place * 2, np.uint16(0)), (1,)),
-                    array(pointer(minima + place * 2, np.uint16(0)), (1,)),
-                    array(pointer(steps + place * groups, np.int8(0)), (groups,)),
-                    array(pointer(minimum_steps + place * groups, np.int8(0)), (groups,)),
-                )  # fmt: skip
+    def make(function: Callable[..., None]) -> Callable[..., None]:
+        unpack = inline(function)
 
-    kernel.__name__ = kernel.made_for = unpack.__name__  # type: ignore[attr-defined]
-    return kernel
+        def kernel(
+            base: int, places: int, rows: int, blocks: int, shape: int, groups: int, numbers: int, scales: int,
+            minima: int, steps: int, minimum_steps: int,
+        ) -> None:  # fmt: skip
+            wanted, size = array(pointer(places, np.int64(0)), (rows,)), shape % 1000
+            for row in range(rows):
+                for index in range(blocks):
+                    place = row * blocks + index
+                    unpack(
+                        _bytes(base + (wanted[row] * blocks + index) * size, size), shape,
+                        _bytes(numbers + place * count, count),
+                        array(pointer(scales + place * 2, np.uint16(0)), (1,)),
+                        array(pointer(minima + place * 2, np.uint16(0)), (1,)),
+                        array(pointer(steps + place * groups, np.int8(0)), (groups,)),
+                        array(pointer(minimum_steps + place * groups, np.int8(0)), (groups,)),
+                    )  # fmt: skip
+
+        kernel.__name__ = kernel.made_for = function.__name__  # type: ignore[attr-defined]
+        return serial(kernel)
+
+    return make
 
 
-@inline
+@blocks_of(32)
 def _small(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
     """Blocks of 32. `shape`: bytes of a block, and what it has: + 1000 a minimum, + 2000 fifth bits, + 4000 whole bytes
     instead, + 8000 an exponent for a scale, + 16000 the same with neighbours in a byte."""
@@ -120,7 +125,7 @@ def _small(block, shape: int, out, scale, minimum, steps, below) -> None:  # typ
         _nibbles(block, at, out, 0, 16)
 
 
-@inline
+@blocks_of(256)
 def _q2_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
     scale[0], minimum[0] = _half(block, 80), _half(block, 82)
     for group in range(16):
@@ -133,7 +138,7 @@ def _q2_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type
                 out[half * 128 + quarter * 32 + number] = (packed >> np.uint8(2 * quarter)) & np.uint8(3)
 
 
-@inline
+@blocks_of(256)
 def _q3_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
     scale[0] = _half(block, 108)
     for group in range(16):
@@ -148,7 +153,7 @@ def _q3_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type
                 out[half * 128 + quarter * 32 + number] = low2 + np.uint8(4) + (bit << np.uint8(2))
 
 
-@inline
+@blocks_of(256)
 def _q4_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
     """Q4_K, and Q5_K with its fifth bits (`shape` 176)."""
     first = 48 if shape == 176 else 16
@@ -163,7 +168,7 @@ def _q4_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type
                 out[group * 32 + number] |= bit << np.uint8(4)
 
 
-@inline
+@blocks_of(256)
 def _q6_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
     scale[0] = _half(block, 208)
     for group in range(16):
@@ -176,7 +181,7 @@ def _q6_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type
                 out[half * 128 + quarter * 32 + number] |= high << np.uint8(4)
 
 
-@inline
+@blocks_of(256)
 def _iq4_xs(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
     scale[0] = _half(block, 0)
     for group in range(8):
@@ -186,29 +191,21 @@ def _iq4_xs(block, shape: int, out, scale, minimum, steps, below) -> None:  # ty
         _nibbles(block, 8 + group * 16, out, group * 32, 16)
 
 
-_unpack_small = serial(_blocks_of(32, _small))
-_unpack_q2_k = serial(_blocks_of(256, _q2_k))
-_unpack_q3_k = serial(_blocks_of(256, _q3_k))
-_unpack_q4_k = serial(_blocks_of(256, _q4_k))
-_unpack_q6_k = serial(_blocks_of(256, _q6_k))
-_unpack_iq4_xs = serial(_blocks_of(256, _iq4_xs))
-
-
 _KERNELS: Mapping[str, tuple[Callable[..., None], int, int, int, bool]] = {
-    "Q4_0": (_unpack_small, 18, 32, 0, False),
-    "IQ4_NL": (_unpack_small, 18, 32, 0, False),
-    "Q4_1": (_unpack_small, 1020, 32, 0, True),
-    "Q5_0": (_unpack_small, 2022, 32, 0, False),
-    "Q5_1": (_unpack_small, 3024, 32, 0, True),
-    "Q8_0": (_unpack_small, 4034, 32, 0, False),
-    "MXFP4": (_unpack_small, 8017, 32, 0, False),
-    "MXFP4_PAIRS": (_unpack_small, 16017, 32, 0, False),
-    "Q2_K": (_unpack_q2_k, 84, 256, 16, True),
-    "Q3_K": (_unpack_q3_k, 110, 256, 16, False),
-    "Q4_K": (_unpack_q4_k, 144, 256, 8, True),
-    "Q5_K": (_unpack_q4_k, 176, 256, 8, True),
-    "Q6_K": (_unpack_q6_k, 210, 256, 16, False),
-    "IQ4_XS": (_unpack_iq4_xs, 136, 256, 8, False),
+    "Q4_0": (_small, 18, 32, 0, False),
+    "IQ4_NL": (_small, 18, 32, 0, False),
+    "Q4_1": (_small, 1020, 32, 0, True),
+    "Q5_0": (_small, 2022, 32, 0, False),
+    "Q5_1": (_small, 3024, 32, 0, True),
+    "Q8_0": (_small, 4034, 32, 0, False),
+    "MXFP4": (_small, 8017, 32, 0, False),
+    "MXFP4_PAIRS": (_small, 16017, 32, 0, False),
+    "Q2_K": (_q2_k, 84, 256, 16, True),
+    "Q3_K": (_q3_k, 110, 256, 16, False),
+    "Q4_K": (_q4_k, 144, 256, 8, True),
+    "Q5_K": (_q4_k, 176, 256, 8, True),
+    "Q6_K": (_q6_k, 210, 256, 16, False),
+    "IQ4_XS": (_iq4_xs, 136, 256, 8, False),
 }
 """Kernel, its `shape`, numbers of a block, groups of a block that have steps, whether there are minima."""
 
@@ -231,9 +228,7 @@ def unpack_blocks(kind: str, stored: NDArray[np.uint8], places: NDArray[np.int64
         np.empty((rows, blocks * groups), np.int8),
         np.empty((rows, blocks * groups if has_minima else 0), np.int8),
     )
-    kernel(
-        stored.ctypes.data, wanted.ctypes.data, rows, blocks, shape, groups, *(part.ctypes.data for part in found)
-    )  # fmt: skip
+    kernel(stored.ctypes.data, wanted.ctypes.data, rows, blocks, shape, groups, *(part.ctypes.data for part in found))
     return found
 
 

@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel, shorten
-from asyncengine.execution.models.formats import (
-    ITEM_BYTES,
-    UNREAD,
-    CheckpointSource,
-    StoredTensor,
-    first_line,
-    read_json,
-)
+from asyncengine.execution.models import formats
 from asyncengine.execution.models.hub import download, parse_name
 from asyncengine.execution.models.mapped import OpenFiles
 from asyncengine.execution.models.pooling_files import root_folder, transformer_folder
@@ -48,15 +41,15 @@ if TYPE_CHECKING:
 # The format that a safetensors checkpoint is quantized in, and the matrices that it has.
 
 METHODS: Mapping[str, str] = {
-    "awq": "awq",
-    "gptq": "gptq",
-    "compressed-tensors": "compressed_tensors",
-    "fp8": "fp8",
-    "fbgemm_fp8": "fp8",
-    "mxfp4": "mxfp4",
-    "modelopt": "modelopt",
+    "awq": "integer_formats.find_awq",
+    "gptq": "integer_formats.find_gptq",
+    "compressed-tensors": "integer_formats.find_compressed",
+    "fp8": "float_formats.find_fp8",
+    "fbgemm_fp8": "float_formats.find_fp8",
+    "mxfp4": "float_formats.find_mxfp4",
+    "modelopt": "float_formats.find_modelopt",
 }
-"""quant_method -> the file in this folder with its `find`."""
+"""quant_method -> the function among `formats` that finds its matrices."""
 _OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
 """Files that may have the configuration when config.json has none, and the method of each."""
 _OF_THE_CACHE = re.compile(r".*(attn|k_proj|v_proj|q_proj)\.([kqv]|kv|output|prob)_(scale|zero_point)")
@@ -75,7 +68,7 @@ def quantization_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
                 return found if name == "quantization_config" else {"quant_method": "compressed-tensors", **found}
     for name, method in _OWN_FILES:
         if (folder / name).is_file():
-            found = read_json(folder / name, str(folder))
+            found = formats.read_json(folder / name, str(folder))
             inner = found.get("quantization")
             return {"quant_method": method, **(inner if isinstance(inner, Mapping) else {}), **found}
     return None
@@ -98,7 +91,8 @@ def find_matrices(settings: Mapping[str, Any], tensors: StoredTensors) -> dict[s
             f"checkpoints quantized with {method} are not read; {', '.join(sorted(METHODS))} and GGUF are. Use the "
             "unquantized weights, and quantization='int8' or 'int4'"
         )
-    find: Find = import_module(f"asyncengine.execution.models.formats.{METHODS[method]}").find
+    module, _, name = METHODS[method].partition(".")
+    find: Find = getattr(import_module(f"asyncengine.execution.models.formats.{module}"), name)
     return find(settings, tensors)
 
 
@@ -112,31 +106,28 @@ def _known_as(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def by_logical_name(
-    folder: Path, tensors: Mapping[str, StoredTensor], matrices: Mapping[str, FoundMatrix]
-) -> dict[str, StoredTensor]:
+    folder: Path, tensors: Mapping[str, formats.StoredTensor], matrices: Mapping[str, FoundMatrix]
+) -> dict[str, formats.StoredTensor]:
     """The checkpoint's tensors as if it were not quantized: a matrix for its numbers, scales and the like.
 
     Raises `ModelNotFound` where there is a matrix that is stored twice.
     """
     of_numbers = {next(iter(found.parts.values())): name for name, found in matrices.items()}
     consumed = {part for found in matrices.values() for part in (*found.parts.values(), *found.ignored)}
-    named: dict[str, StoredTensor] = {}
+    named: dict[str, formats.StoredTensor] = {}
     for name, stored in tensors.items():
         if name in of_numbers:
             logical = of_numbers[name]
             if logical != name and logical in tensors:
                 raise ModelNotFound(f"{folder} has both {logical} and its quantized form {name}")
             found = matrices[logical]
-            named[logical] = StoredTensor(found.kind, _dense_shape(found), stored.file)
+            shape: tuple[int, ...] = found.shape
+            if found.experts:  # which transformers has as [experts, inputs, outputs]
+                shape = (found.experts, shape[1], shape[0] // found.experts)
+            named[logical] = formats.StoredTensor(found.kind, shape, stored.file)
         elif name not in consumed and not (matrices and _OF_THE_CACHE.fullmatch(name)):
             named[name] = stored
     return named
-
-
-def _dense_shape(found: FoundMatrix) -> tuple[int, ...]:
-    """That of the tensor that it stands for: transformers has stacked experts as [experts, inputs, outputs]."""
-    outputs, inputs = found.shape
-    return (found.experts, inputs, outputs // found.experts) if found.experts else found.shape
 
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -147,20 +138,20 @@ _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint(CheckpointSource):
+class Checkpoint(formats.CheckpointSource):
     """A complete model folder. Where weights are made up, it has no files and no tensors."""
 
     folder: Path
     config: dict[str, Any]
     """config.json as it stands."""
     files: tuple[Path, ...]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, formats.StoredTensor]
     """Tensors of all files by name. Quantized matrices have the names that they have without quantization."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Nothing: what is said beside the tensors is in files of its own."""
     matrices: Mapping[str, FoundMatrix] = field(default_factory=dict)
     """The quantized ones."""
-    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    stored: Mapping[str, formats.StoredTensor] = field(default_factory=dict)
     """All tensors by the names that the files have, where there are quantized ones."""
     opened: OpenFiles = field(default_factory=OpenFiles)
 
@@ -186,14 +177,14 @@ class Checkpoint(CheckpointSource):
     def generation_defaults(self) -> dict[str, Any]:
         """The content of generation_config.json. Raises `ModelNotFound` for a file that cannot be read."""
         file = self.folder / "generation_config.json"
-        return read_json(file, str(self.folder)) if file.is_file() else {}
+        return formats.read_json(file, str(self.folder)) if file.is_file() else {}
 
     def root(self) -> Path:
         """The folder, or the one above where that is an embedder's and this one its transformer's."""
         return root_folder(self.folder)
 
 
-def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
+def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> formats.CheckpointSource:
     """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
     header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
 
@@ -209,10 +200,10 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     folder = _find_folder(path_or_id)
     check_files(folder, writes=writes)
     folder = folder if writes else transformer_folder(folder)
-    raw = read_json(folder / "config.json", path_or_id)
+    raw = formats.read_json(folder / "config.json", path_or_id)
     check_architectures(folder, raw, writes=writes)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, formats.StoredTensor] = {}
     for file in files:
         tensors.update(read_header(file))
     check_sizes(raw, len(tensors) if files else None)
@@ -249,7 +240,7 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 
 
-def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None:
+def _open_gguf(path_or_id: str, config: EngineConfig) -> formats.CheckpointSource | None:
     """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
     path = Path(os.path.expanduser(path_or_id))
     is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
@@ -286,7 +277,7 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     if len(named) == 1:
         return (named[0],)
     if index.is_file():
-        weight_map = read_json(index, path_or_id).get("weight_map")
+        weight_map = formats.read_json(index, path_or_id).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelNotFound(f"{index} has no weight_map")
         names = list(dict.fromkeys(map(str, weight_map.values())))
@@ -309,7 +300,7 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     raise ModelNotFound(f"{path_or_id} has no model.safetensors")
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, formats.StoredTensor]:
     """The tensors of a file, after checking that it is as long as its header says."""
     size = file.stat().st_size
     try:
@@ -321,11 +312,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         end = _check_places(header)
         tensors = {
-            name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
+            name: formats.StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
             for name, entry in header.items()
         }
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
-        raise ModelNotFound(f"{file} is not a whole safetensors file: {first_line(error)}") from None
+        raise ModelNotFound(f"{file} is not a whole safetensors file: {formats.first_line(error)}") from None
     if 8 + length + end != size:
         raise ModelNotFound(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
     return tensors
@@ -342,9 +333,9 @@ def _check_places(header: dict[str, Any]) -> int:
         kind, shape = entry["dtype"], entry["shape"]
         if first != end or last < first or any(size < 0 for size in shape):
             raise ValueError(f"the tensor {shorten(name, 200)} does not begin where the one before it ends")
-        if kind not in ITEM_BYTES and kind not in UNREAD:
+        if kind not in formats.ITEM_BYTES and kind not in formats.UNREAD:
             raise ValueError(f"the tensor {shorten(name, 200)} is of the unknown type {shorten(repr(kind), 40)}")
-        if kind in ITEM_BYTES and last - first != math.prod(shape) * ITEM_BYTES[kind]:
+        if kind in formats.ITEM_BYTES and last - first != math.prod(shape) * formats.ITEM_BYTES[kind]:
             raise ValueError(f"the tensor {shorten(name, 200)} is not as long as its shape says")
         end = last
     return end

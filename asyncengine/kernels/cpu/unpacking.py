@@ -232,7 +232,7 @@ def unpack_blocks(kind: str, stored: NDArray[np.uint8], places: NDArray[np.int64
     return found
 
 
-# Eight-bit floats (e4m3) into whole numbers whose groups share a step: what `models.formats.fp8` does with torch, in a
+# Eight-bit floats (e4m3) into whole numbers whose groups share a step: what `float_formats` does with torch, in a
 # fifth of its time. A float's whole number depends on itself and on the exponent of its group's largest, of which there
 # are sixteen: all are in a table.
 

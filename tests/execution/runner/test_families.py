@@ -45,7 +45,7 @@ COMPILED = (
     "layers.options",
     "layers.rotary",
     "layers.stored_weight",
-    "models.formats.fp8",
+    "models.formats.float_formats",
     "sampling.sampler",
 )
 """Modules that ask whether there are compiled kernels."""

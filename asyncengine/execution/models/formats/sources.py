@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,23 +41,18 @@ _PARAMETERS = {
 """Ollama's name -> that of generation_config.json."""
 
 
-class OllamaModel(NamedTuple):
-    """Files that a manifest names."""
-
-    file: Path
-    """Its weights, in GGUF."""
-    defaults: dict[str, Any]
-    """Sampling parameters, under generation_config.json's names."""
-
-
-def find_ollama(name: str) -> OllamaModel:
-    """The files of "NAME[:TAG]", "USER/NAME[:TAG]" or "HOST/USER/NAME[:TAG]".
+def find_ollama(name: str) -> tuple[Path, dict[str, Any]]:
+    """(weights in GGUF, sampling parameters under generation_config.json's names) of "NAME[:TAG]", "USER/NAME[:TAG]" or
+    "HOST/USER/NAME[:TAG]".
 
     Raises `ModelNotFound` for a name that is not there or a broken manifest, `UnsupportedModel` for a model with an
     adapter of Ollama's.
     """
     parts = _name_parts(name)
-    folders = _folders()
+    given = os.environ.get("OLLAMA_MODELS")
+    # else those of its user, and of its service on Linux
+    folders = [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+    folders = [Path(given).expanduser()] if given else folders
     manifest = next((file for folder in folders if (file := folder.joinpath("manifests", *parts)).is_file()), None)
     if manifest is None:
         raise ModelNotFound(f"Ollama has no model {shorten(repr(name), 200)} in {folders[0]}{_known(folders)}")
@@ -71,7 +66,7 @@ def find_ollama(name: str) -> OllamaModel:
     defaults = {}
     if "params" in layers:
         defaults = _defaults(_small_json(_blob(manifest, blobs, layers["params"])))
-    return OllamaModel(file, defaults)
+    return file, defaults
 
 
 def _name_parts(name: str) -> tuple[str, str, str, str]:
@@ -85,15 +80,6 @@ def _name_parts(name: str) -> tuple[str, str, str, str]:
             f"{shorten(repr(name), 200)} is no name of a model in Ollama: NAME, NAME:TAG or USER/NAME:TAG"
         )
     return every[0], every[1], every[2], every[3]
-
-
-def _folders() -> list[Path]:
-    """Folders in which Ollama keeps models: the one that it was given, or its user's folder, or that of its service on
-    Linux."""
-    folder = os.environ.get("OLLAMA_MODELS")
-    if folder:
-        return [Path(folder).expanduser()]
-    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 
 def _known(folders: list[Path]) -> str:
@@ -276,8 +262,7 @@ def find_gguf(path_or_id: str) -> GgufModel | None:
     missing, broken or not the only one, `UnsupportedModel` as `GgufModel` does.
     """
     if path_or_id.startswith(PREFIX):
-        found = find_ollama(path_or_id.removeprefix(PREFIX))
-        return GgufModel(found.file, found.defaults)
+        return GgufModel(*find_ollama(path_or_id.removeprefix(PREFIX)))
     path = Path(os.path.expanduser(path_or_id))
     if path_or_id and os.path.isdir(path):  # not Path's own: it raises for a name that is too long
         file = only_gguf(path)

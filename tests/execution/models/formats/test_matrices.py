@@ -10,7 +10,7 @@ import torch
 from support.quantized_checkpoints import KINDS
 
 from asyncengine.execution.layers.stored import dense
-from asyncengine.execution.models.formats.fp8 import GROUP, plain_whole_numbers, whole_numbers
+from asyncengine.execution.models.formats.float_formats import GROUP, plain_whole_numbers, whole_numbers
 
 from .one_matrix import matrix_of, random_weight
 

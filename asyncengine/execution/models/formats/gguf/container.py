@@ -30,12 +30,11 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import Below, NumberForm
+from asyncengine.execution.models.formats.float_formats import MX_FORM
 
 # ggml's tensor types: block layouts, and the forms of their numbers.
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the value of each e2m1 number: the block's scale is half of the standard's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +52,10 @@ class BlockType:
     plain: str | None = None
 
 
-def _legacy(name: str, nbytes: int, bits: int, below: Below = "middle") -> BlockType:
-    return BlockType(name, 32, nbytes, NumberForm(bits, 32, below, table=IQ4_TABLE if below == "table" else ()))
+def _quantized(name: str, numbers: int, nbytes: int, bits: int, group: int, below: Below = "middle") -> BlockType:
+    table, block = IQ4_TABLE if below == "table" else (), 0 if numbers == group else numbers
+    return BlockType(name, numbers, nbytes, NumberForm(bits, group, below, block, table=table))
 
-
-def _kquant(name: str, nbytes: int, bits: int, group: int, below: Below = "middle") -> BlockType:
-    table = IQ4_TABLE if below == "table" else ()
-    return BlockType(name, 256, nbytes, NumberForm(bits, group, below, block=256, table=table))
-
-
-_MXFP4 = NumberForm(4, 32, "table", scale_dtype="bfloat16", table=MXFP4_TABLE)
 
 _UNREAD = {
     9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
@@ -75,21 +68,21 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     1: BlockType("F16", 1, 2, plain="F16"),
     28: BlockType("F64", 1, 8, plain="F64"),
     30: BlockType("BF16", 1, 2, plain="BF16"),
-    2: _legacy("Q4_0", 18, 4),
-    3: _legacy("Q4_1", 20, 4, "minima"),
-    6: _legacy("Q5_0", 22, 6),
-    7: _legacy("Q5_1", 24, 6, "minima"),
-    8: _legacy("Q8_0", 34, 8),
-    20: _legacy("IQ4_NL", 18, 4, "table"),
-    10: _kquant("Q2_K", 84, 4, 16, "minima"),
-    11: _kquant("Q3_K", 110, 4, 16),
-    12: _kquant("Q4_K", 144, 4, 32, "minima"),
-    13: _kquant("Q5_K", 176, 6, 32, "minima"),
-    14: _kquant("Q6_K", 210, 6, 16),
-    23: _kquant("IQ4_XS", 136, 4, 32, "table"),
-    39: BlockType("MXFP4", 32, 17, _MXFP4),
+    2: _quantized("Q4_0", 32, 18, 4, 32),
+    3: _quantized("Q4_1", 32, 20, 4, 32, "minima"),
+    6: _quantized("Q5_0", 32, 22, 6, 32),
+    7: _quantized("Q5_1", 32, 24, 6, 32, "minima"),
+    8: _quantized("Q8_0", 32, 34, 8, 32),
+    20: _quantized("IQ4_NL", 32, 18, 4, 32, "table"),
+    10: _quantized("Q2_K", 256, 84, 4, 16, "minima"),
+    11: _quantized("Q3_K", 256, 110, 4, 16),
+    12: _quantized("Q4_K", 256, 144, 4, 32, "minima"),
+    13: _quantized("Q5_K", 256, 176, 6, 32, "minima"),
+    14: _quantized("Q6_K", 256, 210, 6, 16),
+    23: _quantized("IQ4_XS", 256, 136, 4, 32, "table"),
+    39: BlockType("MXFP4", 32, 17, MX_FORM),
     # Ollama's first gpt-oss files (August 2025) have the standard's order: two neighbours in a byte
-    4: BlockType("MXFP4_PAIRS", 32, 17, _MXFP4),
+    4: BlockType("MXFP4_PAIRS", 32, 17, MX_FORM),
     **{number: BlockType(*given) for number, given in _UNREAD.items()},
 }
 """Types by their number in files."""

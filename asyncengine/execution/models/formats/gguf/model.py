@@ -16,7 +16,7 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import StoredMatrix
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.formats.gguf import architectures
-from asyncengine.execution.models.formats.gguf.container import GgufFile, Metadata, TensorPlace, broken, open_files
+from asyncengine.execution.models.formats.gguf.container import Metadata, TensorPlace, broken, open_files
 from asyncengine.execution.models.formats.gguf.header import Header, shortest
 from asyncengine.execution.models.formats.gguf.tensors import Held, model_tensors
 from asyncengine.execution.models.refusals import check_sizes
@@ -249,7 +249,13 @@ class GgufModel(CheckpointSource):
         if len(places) != sum([len(file.tensors) for file in files]):
             raise broken(path, "two of its parts have a tensor of the same name")
         header, row = header_of(path, self.metadata, {name: place for name, (_, place) in places.items()})
-        factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
+        factors = {}
+        for factor in _FACTORS:
+            if f"{factor}.weight" in places:
+                file, place = places[f"{factor}.weight"]
+                if place.kind.plain != "F32" or len(place.shape) != 1:
+                    raise broken(file.path, "its rotary factors are no vector of float32")
+                factors[factor] = file.array(place).view("<f4")
         self.config = hugging_face_config(header, row, factors)
         try:
             check_sizes(self.config, len(places))
@@ -297,9 +303,3 @@ def _each_layer(header: Header, key: str) -> list[float]:
     if len(values) != layers or not all(isinstance(each, float) and math.isfinite(each) for each in values):
         raise ModelNotFound(f"{header.path}: {key} must have a finite number for each of {layers} layers")
     return values
-
-
-def _vector(file: GgufFile, place: Any) -> NDArray[np.float32]:
-    if place.kind.plain != "F32" or len(place.shape) != 1:
-        raise broken(file.path, "its rotary factors are no vector of float32")
-    return file.array(place).view("<f4")

@@ -183,8 +183,10 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
             continue
         split = NAME.fullmatch(whole)
         name = split and TensorName(int(split[1]) if split[1] else None, split[2], split[3] or "")
-        if name is not None and name.layer in layers and not _of_first_head(header, row, name):
-            continue  # it predicts further tokens
+        if name is not None and name.layer in layers:  # it predicts further tokens: those of the first head may be read
+            first = bool(row.head) and name.layer == header.layers
+            if not first or (name.stem not in row.head and "nextn" in name.stem):
+                continue
         parts = [] if name is None else _parts(header, row, name, place)
         if not parts:
             shown = shorten(whole, 100)
@@ -208,11 +210,6 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
         if len(found) > MAX_PARTS:
             raise ModelNotFound(f"{header.path} has more than {MAX_PARTS} tensors")
     return {**{there: _joined(header, row, there, parts) for there, parts in joined.items()}, **found}
-
-
-def _of_first_head(header: Header, row: Architecture, name: TensorName) -> bool:
-    """Whether a tensor is one of the first head that predicts further tokens, if it is read."""
-    return bool(row.head) and name.layer == header.layers and (name.stem in row.head or "nextn" not in name.stem)
 
 
 def _parts(

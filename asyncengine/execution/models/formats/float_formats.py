@@ -1,5 +1,6 @@
-"""Eight-bit floats (e4m3): DeepSeek's and Qwen's with a scale for each block of 128 x 128, others by row or matrix.
+"""Floats of eight and four bits.
 
+FP8 (e4m3): DeepSeek's and Qwen's with a scale for each block of 128 x 128, others by row or matrix.
 A GPU that knows such floats keeps them. Others, and CPUs, keep eight-bit whole numbers in groups of `GROUP` inputs,
 whose step is a power of two: of a group's largest
 number all four significant bits are kept, and whatever is at least a sixteenth of it stays exact. What is smaller is
@@ -7,12 +8,20 @@ rounded to that step, to both sides alike. A product loses 0.40 % by it (the nor
 result) where weights are normally distributed, 0.50 % where their tails are those of Student's t with 10 degrees of
 freedom, 0.69 % with 5; rounding x to 8 bits costs 0.59 %, and the eight-bit floats themselves 2.6 %. Steps of a 127th
 of the largest number, as usual, lose 0.54, 0.60 and 0.67 %. bfloat16 would read twice the bytes for every token.
+
+MXFP4 (Open Compute Project 2023), of which every 32 share a power of two, and NVFP4, of which every 16 share an
+eight-bit float, and the whole matrix one number: each is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, half of
+a small whole number, so that a table of sixteen keeps it exact. gpt-oss has all experts' matrices in one tensor,
+[experts, outputs, groups, 16] with scales [experts, outputs, groups]; they come as one matrix, expert below expert.
+compressed-tensors has one for each module, and of NVFP4 `weight_packed`, `weight_scale`, `weight_global_scale`, which
+divides; NVIDIA's ModelOpt `weight`, `weight_scale`, `weight_scale_2`, which multiplies, beside FP8 with a scale for
+each matrix.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -23,9 +32,14 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
-from asyncengine.execution.models.formats.mxfp4 import powers
-from asyncengine.execution.models.formats.stored_tensors import SCALES, FoundMatrix, Parts, StoredTensors
-from asyncengine.execution.models.formats.unpacking import floats
+from asyncengine.execution.models.formats.stored_tensors import (
+    SCALES,
+    FoundMatrix,
+    Parts,
+    StoredTensors,
+    floats,
+    spread,
+)
 from asyncengine.kernels.api import compiler_missing
 
 GROUP = 32
@@ -39,7 +53,7 @@ step of this."""
 Reach = Literal["matrix", "rows", "blocks"]
 
 
-def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+def find_fp8(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
     """All matrices of quant_method "fp8" (`weight_scale_inv`) and "fbgemm_fp8" (`weight_scale`)."""
     layout = config.get("fmt", "e4m3")
     if layout != "e4m3":
@@ -50,7 +64,7 @@ def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMa
         ending = next((end for end in ("weight_scale_inv", "weight_scale") if f"{path}.{end}" in tensors.headers), "")
         name = f"{path}.{ending or 'weight_scale_inv'}"
         found[f"{path}.weight"] = replace(
-            matrix(path, tensors, name, block), ignored=present(tensors, path, ("input_scale", "activation_scale"))
+            fp8_matrix(path, tensors, name, block), ignored=present(tensors, path, ("input_scale", "activation_scale"))
         )
     return found
 
@@ -78,7 +92,7 @@ def block_of(value: object) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def matrix(path: str, tensors: StoredTensors, scale: str, block: tuple[int, int] | None) -> FoundMatrix:
+def fp8_matrix(path: str, tensors: StoredTensors, scale: str, block: tuple[int, int] | None) -> FoundMatrix:
     """One module's, with its scales in the tensor `scale`; `block`: rows and inputs that share one, if they do."""
     rows, inputs = tensors.matrix(f"{path}.weight", (_KIND,)).shape
     stored = tensors.need(scale, (*SCALES, "F8_E8M0", "U8"))
@@ -98,10 +112,10 @@ def matrix(path: str, tensors: StoredTensors, scale: str, block: tuple[int, int]
     shared = block[1] if reach == "blocks" and block is not None else 0
     form = NumberForm(8, GROUP, scale_dtype="float32" if single else "bfloat16", floats=shared)
     parts = {"numbers": f"{path}.weight", "scales": scale}
-    return FoundMatrix("fp8", (rows, inputs), form, parts, partial(_unpack, reach=reach, block=block or (1, 1)))
+    return FoundMatrix("fp8", (rows, inputs), form, parts, partial(_unpack_fp8, reach=reach, block=block or (1, 1)))
 
 
-def _unpack(parts: Parts, first: int, last: int, *, reach: Reach, block: tuple[int, int]) -> GroupedRows:
+def _unpack_fp8(parts: Parts, first: int, last: int, *, reach: Reach, block: tuple[int, int]) -> GroupedRows:
     own = parts["numbers"][first:last].view(torch.uint8).numpy()
     numbers, steps = whole_numbers(own)
     kept = parts["scales"]
@@ -165,3 +179,100 @@ def plain_whole_numbers(floats: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], N
         steps[first : first + count] = step.numpy()
         np.copyto(numbers[first : first + count], part.numpy(), casting="unsafe")
     return numbers, steps
+
+
+TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each four-bit float."""
+MX_FORM = NumberForm(4, GROUP, "table", scale_dtype="bfloat16", table=TABLE)
+_BIAS = 127 + 1
+"""The bias of a scale's exponent; one more, because the table has twice the values."""
+
+
+def find_mxfp4(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+    """The experts' matrices of gpt-oss, {name of the parameter: matrix [experts outputs, inputs]}."""
+    return {path: _stacked(path, tensors) for path in tensors.paths("_blocks")}
+
+
+def _stacked(path: str, tensors: StoredTensors) -> FoundMatrix:
+    shape = tensors.need(f"{path}_blocks", ("U8",)).shape
+    if len(shape) != 4 or 0 in shape or shape[3] != GROUP // 2:
+        raise tensors.misshapen(f"{path}_blocks", shape, "[experts, outputs, groups, 16]")
+    tensors.need(f"{path}_scales", ("U8",), shape[:3])
+    parts = {"numbers": f"{path}_blocks", "scales": f"{path}_scales"}
+    experts, outputs, groups, _ = shape
+    shape = experts * outputs, GROUP * groups
+    return FoundMatrix("mxfp4", shape, MX_FORM, parts, _unpack_mx, sliced=(), experts=experts)
+
+
+def mx_matrix(path: str, tensors: StoredTensors) -> FoundMatrix:
+    """One module's, `weight_packed` uint8 [outputs, inputs / 2] and `weight_scale` uint8 [outputs, inputs / 32]."""
+    outputs, inputs = _shape(path, "weight_packed", ("U8", "F8_E8M0"), GROUP, tensors)
+    parts = {"numbers": f"{path}.weight_packed", "scales": f"{path}.weight_scale"}
+    return FoundMatrix("mxfp4", (outputs, inputs), MX_FORM, parts, _unpack_mx, sliced=("numbers", "scales"))
+
+
+def _shape(path: str, numbers: str, scales: Collection[str], group: int, tensors: StoredTensors) -> tuple[int, int]:
+    """(outputs, inputs) of one module's matrix. `numbers`: its tensor of these; `scales`: the kinds of its scales."""
+    outputs, width = tensors.matrix(f"{path}.{numbers}", ("U8",)).shape
+    if 2 * width % group:
+        raise tensors.wrong(f"{path}.{numbers}", f"has {2 * width} inputs, no whole groups of {group}")
+    tensors.need(f"{path}.weight_scale", scales, (outputs, 2 * width // group))
+    return outputs, 2 * width
+
+
+def powers(exponents: torch.Tensor, bias: int) -> NDArray[np.float32]:
+    """2 ** (exponent - bias) of bytes."""
+    exponent = exponents.contiguous().view(torch.uint8).numpy().astype(np.int32)
+    return np.ldexp(np.float32(1), exponent - bias)
+
+
+def _unpack_mx(parts: Parts, first: int, last: int) -> GroupedRows:
+    """Some rows of numbers [..., groups, 16] or [rows, inputs / 2], with scales [..., groups]."""
+    groups = parts["scales"].shape[-1]
+    numbers = parts["numbers"].view(torch.uint8).reshape(-1, groups * GROUP // 2)[first:last]
+    scales = parts["scales"].reshape(-1, groups)[first:last]
+    return GroupedRows(spread(numbers.numpy()), powers(scales, _BIAS))
+
+
+_NV_GROUP = 16
+_NV_FORM = NumberForm(4, _NV_GROUP, "table", scale_dtype="float16", table=TABLE)
+
+
+def nv_matrix(path: str, tensors: StoredTensors, numbers: str, whole: str, *, divides: bool) -> FoundMatrix:
+    """One module's. `numbers`, `whole`: its tensors of numbers and of the number for the whole matrix."""
+    outputs, inputs = _shape(path, numbers, ("F8_E4M3",), _NV_GROUP, tensors)
+    found = tensors.need(f"{path}.{whole}", ("F32",))
+    if found.shape not in ((), (1,)):
+        raise tensors.misshapen(f"{path}.{whole}", found.shape, (1,))
+    parts = {"numbers": f"{path}.{numbers}", "scales": f"{path}.weight_scale", "whole": f"{path}.{whole}"}
+    unpack = partial(_nv_unpack, divides=divides)
+    return FoundMatrix("nvfp4", (outputs, inputs), _NV_FORM, parts, unpack, sliced=("numbers", "scales"))
+
+
+def _nv_unpack(parts: Parts, first: int, last: int, *, divides: bool) -> GroupedRows:
+    whole = np.float32(parts["whole"].reshape(-1)[0].item())
+    scale = np.float32(0.5) / whole if divides else np.float32(0.5) * whole  # 0.5: the table has twice the values
+    scales = floats(parts["scales"].view(torch.float8_e4m3fn)[first:last])
+    return GroupedRows(
+        spread(parts["numbers"][first:last].numpy()), scales, row_scales=np.full(last - first, scale, dtype=np.float32)
+    )
+
+
+_ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
+_OF_ACTIVATIONS = ("input_scale", "k_scale", "v_scale")
+
+
+def find_modelopt(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+    """All matrices, by the names that they have without quantization."""
+    algorithm = config.get("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        raise UnsupportedModel(f"ModelOpt's {shorten(repr(algorithm), 80)} is not read; FP8 and NVFP4 are")
+    found = {}
+    for path in eight_bit_paths(tensors):
+        found[path] = fp8_matrix(path, tensors, f"{path}.weight_scale", None)
+    for path in tensors.paths(".weight"):
+        if tensors.headers[f"{path}.weight"].kind == "U8":
+            found[path] = nv_matrix(path, tensors, "weight", "weight_scale_2", divides=False)
+    return {
+        f"{path}.weight": replace(each, ignored=present(tensors, path, _OF_ACTIVATIONS)) for path, each in found.items()
+    }

@@ -27,9 +27,8 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.cpu import CompiledBackend
-from asyncengine.execution.layers.basic import Norm
+from asyncengine.execution.layers.basic import Embedding, LMHead, Norm
 from asyncengine.execution.layers.causal_conv import CausalConv
-from asyncengine.execution.layers.embedding import Embedding, LMHead
 from asyncengine.execution.layers.mamba2 import Mamba2
 from asyncengine.execution.layers.mlp import MLP
 from asyncengine.execution.layers.recorded import RecordedLayers

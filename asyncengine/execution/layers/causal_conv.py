@@ -10,13 +10,14 @@ from torch.nn import functional
 
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import Spans, own_rows
-from asyncengine.execution.layers.states import Slots, StateStep, advance_segments, each_token, state_kernels
-from asyncengine.execution.layers.stored import TensorSlot
+from asyncengine.execution.layers.states import Slots, StateStep, advance_segments, each_token
+from asyncengine.execution.layers.stored import Layer, TensorSlot
+from asyncengine.kernels.api import triton_missing
 
 ConvActivation = Literal["silu"]
 
 
-class CausalConv:
+class CausalConv(Layer):
     """y[t] = act(bias + sum over i of weight[i] * x[t - taps + 1 + i]), for each channel; x [T, channels].
 
     Sums are float32 and rounded once, after the activation. What stands before a sequence's first token is zero.
@@ -36,7 +37,12 @@ class CausalConv:
         self.bias = options.zeros(channels, dtype=torch.float32) if bias else None
         self.window = (taps - 1, channels)
         """Shape of the inputs that it remembers of a sequence."""
-        self.on_device = state_kernels(options)
+        self.on_device: Any = None
+        """The module of kernels in Triton, of which layers of this kind need others as well; None: none run here."""
+        if triton_missing(options.device) is None:
+            from asyncengine.kernels.api import gpu
+
+            self.on_device = gpu
         self.kernel: Any = None
         """The compiled kernel on a CPU; None: torch convolves."""
         if options.compiled:
@@ -88,8 +94,6 @@ class CausalConv:
         return total.to(x.dtype), inputs[:, tokens:]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-
         yield f"{self.path}.weight", self.part(0, self._whole)
         if self.bias is not None:
             rows = own_rows(self._spans, 0, self._whole)

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import gather_experts, held_by, leave
-from asyncengine.execution.layers.stored import RowRange, StoredForm, StoredMatrix, TensorSlot, dense
+from asyncengine.execution.layers.stored import Layer, RowRange, StoredForm, StoredMatrix, TensorSlot, dense
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 from asyncengine.execution.layers.weight_forms import DenseWeight, WeightForm
 from asyncengine.kernels.api import triton_missing
@@ -134,7 +134,7 @@ class ExpertsConfig:
         return self.width * (2 if self.gated else 1)
 
 
-class Experts:
+class Experts(Layer):
     """x [rows, width], experts int64 [rows, k] and weights float32 [rows, k] (None: 1) -> [rows, width]."""
 
     def __init__(self, options: LayerOptions, config: ExpertsConfig, prefix: str, width: int) -> None:
@@ -153,6 +153,7 @@ class Experts:
         if number is not None:
             form = replace(config, experts=count)
             self.kernel = _kernel(form, number, self.up.product(), self.down.product(), options.dtype)
+        self.compiled = self.kernel is not None
         self._grouped = _grouped(options, config, self.up, self.down, self._gate)
         self.pairs_at_once = 1 << 30
         """Pairs of a row and an expert in one call of the kernel: those for which it has memory."""
@@ -214,10 +215,6 @@ class Experts:
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS[config.activation](gate) * up
 
-    @property
-    def compiled(self) -> bool:
-        return self.kernel is not None
-
     def side_by_side(self) -> list[list[str]]:
         """Checkpoint names, without ".weight", of matrices that are one weight if all of them are stored alike: of all
         experts' gates and ups, of all downs, and in either spelling."""
@@ -260,10 +257,8 @@ class Experts:
         for part, name in enumerate(names.up):
             own = replaced[part * len(replaced) // len(names.up) : (part + 1) * len(replaced) // len(names.up)]
             yield self._prefix + name, self._stacked(self.up, part * each, each, own)
-        yield (
-            self._prefix + names.down,
-            self._stacked(self.down, 0, self.down.outputs, () if config.only_stacked else (config.down,)),
-        )
+        downs = () if config.only_stacked else (config.down,)
+        yield self._prefix + names.down, self._stacked(self.down, 0, self.down.outputs, downs)
         if config.bias is not None:
             for name, matrices in zip(config.bias, (self.up, self.down), strict=True):
                 assert matrices.bias is not None

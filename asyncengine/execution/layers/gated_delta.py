@@ -190,15 +190,13 @@ class GatedDelta(states.StateLayer):
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
 
-def delta_rule(
-    kernels: states.StateKernels | None, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor
-) -> Any:
+def delta_rule(kernels: Any, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor) -> Any:
     """The rule in Triton, of (key heads, value heads, key dim, value dim); None: there are no such kernels."""
     if kernels is None:
         return None
     keys, count, key_dim, value_dim = heads
     firsts = (0, keys * key_dim, 2 * keys * key_dim)
-    return kernels.recurrence(count, count // keys, key_dim, value_dim, firsts, rate, bias)
+    return kernels.Recurrence(count, count // keys, key_dim, value_dim, firsts, rate, bias)
 
 
 def learn(

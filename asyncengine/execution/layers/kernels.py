@@ -216,15 +216,11 @@ def layer_kernels(attention_backend: str, dtype: torch.dtype, device: torch.devi
             return CompiledKernels()
         except Exception as error:  # a compiler that cannot be imported
             logger.warning("layers run on torch's own operations: importing numba failed: %s", error)
-    elif _flashinfer_serves(attention_backend, dtype, device):
+    elif attention_backend != "torch" and device.type == "cuda" and dtype != torch.float32:
+        served = torch.cuda.get_device_capability(device) >= (8, 0)
         try:
-            return CudaKernels(load_flashinfer(), device)
+            if served and importlib.util.find_spec("flashinfer") is not None:
+                return CudaKernels(load_flashinfer(), device)
         except Exception as error:  # it touches compilers, drivers and the home directory on import
             logger.warning("layers run on torch's own operations: importing flashinfer failed: %s", error)
     return LayerKernels()
-
-
-def _flashinfer_serves(attention_backend: str, dtype: torch.dtype, device: torch.device) -> bool:
-    if attention_backend == "torch" or device.type != "cuda" or dtype == torch.float32:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and importlib.util.find_spec("flashinfer") is not None

@@ -23,7 +23,7 @@ from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
+from asyncengine.execution.layers.stored import TensorSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Mamba2(StateLayer):
             (config.heads, config.state_size, config.head_dim), self.conv.window,
             (self.inner, self.shared, self.shared), units, self.share is not None,
         )  # fmt: skip
-        self.rule = self.conv.on_device and self.conv.on_device.recurrence(
+        self.rule = self.conv.on_device and self.conv.on_device.Recurrence(
             config.heads, config.heads // config.groups, config.state_size, config.head_dim,
             (self.inner + self.shared, self.inner, 0), self.decay, self.step_bias, config.limits, self.skip,
         )  # fmt: skip
@@ -168,20 +168,15 @@ class Mamba2(StateLayer):
         return sum(part.nbytes for part in parts)
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
         for part in (self.inputs, self.conv, self.out):
             yield from part.slots()
         count, size = self._whole.heads, self.out.inputs
         heads, inner = [(part_of(self.share, each), slice(None)) for each in (count, size)]
-        yield f"{self._path}A_log", TensorSlot((count,), self._load_decay, 0.0)
+        yield (f"{self._path}A_log", TensorSlot.some(self.decay, count, [heads], 0.0, lambda it: -it.float().exp()))
         yield f"{self._path}D", TensorSlot.some(self.skip, count, [heads], 1.0)
         yield f"{self._path}dt_bias", TensorSlot.some(self.step_bias, count, [heads], 0.0)
         if self.config.norm is not None:
             yield f"{self._path}norm.weight", TensorSlot.some(self.weight, size, [inner], 1.0)
-
-    def _load_decay(self, logarithm: torch.Tensor | StoredMatrix) -> None:
-        numbers = logarithm if isinstance(logarithm, torch.Tensor) else dense(logarithm).view(-1)
-        self.decay.copy_(-numbers.float().exp()[part_of(self.share, len(numbers))])
 
 
 def _kernel(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import Router, RouterConfig
 from asyncengine.execution.layers.sharded import cut_rows, gathered, share_of
 from asyncengine.execution.layers.step import RowAdapters
-from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
+from asyncengine.execution.layers.stored import Layer, StoredMatrix, TensorSlot, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MLPConfig:
     """(a matrix's name, another one) that checkpoints may have instead (Kimi Linear, as transformers saves it)."""
 
 
-class XIELU:
+class XIELU(Layer):
     """xIELU (Huang and Schlag 2024), an activation whose two slopes are learned in each layer (Apertus).
 
     It holds the parameters of a x^2 + beta x above 0, b (exp(min(x, eps)) - 1 - x) + beta x below, which is computed in
@@ -54,17 +54,16 @@ class XIELU:
         """a, b - beta, beta and eps, as `LayerKernels.activation` takes them."""
 
     def _load(self, place: int, tensor: torch.Tensor | StoredMatrix) -> None:
-        number = (tensor if isinstance(tensor, torch.Tensor) else dense(tensor)).float().reshape(())
+        number = plain(tensor, ()).float().reshape(())
         self.parameters[place] = functional.softplus(number) if place < 2 else number
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
         initial = {"alpha_p": 0.2, "alpha_n": -1.0, "beta": 0.5, "eps": -1e-6}
         for place, (name, value) in enumerate(initial.items()):
             yield f"{self._path}.{name}", TensorSlot((1,) if place < 2 else (), partial(self._load, place), value)
 
 
-class MLP:
+class MLP(Layer):
     """down(act(gate(x)) * up(x)), or down(act(up(x))) of one that is not gated."""
 
     def __init__(self, options: LayerOptions, config: MLPConfig, prefix: str, width: int) -> None:
@@ -116,12 +115,8 @@ class MLP:
     def linears(self) -> list[Linear]:
         return [self.up, self.down]
 
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-        for linear in self.linears():
-            yield from linear.slots()
-        if self.xielu is not None:
-            yield from self.xielu.slots()
+    def inner(self) -> Sequence[Layer]:
+        return [*self.linears(), *([] if self.xielu is None else [self.xielu])]
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Other names of the same; each slot says which it stands for."""
@@ -163,7 +158,7 @@ class MoEConfig:
     """Experts read and give vectors of another width."""
 
 
-class SparseMLP:
+class SparseMLP(Layer):
     """x [rows, width] -> [rows, width]: the experts of each row, and those that all rows share."""
 
     def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
@@ -211,14 +206,8 @@ class SparseMLP:
         """Bytes of everything outside its linears."""
         return self.router.nbytes + self.experts.nbytes
 
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-        yield from self.router.slots()
-        yield from self.experts.slots()
-        for product in self.latent:
-            yield from product.slots()
-        if self.shared is not None:
-            yield from self.shared.slots()
+    def inner(self) -> Sequence[Layer]:
+        return [self.router, self.experts, *self.latent, *([] if self.shared is None else [self.shared])]
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Other names of the same; each slot says which it stands for."""
@@ -249,7 +238,7 @@ class SideExpertsConfig:
     """Norm of what the feed-forward part gives, before the two are added."""
 
 
-class SideExperts:
+class SideExperts(Layer):
     """(stream, what the feed-forward part gives) [rows, width] -> [rows, width]."""
 
     def __init__(
@@ -277,19 +266,15 @@ class SideExperts:
         """Norms that have a weight of a norm's name."""
         return [self.before, self.after, self.after_mlp]
 
+    def inner(self) -> Sequence[Layer]:
+        return self.router, self.experts
+
     @property
     def nbytes(self) -> int:
         """Bytes of everything outside its linears and norms."""
-        return self.router.nbytes + self.experts.nbytes + self._scaled.nbytes
+        return super().nbytes + self._scaled.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name; norms apart."""
-        weight = self._scaled.weight
-
-        def load(tensor: torch.Tensor | StoredMatrix) -> None:
-            weight.copy_(tensor if isinstance(tensor, torch.Tensor) else dense(tensor).view(weight.shape))
-            weight.mul_(self._factor)
-
-        yield self._scaled.path, TensorSlot(tuple(weight.shape), load, initial=1.0)
-        yield from self.router.slots()
-        yield from self.experts.slots()
+        yield self._scaled.path, TensorSlot.into(self._scaled.weight, initial=1.0, factor=self._factor)
+        yield from super().slots()

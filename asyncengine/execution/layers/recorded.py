@@ -65,7 +65,10 @@ class RecordedLayers:
         adapters = None if step.adapters is None else step.adapters.records(self._paths)
         if step.adapters is not None and adapters is None:
             return None
-        self._look_at(step)
+        owners = (step.backend, None if step.states is None else step.states.pools)
+        if not self._owners or any(known() is not own for known, own in zip(self._owners, owners, strict=True)):
+            self.records.clear()  # they are of other memory
+            self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
         inputs = [h, *(part for own in angles for part in (own.cos, own.sin))]
         inputs += [part for part in (vectors, *(own.query_scale for own in angles)) if part is not None]
         values = _values(inputs, step, adapters)
@@ -79,15 +82,6 @@ class RecordedLayers:
         record, out = known
         record.replay(values)
         return out.clone()
-
-    def _look_at(self, step: StepContext) -> None:
-        """Forget everything if it was recorded on other memory."""
-        owners = (step.backend, None if step.states is None else step.states.pools)
-        if len(self._owners) != len(owners) or any(
-            known() is not own for known, own in zip(self._owners, owners, strict=True)
-        ):
-            self.records.clear()
-            self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
 
     def _recorder(self, inputs: Sequence[torch.Tensor]) -> recording.Recorder:
         from asyncengine.kernels.api import recording

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.stored import TensorSlot
+from asyncengine.execution.layers.stored import Layer, TensorSlot
 from asyncengine.kernels.api import triton_missing
 
 
@@ -51,7 +52,7 @@ class RouterConfig:
     """The spread of sparsemixer: a logit is left out if it is farther from the largest than twice this share of it."""
 
 
-class Router:
+class Router(Layer):
     """x [rows, width] -> (experts int64 [rows, chosen], weights float32 alike, best first; logits of the gate).
 
     `gate`: a further row of the same product, whose result [rows] is no expert's (Qwen 2's gate of shared experts).
@@ -100,13 +101,11 @@ class Router:
         return *route(logits[:, : self.config.experts], self.correction, self.by_expert, self.config), gate
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
         config, prefix = self.config, self._prefix
         shape = (config.experts, self._width)
-        yield prefix + config.name, TensorSlot(shape, lambda tensor: self.weight.load(0, tensor))
+        yield prefix + config.name, TensorSlot(shape, partial(self.weight.load, 0))
         if self._gate is not None:
-            load = lambda tensor: self.weight.load(config.experts, tensor)  # noqa: E731
-            yield prefix + self._gate, TensorSlot((1, self._width), load)
+            yield prefix + self._gate, TensorSlot((1, self._width), partial(self.weight.load, config.experts))
         if self.bias is not None and config.bias is not None:
             yield prefix + config.bias, TensorSlot.into(self.bias[: config.experts], initial=0.0)
         if self.correction is not None and config.correction is not None:

@@ -29,7 +29,6 @@ import torch
 from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.sharded import Share, gathered
-from asyncengine.kernels.api import triton_missing
 
 if TYPE_CHECKING:
     from asyncengine.execution.layers.basic import Linear, Norm
@@ -101,7 +100,7 @@ class StatePools:
     ) -> None:  # fmt: skip
         """`num_slots`: slot 0 included. `padding`: there is one more, which rows that fill up a graph write to.
         `shared`: memory for them on a CPU; None: wherever it is."""
-        self.specs, self.num_slots, count = specs, num_slots, num_slots + padding
+        self.specs, count = specs, num_slots + padding
         self.recurrent = [_zeros(count, spec.recurrent, torch.float32, device, shared) for spec in specs]
         self.windows = [_zeros(count, spec.window, dtype, device, shared) for spec in specs]
 
@@ -180,26 +179,6 @@ def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int)
     assert step.alone is None, "a compiled kernel takes segments"
     made: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
     return made
-
-
-class StateKernels(NamedTuple):
-    """Kernels in Triton for layers of this kind."""
-
-    recurrence: Any
-    """The class `kernels.cuda.recurrence.Recurrence`."""
-    convolve: Any
-    """`kernels.cuda.causal_conv.convolve`"""
-    gated_norm: Any
-    """`kernels.cuda.qk_norm_rope.gated_norm`"""
-
-
-def state_kernels(options: LayerOptions) -> StateKernels | None:
-    """None: they do not run here."""
-    if triton_missing(options.device) is not None:
-        return None
-    from asyncengine.kernels.api import gpu
-
-    return StateKernels(gpu.Recurrence, gpu.convolve, gpu.gated_norm)
 
 
 def recur(

@@ -88,6 +88,15 @@ class RowAdapters(Protocol):
         """The same for products called `paths`, to be added by a compiled kernel; None: only `add` can do it."""
 
 
+class Encoded(NamedTuple):
+    """A picture as the language model gets it. n tokens."""
+
+    features: torch.Tensor
+    """[n, width], in the place of embeddings."""
+    deep: tuple[torch.Tensor, ...] = ()
+    """[n, width] each, added behind the first layers (Qwen3-VL)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepImages:
     """The pictures of a step: hidden states that take the places of embeddings. M tokens of T."""

@@ -12,9 +12,9 @@ Everything here is exact: what is lost is lost where scales or x are rounded lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -165,6 +165,11 @@ def dense(matrix: StoredMatrix, first: int = 0, last: int | None = None) -> torc
     return ordered
 
 
+def plain(given: torch.Tensor | StoredMatrix, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor as it is; the numbers of a matrix, float32 of this shape."""
+    return given if isinstance(given, torch.Tensor) else dense(given).view(tuple(shape))
+
+
 # Slots for a checkpoint's tensors: the one door by which weights enter a model, when loading and when updating.
 
 
@@ -191,11 +196,14 @@ class TensorSlot:
     """The only form that it takes, since memory was made for that; None: any, and plain numbers."""
 
     @staticmethod
-    def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None) -> TensorSlot:
-        """A slot that copies into `target`, in its dtype, and adds `added` there (Gemma's norms: 1 + weight)."""
+    def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None, factor: float = 1.0) -> TensorSlot:
+        """A slot that copies into `target`, in its dtype, multiplies by `factor` there, and adds `added` (Gemma's
+        norms: 1 + weight)."""
 
         def load(tensor: torch.Tensor | StoredMatrix) -> None:
-            target.copy_(tensor if isinstance(tensor, torch.Tensor) else dense(tensor).view(target.shape))
+            target.copy_(plain(tensor, target.shape))
+            if factor != 1.0:
+                target.mul_(factor)
             if added:
                 target.add_(added)
 
@@ -203,13 +211,33 @@ class TensorSlot:
 
     @staticmethod
     def some(
-        target: torch.Tensor, count: int, rows: Sequence[tuple[slice, slice]], initial: float | None = None
-    ) -> TensorSlot:
-        """A slot for `count` numbers that copies some of them into `target`: (which, their places there)."""
+        target: torch.Tensor, count: int, rows: Sequence[tuple[slice, slice]], initial: float | None = None,
+        made: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers,
+    ) -> TensorSlot:  # fmt: skip
+        """A slot for `count` numbers that copies some of them into `target`: (which, their places there). `made`: what
+        they become."""
 
         def load(tensor: torch.Tensor | StoredMatrix) -> None:
-            whole = (tensor if isinstance(tensor, torch.Tensor) else dense(tensor)).view(count)
+            whole = made(plain(tensor, (count,)).view(count))
             for given, own in rows:
                 target[own] = whole[given]
 
         return TensorSlot((count,), load, initial)
+
+
+class Layer:
+    """A part of a model that has weights: its own, or those of the layers that it is made of."""
+
+    def inner(self) -> Sequence[Any]:
+        """The layers that it is made of."""
+        return ()
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Tensors of the checkpoint that it takes, by name."""
+        for layer in self.inner():
+            yield from layer.slots()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(layer.nbytes for layer in self.inner())

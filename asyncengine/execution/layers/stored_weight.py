@@ -214,11 +214,8 @@ class ChunkedWeight(TakesStored):
         bits = 4 if form.bits == 4 else 8
         self._group, self._inputs = group, -(-inputs // (8 // bits * group)) * (8 // bits * group)
         wide = {"dtype": getattr(torch, form.scale_dtype), "each": form.block or group}
-        scales, minima, steps = (
-            form.group > 0 or form.below not in ("middle", "floats"),
-            form.below == "minima",
-            form.block > 0,
-        )
+        scales = form.group > 0 or form.below not in ("middle", "floats")
+        minima, steps = form.below == "minima", form.block > 0
         self.planes = packed_matmul.Planes(
             torch.zeros((self._inputs * bits // (8 * group), outputs, group), dtype=torch.uint8, device=device),
             torch.ones(outputs, dtype=torch.float32, device=device),

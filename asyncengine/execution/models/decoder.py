@@ -15,8 +15,16 @@ from typing import Any
 import torch
 
 from asyncengine.execution.layers.attention import AttentionConfig
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
-from asyncengine.execution.layers.embedding import Embedding, LayerInputConfig, LayerInputs, LMHead
+from asyncengine.execution.layers.basic import (
+    Embedding,
+    LayerInputConfig,
+    LayerInputs,
+    Linear,
+    LMHead,
+    Norm,
+    NormConfig,
+    Part,
+)
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig, SideExpertsConfig
 from asyncengine.execution.layers.options import LayerOptions
@@ -26,8 +34,7 @@ from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext
 from asyncengine.execution.layers.stored import TensorSlot
-from asyncengine.execution.models.decoder_layer import DecoderLayer, plan_layers
-from asyncengine.execution.models.mtp import MTPConfig, MTPHead
+from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead, plan_layers
 
 
 @dataclass(frozen=True, slots=True)

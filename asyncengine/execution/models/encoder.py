@@ -19,14 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
-from asyncengine.execution.layers.embedding import Embedding
+from asyncengine.execution.layers.basic import Embedding, Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import TensorSlot
+from asyncengine.execution.layers.stored import Layer, TensorSlot
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 
@@ -100,7 +99,7 @@ _FAR = 128
 """Distances from here on are one."""
 
 
-class DistanceBias:
+class DistanceBias(Layer):
     """A learned bias per head of each bucket of distances, as T5's (Raffel et al. 2020), of which MPNet has one for all
     layers. Keys before a query and behind it have half of the buckets each: half of those are of one distance each,
     the rest reach logarithmically up to 128."""
@@ -112,24 +111,19 @@ class DistanceBias:
     def __call__(self, count: int) -> torch.Tensor:
         """[heads, count, count] of a sequence of `count` tokens: queries are rows."""
         places = torch.arange(count, device=self._table.device)
-        away = self._table[self._buckets(torch.arange(1 - count, count))].T  # of all distances, once
-        return away[:, places - places[:, None] + count - 1]
-
-    def _buckets(self, distances: torch.Tensor) -> torch.Tensor:
-        """int64, as `distances`: of keys minus queries."""
-        each = len(self._table) // 2
+        distances, each = torch.arange(1 - count, count), len(self._table) // 2  # of keys minus queries
         exact = each // 2
         far = distances.abs()
         growth = torch.log(far.clamp(min=1).float() / exact) / math.log(_FAR / exact) * (each - exact)
-        bucket = torch.where(far < exact, far, (exact + growth.long()).clamp(max=each - 1))
-        return (bucket + (distances > 0) * each).to(self._table.device)
+        buckets = torch.where(far < exact, far, (exact + growth.long()).clamp(max=each - 1)) + (distances > 0) * each
+        away = self._table[buckets.to(self._table.device)].T  # of all distances, once
+        return away[:, places - places[:, None] + count - 1]
 
     @property
     def nbytes(self) -> int:
         return self._table.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
         yield f"{self._path}.weight", TensorSlot.into(self._table)
 
 
@@ -186,7 +180,14 @@ class Encoder:
         if config.head is not None:
             self.num_labels = config.head.num_labels
             self.head = SequenceHead(replace(options, bits=None), config.head, stack.norm, stack.width)
-        self._attention = self._make_attention()
+        specs = [layer.attention.spec for layer in self.layers if layer.attention is not None]
+        self._attention: SequenceAttention
+        if options.kernels.name != "compiled" or self.distance_bias is not None:
+            self._attention = TorchSequences(specs, self.distance_bias)
+        else:
+            from asyncengine.execution.attention.cpu import CompiledSequences
+
+            self._attention = CompiledSequences(specs, self.dtype)
         self.recorded: RecordedLayers | None = None
         """Steps of a few tokens in one call, where compiled kernels make all products."""
         if not isinstance(self._attention, TorchSequences) and all(layer.compiled for layer in self.layers):
@@ -239,14 +240,6 @@ class Encoder:
             learned = positions if padding is None else padded_positions(ids, counts, padding)
             h = h + self.positions(learned)
         return h if self.embedding_norm is None else self.embedding_norm(h)
-
-    def _make_attention(self) -> SequenceAttention:
-        specs = [layer.attention.spec for layer in self.layers if layer.attention is not None]
-        if self.options.kernels.name != "compiled" or self.distance_bias is not None:
-            return TorchSequences(specs, self.distance_bias)
-        from asyncengine.execution.attention.cpu import CompiledSequences
-
-        return CompiledSequences(specs, self.dtype)
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
@@ -318,7 +311,7 @@ class SequenceHeadConfig:
     """The first token, the mean of all, or the mean of the logits of all (EuroBERT)."""
 
 
-class SequenceHead:
+class SequenceHead(Layer):
     """out(norm(act(dense(pooled))))."""
 
     def __init__(self, options: LayerOptions, config: SequenceHeadConfig, norm: NormConfig, width: int) -> None:
@@ -350,11 +343,5 @@ class SequenceHead:
     def linears(self) -> list[Linear]:
         return [self.out] if self.dense is None else [self.dense, self.out]
 
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-        for part in (self.dense, self.norm, self.out):
-            yield from () if part is None else part.slots()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.dense, self.norm, self.out) if part is not None)
+    def inner(self) -> Sequence[Layer]:
+        return [part for part in (self.dense, self.norm, self.out) if part is not None]

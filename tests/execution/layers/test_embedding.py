@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.layer_options import fill, options
 
-from asyncengine.execution.layers.embedding import Embedding
+from asyncengine.execution.layers.basic import Embedding
 
 TOKENS, WIDTH = 96, 64
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
-from asyncengine.execution.layers import states
+from asyncengine.execution.layers import causal_conv
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig, learn, unit
 from asyncengine.execution.layers.mamba2 import Mamba2Config
@@ -52,7 +52,7 @@ def test_layers_by_the_kernel_are_those_by_torch(
     own = options(dtype, plain=True)
     found = []
     for triton in (False, True):
-        monkeypatch.setattr(states, "triton_missing", lambda device, triton=triton: None if triton else "no")
+        monkeypatch.setattr(causal_conv, "triton_missing", lambda device, triton=triton: None if triton else "no")
         layer = LAYERS[name].build(own, NormConfig(), "", 32, 0)
         assert (layer.conv.on_device is not None) == triton
         generator = torch.Generator().manual_seed(2)

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
-from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.layers.embedding import LayerInputConfig
+from asyncengine.execution.layers.basic import LayerInputConfig, NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mlp import MLPConfig, SideExpertsConfig
 from asyncengine.execution.layers.routing import RouterConfig

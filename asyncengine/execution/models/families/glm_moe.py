@@ -15,8 +15,8 @@ from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
 from asyncengine.execution.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of
-from asyncengine.execution.models.mtp import MTPConfig, head_layers
 
 _SHARED = "mlp.shared_experts."
 _FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"

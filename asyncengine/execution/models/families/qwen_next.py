@@ -13,6 +13,7 @@ from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import Defaults, ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
 from asyncengine.execution.models.families.common import (
     activation,
     alternate,
@@ -21,7 +22,6 @@ from asyncengine.execution.models.families.common import (
     rotary_of,
     with_states,
 )
-from asyncengine.execution.models.mtp import MTPConfig, head_layers
 
 _SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")

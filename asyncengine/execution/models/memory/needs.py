@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncengine.config import EngineConfig, ImageSettings, MemorySettings, ModelSettings
+from asyncengine.config import EngineConfig, MemorySettings, ModelSettings
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.execution.attention.base import LayerSpec, page_bytes
 from asyncengine.execution.attention.factory import kv_dtype
@@ -29,18 +29,11 @@ from asyncengine.execution.layers.stored_weight import chunk_group, stored_missi
 from asyncengine.execution.models import description
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
+from asyncengine.execution.models.decoder_layer import HEAD_BITS
 from asyncengine.execution.models.encoder import Encoder, EncoderConfig
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.hub import short_name
-from asyncengine.execution.models.memory.caches import (
-    TwoPools,
-    modest_pages,
-    num_states_for,
-    state_bytes,
-    two_pools,
-    why_one_pool,
-)
-from asyncengine.execution.models.mtp import HEAD_BITS
+from asyncengine.execution.models.memory import caches
 from asyncengine.execution.models.multimodal import TextPart
 from asyncengine.execution.models.vision.families import VISION
 from asyncengine.execution.models.weights import assign, settle_tie, slots_of, stored_forms
@@ -178,7 +171,7 @@ class ModelNeeds:
     """Heads of attention; 0: it has none."""
     vocab_size: int
     page_size: int
-    two_pools: TwoPools | None = None
+    two_pools: caches.TwoPools | None = None
     """Division of the KV cache where layers with windows have pages of their own; None: they have not."""
     image_bytes: int = 0
     """Encoded pictures that are kept (`image_cache_memory`); 0: it reads none."""
@@ -219,19 +212,23 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         described = description.describe_model(path_or_id, checkpoint, config, description.is_headless(pooling), device)
     text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
     weight_bytes, per_token, layers, states = _sizes(described, config, text)
-    tower_bytes = 0 if pooling is not None else _tower_bytes(described, config)
+    part, tower_bytes = described.checkpoint, 0
+    pictured = pooling is None and config.images != "off" and described.hf_config.model_type in VISION
+    if isinstance(part, TextPart) and pictured:
+        elements = sum(part.whole.tensors[name].elements for name in part.of_vision())
+        tower_bytes = elements * described.dtype.itemsize
     logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
     hidden = tokens * text.hidden_size * _COPIES_OF_STATES
     pools = None
-    if why_one_pool(layers, described.device, states=bool(states)) is None:
-        pools = two_pools(layers, config, described.max_model_len, described.dtype)
+    if caches.why_one_pool(layers, described.device, states=bool(states)) is None:
+        pools = caches.two_pools(layers, config, described.max_model_len, described.dtype)
     return ModelNeeds(
         name=short_name(path_or_id),
         dtype=str(described.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes + tower_bytes,
         kv_bytes_per_token=per_token,
-        state_bytes=state_bytes(states, described.dtype),
-        num_states=num_states_for(states, config, described.dtype, torch.device("cpu"), _ENDLESS),
+        state_bytes=caches.state_bytes(states, described.dtype),
+        num_states=caches.num_states_for(states, config, described.dtype, torch.device("cpu"), _ENDLESS),
         step_bytes=4 * (logits + hidden) * config.tensor_parallel,
         max_model_len=described.max_model_len,
         num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0,
@@ -240,14 +237,6 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         two_pools=pools,
         image_bytes=int(config.image_cache_memory) if tower_bytes else 0,
     )
-
-
-def _tower_bytes(described: description.ModelDescription, config: ImageSettings) -> int:
-    """Bytes of the vision tower of a model that reads pictures."""
-    part = described.checkpoint
-    if not isinstance(part, TextPart) or config.images == "off" or described.hf_config.model_type not in VISION:
-        return 0
-    return sum(part.whole.tensors[name].elements for name in part.of_vision()) * described.dtype.itemsize
 
 
 def _sizes(
@@ -262,26 +251,19 @@ def _sizes(
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         elements = count_elements(described.hf_config, config, described.dtype)
-        return (
-            _plain(elements, described, described.bits),
-            text.num_hidden_layers * heads * 2 * width * kind.itemsize,
-            (),
-            (),
-        )
+        per_token = text.num_hidden_layers * heads * 2 * width * kind.itemsize
+        return _plain(elements, described, described.bits), per_token, (), ()
     if isinstance(described.structure, EncoderConfig):
         encoder, weights = outline_encoder(described, config)
         tables = [table for table in (encoder.embedding, encoder.positions, encoder.segments) if table is not None]
         in_tables = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
         wide = _wide(weights.elements, described)
-        matrices = _plain(sum(weights.elements.values()) - in_tables - wide, described, described.bits)
-        wide_bytes = _plain(wide, described, described.bits and 8)
-        return weights.kept_bytes + matrices + wide_bytes + _plain(in_tables, described, None), 0, (), ()
+        matrices = _matrix_bytes(sum(weights.elements.values()) - in_tables, wide, described)
+        return weights.kept_bytes + matrices + _plain(in_tables, described, None), 0, (), ()
     decoder, weights = outline_decoder(described, config)
     vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
     wide = vocabulary + _wide(weights.elements, described)
-    plain = _plain(sum(weights.elements.values()) - wide, described, described.bits) + _plain(
-        wide, described, described.bits and 8
-    )
+    plain = _matrix_bytes(sum(weights.elements.values()), wide, described)
     # with tensor parallelism each process has some of the weights and heads, or a copy of what cannot be divided
     size = config.tensor_parallel
     specs = [spec for spec in decoder.specs for _ in range(size if spec.num_kv_heads % size else 1)]
@@ -292,6 +274,11 @@ def _sizes(
 def _wide(elements: Mapping[str, int], described: description.ModelDescription) -> int:
     """Numbers of the matrices that have 8 bits where others have 4."""
     return sum(count for path, count in elements.items() if bits_of(path, described.bits) != described.bits)
+
+
+def _matrix_bytes(elements: int, wide: int, described: description.ModelDescription) -> int:
+    """Bytes of so many numbers, of which `wide` have 8 bits if they are quantized."""
+    return _plain(elements - wide, described, described.bits) + _plain(wide, described, described.bits and 8)
 
 
 def _plain(elements: int, described: description.ModelDescription, bits: int | None) -> int:
@@ -342,7 +329,7 @@ def claim_of(name: str, needs: ModelNeeds, config: EngineConfig) -> MemoryClaim:
     else:
         page = config.page_size * needs.kv_bytes_per_token
         most = config.max_num_seqs * -(-needs.max_model_len // config.page_size) + 1
-        kv = (modest_pages(config, needs.max_model_len) * page, most * page)
+        kv = (caches.modest_pages(config, needs.max_model_len) * page, most * page)
     if isinstance(config.state_memory, int):
         fixed += config.state_memory
     else:

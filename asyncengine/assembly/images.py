@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncengine.execution.models.formats import CheckpointSource
     from asyncengine.execution.models.loading import LoadedModel
     from asyncengine.execution.models.progress import LoadProgress
-    from asyncengine.execution.runner.images import ImageStore
+    from asyncengine.execution.runner.step_inputs import ImageStore
 
 logger = logging.getLogger("asyncengine")
 
@@ -81,7 +81,7 @@ def _load(
 
     from asyncengine.execution.models.multimodal import text_part
     from asyncengine.execution.models.vision.tower import ImageProcessor, load_tower
-    from asyncengine.execution.runner.images import ImageStore
+    from asyncengine.execution.runner.step_inputs import ImageStore
 
     progress.stage("loading the vision tower")
     settings = getattr(checkpoint, "image_processor", None)

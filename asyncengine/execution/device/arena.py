@@ -194,19 +194,12 @@ class OutputBufferPool:
 
     def take(self, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor of that shape, contiguous."""
-        size = 1
-        for extent in shape:
-            size *= extent
-        if size < _LARGE:
+        size = math.prod(shape)
+        if size < _LARGE or _use_count is None:
             return torch.empty(shape, dtype=torch.float32)
-        if self._last is None or self._last.numel() < size or self._last.numel() > 4 * size or self._is_held():
-            self._last = None if _use_count is None else torch.empty(size, dtype=torch.float32)
-        return torch.empty(shape, dtype=torch.float32) if self._last is None else self._last[:size].view(shape)
-
-    def _is_held(self) -> bool:
-        """Whether the last result is still referenced, by torch's count: this tensor, and the storage looked at
-        here."""
-        assert self._last is not None
-        assert _use_count is not None
-        storage: Any = self._last.untyped_storage()
-        return _use_count(storage._cdata) > 2
+        storage: Any = None if self._last is None else self._last.untyped_storage()
+        # referenced, by torch's count, by this tensor and by the storage looked at here: nobody has the last result
+        free = storage is not None and _use_count(storage._cdata) == 2
+        if self._last is None or not free or not size <= self._last.numel() <= 4 * size:
+            self._last = torch.empty(size, dtype=torch.float32)
+        return self._last[:size].view(shape)

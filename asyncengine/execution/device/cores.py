@@ -115,11 +115,9 @@ class Cores:
         if self._team is not None:
             self._team.limit(min(threads, self._company.threads))
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """Within, a model's weights are prepared: by all threads."""
-        with self._joined(None):
-            yield
+        return self._joined(None)
 
     def _joined(self, threads: int | None) -> AbstractContextManager[None]:
         if not self._compiled:

@@ -119,8 +119,6 @@ class FixedInputs:
             self.sent = self.device[kept:]
             """The part that is sent: int32 [count]."""
             self._hosts = [memory.host(count) for _ in range(_TURNS)]
-        self.used = 0
-        """Elements that were sent last."""
         self._copied: list[Event | None] = [None] * _TURNS
         self._turn = 0
 
@@ -135,7 +133,6 @@ class FixedInputs:
     def send(self, count: int) -> None:
         """Queue the copy of the first `count` elements of what was taken last."""
         self._memory.upload(self._hosts[self._turn][:count], into=self.sent)
-        self.used = count
         copied = self._copied[self._turn] or self._memory.event()
         copied.record()
         self._copied[self._turn] = copied

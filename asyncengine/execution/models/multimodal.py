@@ -10,17 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.execution.models.formats import CheckpointSource
-
-if TYPE_CHECKING:
-    import torch
-
-    from asyncengine.execution.layers.stored import StoredMatrix
-    from asyncengine.execution.models.decoder import DecoderConfig
-    from asyncengine.execution.models.formats import StoredTensor
+from asyncengine.execution.layers.stored import StoredMatrix
+from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 
 _SPELLINGS = (
     ("model.language_model.", "lm_head."),

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from asyncengine.activations import Floats, activate
 from asyncengine.errors import ModelNotFound
 from asyncengine.pooling_spec import DenseSpec, PoolingSpec
 from asyncengine.step import Row, StepResult
-
-if TYPE_CHECKING:
-    import torch
 
 NON_FINITE = "the model computed numbers that are not finite for this text"
 
@@ -113,21 +111,13 @@ class Sums:
 
     def vector(self) -> Floats:
         """The vector [modes * width]."""
-        vectors = [self._mode(mode) for mode in self._modes]
+        count, values = np.float32(self._count), dict(self._values)
+        if "sum" in values:
+            values |= {"mean": values["sum"] / count, "mean_sqrt_len_tokens": values["sum"] / np.sqrt(count)}
+        if "weighted" in values:
+            values["weightedmean"] = values["weighted"] / np.float32(self._weight)
+        vectors = [values[mode] for mode in self._modes]
         return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
-
-    def _mode(self, mode: str) -> Floats:
-        vector: Floats
-        match mode:
-            case "mean":
-                vector = self._values["sum"] / np.float32(self._count)
-            case "mean_sqrt_len_tokens":
-                vector = self._values["sum"] / np.sqrt(np.float32(self._count))
-            case "weightedmean":
-                vector = self._values["weighted"] / np.float32(self._weight)
-            case _:
-                vector = self._values[mode]
-        return vector
 
 
 def _sum(before: Floats | None, states: Floats) -> Floats:

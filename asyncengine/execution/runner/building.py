@@ -30,12 +30,11 @@ from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.draft_model import DraftModel
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
-from asyncengine.execution.runner.images import ImageStore
 from asyncengine.execution.runner.model_runner import ModelRunner
-from asyncengine.execution.runner.mtp_guesser import MTPGuesser
 from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.stages import runner_of
+from asyncengine.execution.runner.step_inputs import ImageStore
 from asyncengine.kernels.api import read_kept
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.request_spec import Pooled, RequestSpec
@@ -220,9 +219,8 @@ def _build(
         runner.state_bytes *= copies
     runner.one_pool = one_pool
     runner.batch_variance = _batch_variance(model, backend.name)
-    runner.no_speculation = (
-        "texts are given and none is written" if pooler else _no_speculation(model, backend.name, config)
-    )
+    reads_alone = "texts are given and none is written" if pooler else None
+    runner.no_speculation = reads_alone or _no_speculation(model, backend.name, config)
     if backend.name == "compiled":
         most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
         _compile_kernels(runner, config, most, progress, model.weights_bytes, kept)
@@ -232,8 +230,11 @@ def _build(
         runner.profile_run(_prompt_step(runner, config, 1))
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
-    if runner.mtp is not None:
-        _use_head(runner, runner.mtp, config)
+    if runner.mtp is not None and runner.step_costs is None:  # nothing can be guessed: steps are computed without
+        runner.mtp.remove()
+    elif runner.mtp is not None and runner.step_costs is not None:
+        made = config.draft_costs or measure_steps(runner.mtp.time_round, _followed(runner, config, True))
+        runner.mtp.use(made, least_chance(runner.step_costs, made))
     if draft is not None:
         _add_draft(runner, draft, config, cores)
     if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
@@ -258,10 +259,17 @@ def _compile_kernels(
 
 def _prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batch:
     """A step that computes a prompt of so many tokens."""
-    pages = list(range(1, 1 + -(-count // config.page_size)))
     spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
-    state, window = first_state(runner.num_states, 0), some_windows(runner, pages)
-    return Batch(0, (Row(spec, 0, 0, count, [0] * count, False, pages, True, state=state, window=window),))
+    return Batch(0, (_first_row(runner, config, spec, count),))
+
+
+def _first_row(runner: ModelRunner, config: MemorySettings, spec: RequestSpec, count: int) -> Row:
+    """A request's first row, of so many tokens, in a profile run."""
+    pages, most = list(range(1, 1 + -(-count // config.page_size))), runner.num_window_pages - 1
+    # any window pages will do, one several times if need be, for nobody reads them
+    window = WindowPages(0, [1 + place % most for place in range(len(pages))]) if most > 0 else None
+    tokens, state = [0] * spec.prompt_len, first_state(runner.num_states, 0)
+    return Row(spec, 0, 0, count, tokens, False, pages, True, state=state, window=window)
 
 
 def measure_prompt_rate(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> float:
@@ -339,15 +347,6 @@ def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, co
     runner.weights_bytes += second.weights_bytes
 
 
-def _use_head(runner: ModelRunner, mtp: MTPGuesser, config: EngineConfig) -> None:
-    """Measure rounds of the model's own head; where nothing can be guessed, steps are computed without."""
-    if runner.step_costs is None:
-        mtp.remove()
-        return
-    made = config.draft_costs or measure_steps(mtp.time_round, _followed(runner, config, True))
-    mtp.use(made, least_chance(runner.step_costs, made))
-
-
 def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool = False) -> tuple[float, ...]:
     """Seconds of steps in which one row computes and samples `MEASURED_SIZES` tokens, which is what drafts cost.
 
@@ -358,14 +357,12 @@ def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool =
 
     def run(count: int) -> float:
         began = time.perf_counter()
-        pages = list(range(1, 1 + -(-count // config.page_size)))
-        spec = RequestSpec(0, (0,), params, count + 1)
-        state, window, drafts = first_state(runner.num_states, 0), some_windows(runner, pages), (0,) * (count - 1)
-        if state is not None:  # the same slots again and again where there are few: nobody reads what they hold
+        row = _first_row(runner, config, RequestSpec(0, (0,), params, count + 1), count)
+        if row.state is not None:  # the same slots again and again where there are few: nobody reads what they hold
             most = runner.num_states - 1
-            state = state._replace(guesses=tuple(1 + (1 + place) % most for place in range(count - 1)))
-        row = Row(spec, 0, 0, count, [0], False, pages, True, 0, None, state, window, drafts)
-        seconds = runner.profile_run(Batch(0, (row,))).seconds
+            between = tuple(1 + (1 + place) % most for place in range(count - 1))
+            row = row._replace(state=row.state._replace(guesses=between))
+        seconds = runner.profile_run(Batch(0, (row._replace(drafts=(0,) * (count - 1)),))).seconds
         return time.perf_counter() - began if guesses else seconds
 
     times = measure_steps(run, _followed(runner, config, guesses))
@@ -388,12 +385,6 @@ def _followed(runner: ModelRunner, config: EngineConfig, guesses: bool) -> Hasha
 def first_state(num_states: int, slot: int) -> StateUse | None:
     """For the first row of a sequence in a profile run."""
     return StateUse(slot + 1, 0) if num_states else None
-
-
-def some_windows(runner: ModelRunner, pages: list[int]) -> WindowPages | None:
-    """For a row of a profile run over `pages`: any will do, one several times if need be, for nobody reads them."""
-    most = runner.num_window_pages - 1
-    return WindowPages(0, [1 + place % most for place in range(len(pages))]) if most > 0 else None
 
 
 def largest_step(

@@ -17,8 +17,7 @@ from asyncengine.execution.models.loading import LoadedEncoder
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler, Span
 from asyncengine.execution.runner.model_runner import SMALL
-from asyncengine.execution.runner.parts import launch_in_parts
-from asyncengine.execution.runner.pending import PendingStep
+from asyncengine.execution.runner.pending import PendingStep, launch_in_parts
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.seams import StepHandle
 from asyncengine.stats import ThreadStats
@@ -51,7 +50,7 @@ class EncoderRunner:
         self._compiled = self.batch_variance is None
 
     def launch(self, batch: Batch) -> StepHandle:
-        """Start one step, in parts where it does not fit in memory (`parts`). Raising means the runner is broken."""
+        """Start one step, in parts where it does not fit in memory (`pending`). Raising means the runner is broken."""
         return launch_in_parts(batch, self._launch, self._device)
 
     def _launch(self, batch: Batch) -> PendingStep:

@@ -29,22 +29,8 @@ from asyncengine.execution.attention.base import StepView
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.device.transfer import CudaMemory, FixedInputs, Int64Array
 from asyncengine.execution.layers.states import FIRST, LoneTokens
-from asyncengine.execution.runner import step_buffers
+from asyncengine.execution.runner import step_buffers as steps
 from asyncengine.execution.runner.prompt_graphs import AdaptedGraphs, Piece, PieceCapture
-from asyncengine.execution.runner.step_buffers import (
-    ADAPTER,
-    GIVEN,
-    GROWING,
-    KV_SLOT,
-    NEXT,
-    NUMBERS,
-    POSITION,
-    SLOT,
-    SOURCE,
-    STATE_SOURCE,
-    STATE_TARGET,
-    DecodeStep,
-)
 from asyncengine.execution.sampling.masks import FilledMasks, StepMasks
 from asyncengine.execution.sampling.sampler import Sampler
 from asyncengine.kernels.api import row_numbers
@@ -95,7 +81,7 @@ class ProcessedRows:
             count, filled = masks.count, masks.wait(range(len(rows)), packed)
         chosen, own = [rows[place] for place in places.tolist()], own[:, places]
         numbers, kept = self._tables.numbers(
-            chosen, own[step_buffers.SLOT], own[step_buffers.NEXT], places, self._inputs, decodes=True
+            chosen, own[steps.SLOT], own[steps.NEXT], places, self._inputs, decodes=True
         )
         numbers[row_numbers.MASK, np.searchsorted(places, filled.places)] = filled.kept
         self.run(numbers, count)
@@ -287,9 +273,9 @@ class DecodeGraphs:
         most = self.sizes[-1]
         self._front = (max_num_seqs + 2) // 2 * 2
         with torch.inference_mode(False):
-            words = max(2 * NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
+            words = max(2 * steps.NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
             self.inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
-            self._tokens = self.inputs.device[: 2 * (self._front + NUMBERS * most)].view(torch.int64)
+            self._tokens = self.inputs.device[: 2 * (self._front + steps.NUMBERS * most)].view(torch.int64)
             self.last_token = self._tokens[: max_num_seqs + 1]
             """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
             device = self._tokens.device
@@ -303,9 +289,9 @@ class DecodeGraphs:
         """Chooses for rows whose logits are processed, where graphs sample."""
         self._padding = np.array([[max_num_seqs, 0, 0, 1, -1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
-        self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
+        self._nothing = steps.DecodeStep(np.zeros((steps.NUMBERS, 0), dtype=np.int64), no_pages, ())
         self._shapes = {
-            size: (np.ones(size, dtype=np.int64), np.arange(size + 1), self._fixed(KV_SLOT, size))
+            size: (np.ones(size, dtype=np.int64), np.arange(size + 1), self._fixed(steps.KV_SLOT, size))
             for size in self.sizes
         }
         self._last = 0, 0, np.empty(0, dtype=np.int32)
@@ -321,7 +307,7 @@ class DecodeGraphs:
         """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after
         each."""
         for size in reversed(self.sizes):
-            self.backend.prepare_graph(size, self.inputs.sent[2 * NUMBERS * size :])
+            self.backend.prepare_graph(size, self.inputs.sent[2 * steps.NUMBERS * size :])
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             report()
@@ -340,7 +326,7 @@ class DecodeGraphs:
         """Put each row's input where its slot's last token is, as before the last run. Takes no memory."""
         self.last_token.index_copy_(0, *self._inputs_of[self._size])
 
-    def run(self, step: DecodeStep) -> torch.Tensor | None:
+    def run(self, step: steps.DecodeStep) -> torch.Tensor | None:
         """Logits [rows, vocab] of a step of at most as many rows as the largest graph has; valid until the next run.
         None: its graph cannot be captured, and nothing was computed."""
         rows = len(step.adapters)
@@ -362,25 +348,25 @@ class DecodeGraphs:
             self.processed.close()
         self._logits = torch.empty(0)
 
-    def _send(self, size: int, step: DecodeStep) -> None:
+    def _send(self, size: int, step: steps.DecodeStep) -> None:
         """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
         self._size = size
-        host, sent, rows = self.inputs.take(), 2 * NUMBERS * size, len(step.adapters)
+        host, sent, rows = self.inputs.take(), 2 * steps.NUMBERS * size, len(step.adapters)
         words = host.numpy()
-        numbers: Int64Array = words[:sent].view(np.int64).reshape(NUMBERS, size)
+        numbers: Int64Array = words[:sent].view(np.int64).reshape(steps.NUMBERS, size)
         *before, was_sent = self._last
         if step.follows and before == [step.order - 1, size]:
             used = len(was_sent)
             words[:used] = was_sent
-            numbers[GROWING, :rows] += 1
+            numbers[steps.GROWING, :rows] += 1
             self.backend.advance_graph(size, rows, words[sent:])
         else:
             numbers[:, :rows], numbers[:, rows:] = step.numbers, self._padding
-            given = np.flatnonzero(numbers[GIVEN] >= 0)
-            numbers[SOURCE] = numbers[SLOT]
-            numbers[SOURCE, given] = self._front + GIVEN * size + given
+            given = np.flatnonzero(numbers[steps.GIVEN] >= 0)
+            numbers[steps.SOURCE] = numbers[steps.SLOT]
+            numbers[steps.SOURCE, given] = self._front + steps.GIVEN * size + given
             ones, indptr, kv_slots = self._shapes[size]
-            view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
+            view = StepView(numbers[steps.POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[steps.SLOT])
             used = sent + self.backend.plan_graph(view, host[sent:])
         self.inputs.send(used)
         self._last = step.order, size, words[:used]
@@ -394,8 +380,9 @@ class DecodeGraphs:
         """Capture a step of padding rows only: it is run once before that, and would overwrite the tokens of others."""
         began = time.perf_counter()
         self._send(size, self._nothing)
+        named = steps.SLOT, steps.POSITION, steps.ADAPTER, steps.NEXT, steps.SOURCE
         slots, positions, adapters, following, source, *moved = (
-            self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE, STATE_SOURCE, STATE_TARGET)
+            self._fixed(which, size) for which in (*named, steps.STATE_SOURCE, steps.STATE_TARGET)
         )
         states = LoneTokens(slice(None), *moved)
         tokens, best = self.split(self.sampled, size)

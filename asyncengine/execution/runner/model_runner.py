@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
 from asyncengine.execution.device.cores import Cores
@@ -24,28 +25,22 @@ from asyncengine.execution.models.decoder import Decoder, expert_type
 from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.models.memory.caches import state_bytes
 from asyncengine.execution.pooling.pool import Pooler
+from asyncengine.execution.runner.draft_model import MTPGuesser
 from asyncengine.execution.runner.graphs import Capture, DecodeGraphs
-from asyncengine.execution.runner.images import ImageStore
-from asyncengine.execution.runner.model_memory import ModelMemory
-from asyncengine.execution.runner.mtp_guesser import MTPGuesser
-from asyncengine.execution.runner.page_memory import CpuPageMemory
-from asyncengine.execution.runner.parts import launch_in_parts
-from asyncengine.execution.runner.pending import PendingStep, every_place
+from asyncengine.execution.runner.model_memory import CpuPageMemory, ModelMemory
+from asyncengine.execution.runner.pending import PendingStep, every_place, launch_in_parts
 from asyncengine.execution.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
-from asyncengine.execution.runner.step_inputs import StepInputs, inputs_of
+from asyncengine.execution.runner.step_inputs import ImageStore, StepInputs, inputs_of
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks, UnreadStep
 from asyncengine.execution.sampling.sampler import Sampled, Sampler
 from asyncengine.kernels.api import elsewhere
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+from asyncengine.options import WeightSource
 from asyncengine.seams import Guesser, StepHandle
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, Row, StepResult
-
-if TYPE_CHECKING:
-    from asyncengine.config import EngineConfig
-    from asyncengine.options import WeightSource
 
 SMALL = 2**25
 """Bytes of weights up to which the loops of a step are too short to be shared among threads."""
@@ -85,7 +80,8 @@ class ModelRunner:
         self.step_costs: tuple[float, ...] | None = None  # seconds of steps of some sizes (`speculation.costs`)
         self.pooler = pooler
         self.draft_costs: tuple[float, ...] | None = None  # measured, of the draft model's passes
-        self.mtp = MTPGuesser.of(self, model.model, max_num_seqs)
+        head = model.model if isinstance(model.model, Decoder) and model.model.mtp is not None else None
+        self.mtp = None if head is None else MTPGuesser(self, head, max_num_seqs)
         self.draft_model: Guesser | None = self.mtp  # it makes guesses that are left open
         self.model: CausalLM | None = model.model
         self.backend, self.device = backend, model.device
@@ -113,7 +109,7 @@ class ModelRunner:
         """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
         raising means the runner is broken.
 
-        A step that does not fit in memory is launched in parts (`parts`), with the guesses that were made for it.
+        A step that does not fit in memory is launched in parts (`pending`), with the guesses that were made for it.
         """
         if self.draft_model is not None:
             batch = self.draft_model.guess(batch)

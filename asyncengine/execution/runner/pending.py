@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -13,12 +14,23 @@ import numpy as np
 import torch
 
 from asyncengine import step
+from asyncengine.execution.device.memory import is_out_of_memory, release_cached
 from asyncengine.execution.device.transfer import Readback, upload
 from asyncengine.execution.pooling.pool import Pooler, Span
-from asyncengine.execution.sampling.draw import AGAIN_FLAG, gumbel, kept_threshold, noise_keys
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
-from asyncengine.execution.sampling.sampler import NON_FINITE, Sampled, Sampler
+from asyncengine.execution.sampling.sampler import (
+    AGAIN_FLAG,
+    NON_FINITE,
+    Sampled,
+    Sampler,
+    gumbel,
+    kept_threshold,
+    noise_keys,
+)
 from asyncengine.request_spec import RequestSpec
+from asyncengine.seams import StepHandle
+
+logger = logging.getLogger("asyncengine")
 
 # Log-probabilities under the model's own distribution, of sampled tokens and of the prompt.
 
@@ -231,21 +243,17 @@ class PendingStep:
             pooler, spans, hidden = self.pooling
             pooler.read(self.batch.rows, spans, hidden, result)
         if self.routes is not None:
-            self._read_routes(self.routes, result)
+            first = 0
+            for index, row in enumerate(self.batch.rows):
+                if row.spec.params.return_routed_experts:
+                    sound = row.num_scheduled - len(row.drafts) + result.accepted.get(index, 0)
+                    result.routed_experts[index] = self.routes[first : first + sound].numpy()
+                first += row.num_scheduled
         for index, message in self.failed.items():
             result.tokens[index], result.errors[index] = -1, message
         self.readback.release()
         result.seconds = time.perf_counter() - self.began
         return result
-
-    def _read_routes(self, routes: torch.Tensor, result: step.StepResult) -> None:
-        """Give each row that asks its part of the experts."""
-        first = 0
-        for index, row in enumerate(self.batch.rows):
-            if row.spec.params.return_routed_experts:
-                sound = row.num_scheduled - len(row.drafts) + result.accepted.get(index, 0)
-                result.routed_experts[index] = routes[first : first + sound].numpy()
-            first += row.num_scheduled
 
     def _read_tokens(self, sampled: Sampled, result: step.StepResult) -> None:
         tokens = sampled.tokens.tolist()
@@ -293,16 +301,15 @@ class PendingStep:
             first = beyond
 
     def _logprob(self, found: step.TokenLogprob, place: int, token: int) -> step.TokenLogprob:
-        entry = found if found.token_id == token else self._score(place, token, len(found.top))
+        entry = found
+        if found.token_id != token:  # it was put in the place of the sampled one
+            logits, put = self.steerable[place][None], torch.tensor([token])
+            (entry,) = token_logprobs(logits, put, len(found.top)).entries()
         params = self.places[place].spec.params
         top = entry.top[: params.top_logprobs]
         if params.logprobs_of == "sampled":  # what cannot be drawn is no alternative
             top = tuple(each for each in top if each[1] > -math.inf)
         return entry._replace(top=top)
-
-    def _score(self, place: int, token: int, num_top: int) -> step.TokenLogprob:
-        """The log-probabilities of a token that was put in the place of the sampled one."""
-        return token_logprobs(self.steerable[place][None], torch.tensor([token]), num_top).entries()[0]
 
     def _constrained(
         self, row: step.Row, first: int, sampled: Sequence[int], index: int, result: step.StepResult
@@ -349,3 +356,74 @@ def every_place(batch: step.Batch, sampling: Sequence[int]) -> list[step.Row]:
     if len(set(sampling)) == len(sampling):
         return [rows[index] for index in sampling]
     return [place for index in dict.fromkeys(sampling) for place in step.sampling_places(rows[index])]
+
+
+# A step that does not fit in memory is launched in parts, one after the other, and its results are put together.
+
+OUT_OF_MEMORY = "the device has not enough memory for this request's step"
+_BY_ROW = (
+    "further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "routed_experts", "vectors",
+    "errors",
+)  # fmt: skip
+"""Fields of a result that are kept by row."""
+
+
+def launch_in_parts(batch: step.Batch, launch: Callable[[step.Batch], StepHandle], device: torch.device) -> StepHandle:
+    """`launch(batch)`; where that runs out of memory, the same of its halves, and of theirs.
+
+    A row that does not fit alone ends with an error. One whose state was to be moved where it lies is `lost`: half the
+    layers may have done so. Raises what `launch` raises for any other reason.
+    """
+    try:
+        return launch(batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    release_cached(device)  # not above: the error's traceback would hold what the step had taken
+    rows = batch.rows
+    if len(rows) == 1:
+        return step.FinishedStep(step.StepResult(batch.step, [-1], errors={0: OUT_OF_MEMORY}))
+    intact = [index for index, row in enumerate(rows) if not row.moves_state]
+    if len(intact) < len(rows):
+        logger.warning("step %d does not fit in memory: some of its rows start again", batch.step)
+        places: list[Sequence[int]] = [intact] if intact else []
+    else:
+        logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(rows))
+        places = [range(len(rows) // 2), range(len(rows) // 2, len(rows))]
+    parts: list[tuple[Sequence[int], StepHandle]] = []
+    for part in places:
+        own = step.Batch(batch.step, tuple(rows[index] for index in part))
+        parts.append((part, launch_in_parts(own, launch, device)))
+    return JoinedStep(batch, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedStep:
+    """A `step.StepHandle` of a step that was launched in parts, one after the other."""
+
+    batch: step.Batch
+    parts: Sequence[tuple[Sequence[int], StepHandle]]
+    """Each part, with the rows of `batch` that it computes. Rows of no part are lost."""
+
+    @property
+    def ready(self) -> bool:
+        return all(part.ready for _, part in self.parts)
+
+    def block(self) -> None:
+        for _, part in self.parts:
+            part.block()
+
+    def wait(self) -> step.StepResult:
+        whole = step.StepResult(self.batch.step, [-1] * len(self.batch.rows))
+        lost = dict.fromkeys(range(len(whole.tokens)))
+        for rows, part in self.parts:
+            result = part.wait()
+            whole.seconds += result.seconds
+            for place, index in enumerate(rows):
+                whole.tokens[index] = result.tokens[place]
+                if place not in result.lost:
+                    del lost[index]
+            for name in _BY_ROW:
+                getattr(whole, name).update({rows[place]: value for place, value in getattr(result, name).items()})
+        whole.lost = list(lost)
+        return whole

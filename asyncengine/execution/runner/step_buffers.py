@@ -276,10 +276,11 @@ class StepBuffers:
         arrays.numbers[:] = [
             *ids, *positions, *targets, *near, *wanted, *starts, *counts, *bounds, *sample_logits
         ]  # fmt: skip
-        far, close = self._tables_of(rows, most, windows)
+        # the first pages of each row: of one row no copy
+        own = slice(rows[0].slot, rows[0].slot + 1) if len(rows) == 1 else [row.slot for row in rows]
         view = StepView(
-            arrays.starts, arrays.counts, arrays.qo_indptr, far, arrays.kv_slots, close,
-            arrays.window_slots if windows else None,
+            arrays.starts, arrays.counts, arrays.qo_indptr, self._tables.rows[own, :most], arrays.kv_slots,
+            self._window_tables.rows[own, :most] if windows else None, arrays.window_slots if windows else None,
         )  # fmt: skip
         return Step(
             view, arrays.input_ids, arrays.positions, arrays.logit_rows, sampling, arrays.sample_logits, spans, pooled,
@@ -293,13 +294,6 @@ class StepBuffers:
                 self._short.clear()
             found = self._short[shape] = _ShortArrays(shape)
         return found
-
-    def _tables_of(self, rows: tuple[Row, ...], width: int, windows: bool) -> tuple[Int32Array, Int32Array | None]:
-        """The first `width` pages of each row, and those of layers with windows; where there is one row, no copy."""
-        slot = rows[0].slot
-        chosen = slice(slot, slot + 1) if len(rows) == 1 else [row.slot for row in rows]
-        near = self._window_tables.rows[chosen, :width] if windows else None
-        return self._tables.rows[chosen, :width], near
 
     def _build(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
         flat = self.flatten(rows)

@@ -14,7 +14,7 @@ from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.attention.torch_paged import TorchPagedBackend
 from asyncengine.execution.device import shared_gather
 from asyncengine.execution.layers.states import StatePools, StateSpec
-from asyncengine.execution.runner.page_memory import CpuPageMemory
+from asyncengine.execution.runner.model_memory import CpuPageMemory
 from asyncengine.step import RecordPart
 
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))

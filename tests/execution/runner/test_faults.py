@@ -13,7 +13,7 @@ from support.tiny_models import VOCAB
 
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.runner.model_runner import ModelRunner
-from asyncengine.execution.runner.parts import OUT_OF_MEMORY
+from asyncengine.execution.runner.pending import OUT_OF_MEMORY
 from asyncengine.execution.sampling.sampler import NON_FINITE, NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch

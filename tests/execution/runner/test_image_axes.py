@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from asyncengine.execution.runner.images import axes_of
+from asyncengine.execution.runner.step_inputs import axes_of
 from asyncengine.images import ImageSpan, PromptImage
 
 

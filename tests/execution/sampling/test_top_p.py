@@ -11,7 +11,7 @@ from support.device_sampling import by_kernels as tokens_by_kernels
 from support.device_sampling import device_sampler, rows_of
 from support.long import LONG
 
-from asyncengine.execution.sampling.draw import _by_sorting, kept_threshold
+from asyncengine.execution.sampling.sampler import _by_sorting, kept_threshold
 from asyncengine.kernels.cuda.sampling import _LEAST
 
 VOCAB = 3000

@@ -11,8 +11,7 @@ import torch
 from support.device_sampling import SETTINGS
 from support.teams import team_of
 
-from asyncengine.execution.sampling.draw import kept_threshold, noise_keys
-from asyncengine.execution.sampling.sampler import draw
+from asyncengine.execution.sampling.sampler import draw, kept_threshold, noise_keys
 from asyncengine.kernels.cpu import sampling
 from asyncengine.kernels.cpu.sampling import SamplerKernel
 

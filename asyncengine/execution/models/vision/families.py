@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,11 +179,8 @@ def _lfm2(made: Made, config: Any, token: Token) -> str:
     """Tiles by row and column, then the whole picture."""
     counts = [math.prod(int(side) // config.downsample_factor for side in shape) for shape in made["spatial_shapes"]]
     parts = [token("image_token_id") * count for count in counts]
-    names = [
-        f"<|img_row_{row}_col_{column}|>"
-        for row in range(1, made["rows"] + 1)
-        for column in range(1, made["columns"] + 1)
-    ]
+    places = product(range(1, made["rows"] + 1), range(1, made["columns"] + 1))
+    names = [f"<|img_row_{row}_col_{column}|>" for row, column in places]
     names = [*names, "<|img_thumbnail|>"] if len(names) > 1 else [""]
     return f"<|image_start|>{''.join(name + part for name, part in zip(names, parts, strict=False))}<|image_end|>"
 

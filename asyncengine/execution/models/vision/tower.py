@@ -11,15 +11,15 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine.execution.layers.step import Encoded
 from asyncengine.execution.models.loading import quiet_transformers
 from asyncengine.execution.models.multimodal import TextPart
-from asyncengine.execution.models.vision import Encoded
 from asyncengine.execution.models.vision.families import VISION, VisionFamily
 from asyncengine.images import DIGEST_BYTES, PromptImage
 
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 _KNOWN = 4096
 """Pictures whose sizes are kept: who asks again about one is not made to wait until it has been processed."""
-
-
-class _Sizes(NamedTuple):
-    text: str
-    grid: tuple[int, int] | None
 
 
 _PROCESSORS: WeakValueDictionary[bytes, ImageProcessor] = WeakValueDictionary()
@@ -84,7 +79,7 @@ class ImageProcessor:
         """The text that a chat template writes for a picture."""
         settings = (type(self._processor).__name__, self._processor.to_json_string(), repr(self._options))
         self._settings = "\0".join(settings).encode()
-        self._known: OrderedDict[bytes, _Sizes] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[str, tuple[int, int] | None]] = OrderedDict()
         _PROCESSORS[self._settings] = self
 
     @property
@@ -98,19 +93,19 @@ class ImageProcessor:
         hashed = hashlib.blake2b(self._settings + size, digest_size=DIGEST_BYTES)
         hashed.update(image.tobytes())
         digest = hashed.digest()
-        sizes = self._known.get(digest)
+        known = self._known.get(digest)
         inputs: Mapping[str, Any] | None = None
-        if sizes is None:
+        if known is None:
             made = self._made(image)
             grid = None if self.family.grid is None else self.family.grid(made, self._config)
-            sizes = _Sizes(self.family.placed(made, self._config, self._text_of), grid)
+            known = self.family.placed(made, self._config, self._text_of), grid
             inputs = self._inputs(made)
-        self._known[digest] = sizes
+        text, grid = self._known[digest] = known
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
-        count = sizes.text.count(self.placeholder)
+        count = text.count(self.placeholder)
         pixels = _Pixels(self._settings, image, inputs)
-        return PromptImage(digest, count, count * self._token_bytes, pixels, sizes.grid), sizes.text
+        return PromptImage(digest, count, count * self._token_bytes, pixels, grid), text
 
     def inputs(self, image: Image) -> Mapping[str, Any]:
         """Arguments of the tower for a picture (RGB), by name."""

@@ -1,6 +1,6 @@
 """Pictures that have been encoded, as the scheduler knows of them: which are in memory, and which is encoded next.
 
-The hidden states themselves are the runner's (`runner/images.py`), which does what a batch says: encode this, drop
+The hidden states themselves are the runner's (`runner/step_inputs.py`), which does what a batch says: encode this, drop
 those. A step encodes at most one picture, so that streams go on, and a prompt is computed up to the first picture that
 is not encoded yet. What is found in the prefix cache needs none.
 """

@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
 )
 """Types of fields by their names; the last that fits holds."""
 _ROPE_OF_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-_OLDER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
+OLDER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 """Earlier names of layer types."""
 
 
@@ -105,7 +105,7 @@ def read_fields(
         if name in values:
             setattr(config, other, config.get(name))
     if config.layer_types is not None:
-        config.layer_types = [_OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
+        config.layer_types = [OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
     _check_heads(config)
     if by_kind:  # older files have one field for each
         given, scaling = config.get("rope_parameters", {}), config.rope_scaling or {}

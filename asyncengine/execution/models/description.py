@@ -6,7 +6,7 @@ The steps, in the order in which they are taken and may be read:
    `formats.gguf.config` makes the content that its config.json would have: from here on there is no difference.
 2. `pooling_of` tells what writes text from what gives vectors.
 3. `read_config`: the family's file in `families` reads that content and lists the layers. Where there is no such file
-   or it lacks an option, transformers' class reads it (`fallback.classes`), and its modules run.
+   or it lacks an option, transformers' class reads it (`fallback.probing`), and its modules run.
 4. `multimodal.text_part` finds the language model's tensors among those of a model that reads images as well.
 5. `check_config` refuses what cannot run. (`refusals` has what is refused before, without a look at the family.)
 6. Device, types and defaults of sampling are settled, and the `ModelDescription` is whole.
@@ -33,7 +33,7 @@ from asyncengine.execution.layers.stored_weight import stored_missing
 from asyncengine.execution.models.config import MissingField
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.encoder import EncoderConfig
-from asyncengine.execution.models.fallback.classes import ATTENTION_LAYERS, check_family, kinds_of, load_config
+from asyncengine.execution.models.fallback.probing import ATTENTION_LAYERS, check_family, kinds_of, load_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.execution.models.families.encoders import encoder_config_of, is_encoder_config
 from asyncengine.execution.models.formats import CheckpointSource, first_line
@@ -199,17 +199,14 @@ def _why_no_mtp(
             return "the model has none"
     elif (reason := why_no_head(structure, checkpoint)) is not None:
         return reason
-    if not config.mtp:
-        return "mtp is off"
-    if config.draft_model is not None:
-        return "there is a draft model"
-    if config.speculation != "auto" or headless:
-        return "nothing is to be guessed"
-    if device.type != "cpu" or config.attention_backend == "torch":
-        return "nothing can be guessed here"
-    if config.tensor_parallel > 1 or config.pipeline_parallel > 1:
-        return "several processes have the model"
-    return None
+    reasons = {
+        "mtp is off": not config.mtp,
+        "there is a draft model": config.draft_model is not None,
+        "nothing is to be guessed": config.speculation != "auto" or headless,
+        "nothing can be guessed here": device.type != "cpu" or config.attention_backend == "torch",
+        "several processes have the model": config.tensor_parallel > 1 or config.pipeline_parallel > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _max_model_len(hf_config: Any, wanted: int | None) -> int:
@@ -277,7 +274,7 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidParameter("device", 'must be "auto", "cpu", "cuda" or "cuda:N"', name) from None
+        device = torch.device("meta")
     if device.type == "cuda":
         index = device.index or 0
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():

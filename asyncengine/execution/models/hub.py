@@ -113,11 +113,10 @@ def _download(repo: str, revision: str | None, choice: str, config: ModelSetting
             logger.info(text)
             if shown:
                 print(text, file=sys.stderr)
-    return Path(
-        snapshot_download(
-            repo, revision=revision, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES, tqdm_class=_bars(shown)
-        )
-    ).joinpath(first)
+    folder = snapshot_download(
+        repo, revision=revision, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES, tqdm_class=_bars(shown)
+    )
+    return Path(folder, first)
 
 
 def _is_cached(repo: str, revision: str | None, wanted: list[str], weights: bool) -> bool:

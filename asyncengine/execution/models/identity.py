@@ -130,7 +130,9 @@ def identity_of(
     types, the `layout` of pages, rotary and other settings of the model, code, libraries and the CPU. The first call
     takes seconds for gigabytes of weights, whose files it reads, but for those whose digests are known in `folder`; it
     raises `InvalidParameter` where they are not the ones that were loaded any more. Nothing of the model is held."""
-    longest = config.max_model_len if _follows_length(checkpoint.config) else None
+    said = json.dumps(checkpoint.config, default=str)
+    scaled = "longrope" in said or "dynamic" in said  # frequencies follow `max_model_len` (docs/contract.md, 5)
+    longest = config.max_model_len if scaled else None
     forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # which has the same bits
     parts = {
         "model configuration": digest_of([checkpoint.config, longest]),
@@ -159,9 +161,3 @@ def identity_of(
         }
 
     return identify
-
-
-def _follows_length(model_config: dict[str, Any]) -> bool:
-    """Whether the model's rotary frequencies follow `max_model_len` (docs/contract.md, 5)."""
-    said = json.dumps(model_config, default=str)
-    return "longrope" in said or "dynamic" in said

@@ -349,25 +349,21 @@ def _load_module(
     described: ModelDescription, config: EngineConfig, bar: LoadProgress
 ) -> tuple[CausalLM, list[str], int]:
     """transformers' own module, tried on a few tokens."""
-    from asyncengine.execution.models.fallback.classes import check_module
-    from asyncengine.execution.models.fallback.model import (
-        TransformersModel,
-        freeze_rotary,
-        quantize_module,
-        resident_bytes,
-    )
-    from asyncengine.execution.models.fallback.probing import probe
+    from asyncengine.execution.models.fallback import model as fallback
+    from asyncengine.execution.models.fallback.probing import check_module, probe
 
     bar.stage("reading weights")
     with typed(described.checkpoint.folder):
         module = _make_module(described, config)
         check_module(described.hf_config.model_type, module)
         bar.stage("checking attention")
-        probed = probe(module, described.device)
-    done = [] if described.bits is None else quantize_module(module, described.bits, config.activations == "exact")
+        recorder, logits = probe(module, described.device)
+    bits, exact = described.bits, config.activations == "exact"
+    done = [] if bits is None else fallback.quantize_module(module, bits, exact)
     own_weights(module, MappedFiles(described.checkpoint.files))
-    freeze_rotary(module, described.max_model_len, described.device)
-    return TransformersModel(module, probed), ["transformers x 1", *done], resident_bytes(module)
+    fallback.freeze_rotary(module, described.max_model_len, described.device)
+    model = fallback.TransformersModel(module, recorder, logits)
+    return model, ["transformers x 1", *done], fallback.resident_bytes(module)
 
 
 def _make_module(described: ModelDescription, config: EngineConfig) -> Any:

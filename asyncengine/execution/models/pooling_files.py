@@ -59,12 +59,15 @@ def read_pooling(
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(each, (str, type(None))) for each in prompts.values()):
         raise ModelNotFound(f"{folder / 'config_sentence_transformers.json'}: prompts must map names to texts")
+    named = settings.get("default_prompt_name")
+    if named is not None and named not in prompts:
+        raise ModelNotFound(f"config_sentence_transformers.json: default_prompt_name {named!r} is none of its prompts")
     first = modules[0][1] if modules else folder
     sentence = next((read for name in _SENTENCE_CONFIGS if (read := _read(first / name))), {})
     length = sentence.get("max_seq_length")
     common: dict[str, Any] = {
         "prompts": {name: text for name, text in prompts.items() if text},
-        "default_prompt": _default_prompt(settings, prompts),
+        "default_prompt": named if named is not None and prompts.get(named) else None,
         "max_length": length if isinstance(length, int) and length > 0 else None,
         "lower_case": bool(sentence.get("do_lower_case", False)),
         "whole": encoder,
@@ -213,13 +216,6 @@ def _scorer(
     tokens = tuple(content[key] for key in ("true_token_id", "false_token_id") if isinstance(content.get(key), int))
     common = {**common, "labels": labels, "activation": activation, "tokens": tokens, "scores_tokens": True}
     return PoolingSpec(task, ("lasttoken",), **common)
-
-
-def _default_prompt(settings: Mapping[str, Any], prompts: Mapping[str, Any]) -> str | None:
-    named = settings.get("default_prompt_name")
-    if named is not None and named not in prompts:
-        raise ModelNotFound(f"config_sentence_transformers.json: default_prompt_name {named!r} is none of its prompts")
-    return named if named is not None and prompts.get(named) else None
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:

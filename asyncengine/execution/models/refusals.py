@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
-from asyncengine.execution.models.config import unknown_layers
+from asyncengine.execution.models.config import OLDER_KINDS, unknown_layers
 
 _EMBEDDER = "is an embedding model: it gives vectors and writes no text"
 _VECTOR_FILES = ("modules.json", "config_sentence_transformers.json")
@@ -129,9 +129,8 @@ def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
             continue  # a wrong type is found by the family's own configuration
         least = 1 if name in _LAYERS or name in _NEVER_NONE else value
         if not least <= value <= limit:
-            raise ModelNotFound(
-                f"config.json: {name} must be between {min(least, 1)} and {limit}, got {_digits(value)}"
-            )
+            shown = value if abs(value) < 1e20 else "far more"
+            raise ModelNotFound(f"config.json: {name} must be between {min(least, 1)} and {limit}, got {shown}")
         if num_tensors is not None and name in _LAYERS and value > num_tensors:
             raise ModelNotFound(f"config.json: {name} is {value}, but the files hold only {num_tensors} tensors")
 
@@ -142,18 +141,12 @@ def check_elements(described: int, held: int) -> None:
         raise ModelNotFound(f"config.json describes a model of {described} weights, but the files hold only {held}")
 
 
-def _digits(value: float) -> str:
-    return str(value) if abs(value) < 1e20 else "far more"
-
-
 _EVERY = (
     "attention", "chunked_attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe",
     "sliding_attention",
 )  # fmt: skip
 """Layer types that some family's file has, under today's name or an older one: known ones of families that are not
 written down."""
-_OLDER = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Names that transformers takes as well."""
 _LISTS = ("layer_types", "layers_block_type", "mtp_layers_block_type")
 _PATTERNS = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
 _LETTERS = {"M": "Mamba-2", "*": "attention", "-": "a feed-forward part", "E": "experts"}
@@ -186,7 +179,8 @@ def _errors(family: str, config: Mapping[str, Any]) -> Iterator[EngineError]:
 
     known = layer_kinds(family) or _EVERY
     for field in _LISTS:
-        for kind in _strangers(config.get(field), (*known, *(_OLDER[kind] for kind in known if kind in _OLDER))):
+        older = (name for name, kind in OLDER_KINDS.items() if kind in known)  # which transformers takes as well
+        for kind in _strangers(config.get(field), (*known, *older)):
             yield unknown_layers(family, kind, known)
     for kind in _strangers(config.get("mlp_layer_types"), _FORWARDS):
         yield unknown_layers(family, kind, _FORWARDS, "feed-forward parts")

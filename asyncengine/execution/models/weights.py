@@ -118,12 +118,9 @@ def why_no_head(described: DecoderConfig, checkpoint: CheckpointSource) -> str |
     held = {name: _stored_name(checkpoint, name) for name in slots if name in own}
     if not any(held.values()):
         return "the checkpoint has none"
-    wrong = [name for name, stored in held.items() if stored is None or not _fits(checkpoint, stored, slots[name])]
+    shapes = {name: checkpoint.tensors[stored].shape for name, stored in held.items() if stored is not None}
+    wrong = [name for name in held if shapes.get(name, ...) not in (slots[name].shape, slots[name].other_shape)]
     return f"the checkpoint's is of another form: it lacks {min(wrong)}" if wrong else None
-
-
-def _fits(checkpoint: CheckpointSource, name: str, slot: TensorSlot) -> bool:
-    return checkpoint.tensors[name].shape in (slot.shape, slot.other_shape)
 
 
 def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:

@@ -401,7 +401,7 @@ def _sum_kept(start: int, size: int, maximum: Any, least: Any) -> Any:
 
 @inline
 def _gumbel(key: Any, inner: Any, outer: Any) -> Any:
-    """The noise of `sampling.draw`: a function of seed, position and token id alone."""
+    """The noise of `sampling.sampler`: a function of seed, position and token id alone."""
     bits = _mix(np.uint32(_mix(key ^ inner) + outer))
     return np.float32(-np.log(-np.log((np.float64(bits) + 0.5) * 2.0**-32)))
 

@@ -49,7 +49,7 @@ def _mix(value):
 
 @triton.jit
 def _gumbel(ids, low, high, position):
-    """The noise of `sampling.draw` for uint32 ids: a function of seed, position and id alone.
+    """The noise of `sampling.sampler` for uint32 ids: a function of seed, position and id alone.
 
     -log(-log(u)) of u = (bits + 0.5) / 2**32 to an error of some 5e-7, which is float32's: above a half, log(u) is the
     series of 1 - u, which is known exactly. Logarithms in float64 would take half of a lone row's time.

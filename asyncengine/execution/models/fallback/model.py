@@ -21,7 +21,7 @@ from asyncengine.execution.attention.base import StepAttention
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.options import HEAD_BITS, bits_of, rounded_weight
 from asyncengine.execution.layers.step import CausalLM, Place, StepContext
-from asyncengine.execution.models.fallback.probing import LayerAttention, Probed, attach
+from asyncengine.execution.models.fallback.probing import LayerAttention, Recorder, attach
 
 
 class CurrentStep:
@@ -88,14 +88,15 @@ class TransformersModel(CausalLM):
     compiled = False
     unsteady: str | None = "it runs through transformers, whose sums depend on what is computed together"
 
-    def __init__(self, module: Any, probed: Probed) -> None:
+    def __init__(self, module: Any, recorder: Recorder, logits: torch.Tensor) -> None:
+        """`recorder` and `logits`: the results of `probe`."""
         parameter = next(iter(module.parameters()))
         self.module = module
-        self.specs = probed.layers
+        self.specs = recorder.specs
         self.dtype, self.device = parameter.dtype, parameter.device
-        self.vocab_size = probed.logits.shape[-1]
+        self.vocab_size = logits.shape[-1]
         self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
-        self._attention_modules = probed.modules
+        self._attention_modules = recorder.modules
         self.bound: StepAttention | None = None
         """The attention backend that its modules call; None: none yet, or it was let go."""
         self._current = CurrentStep()
@@ -220,7 +221,9 @@ def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
     counts: dict[str, int] = {}
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child.weight is table.weight or _is_read(parent):
+            code: Any = getattr(type(parent).forward, "__code__", None)
+            is_read = code is not None and "weight" in code.co_names  # HunYuan's router asks for its type
+            if type(child) is not nn.Linear or child.weight is table.weight or is_read:
                 continue
             own = HEAD_BITS if child is head else bits_of(f".{name}", bits) or bits
             made = QuantizedLinear(child, own, child is head, exact)
@@ -230,12 +233,6 @@ def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
         family = module.config.model_type
         raise UnsupportedModel(f"family {family!r} has no linear layers to quantize: leave quantization out")
     return [f"{name} x {count}" for name, count in sorted(counts.items())]
-
-
-def _is_read(parent: Any) -> bool:
-    """True if a module's own code reads a weight of its children, as HunYuan's router asks for its type."""
-    code = getattr(type(parent).forward, "__code__", None)
-    return code is not None and "weight" in code.co_names
 
 
 def resident_bytes(module: Any) -> int:

@@ -1,17 +1,109 @@
-"""Our attention in a transformers model, and a try of it on a few tokens: does it give what the layers' own gives?"""
+"""transformers' class of a family: whether a model of it can run here, and our attention in it, which is tried on a few
+tokens: does it give what the layers' own gives?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from asyncengine.errors import UnsupportedModel
+from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
 from asyncengine.execution.attention.torch_paged import causal_bias, masked_attention
-from asyncengine.execution.models.formats import first_line
+from asyncengine.execution.models.families import MULTIMODAL
+from asyncengine.execution.models.formats import CheckpointSource, first_line
+from asyncengine.execution.models.refusals import misnamed, not_causal
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
+"""Last parts of the names of weights that recurrent layers have and attention has not."""
+
+
+def load_config(checkpoint: CheckpointSource, trust_remote_code: bool) -> Any:
+    """transformers' config object. Raises `UnsupportedModel` for an unknown family or one that needs its own code."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    family = checkpoint.config.get("model_type")
+    if not isinstance(family, str) or not family:
+        raise ModelNotFound(f"{checkpoint.folder / 'config.json'} names no model_type")
+    if family not in CONFIG_MAPPING_NAMES and not trust_remote_code:
+        if checkpoint.config.get("auto_map"):
+            raise UnsupportedModel(
+                f"family {family!r} needs code from the model's folder; trust_remote_code=True would run it"
+            )
+        raise UnsupportedModel(f"family {family!r} is not known to the installed transformers")
+    try:
+        if checkpoint.metadata or "decision_head" in checkpoint.config:  # which is not what the file has
+            return AutoConfig.for_model(**checkpoint.config)
+        return AutoConfig.from_pretrained(
+            str(checkpoint.folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # config classes validate in many ways, each with its own exception
+        if named := misnamed(checkpoint.config):
+            raise named from error
+        raise ModelNotFound(
+            f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {first_line(error)}"
+        ) from error
+
+
+def check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
+    """Refuse a family that transformers does not have as a causal language model, or not within our reach, and
+    quantized weights. Raises `UnsupportedModel`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = hf_config.model_type
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"family {family!r} is an encoder-decoder; only decoder-only models run here")
+    auto_map = checkpoint.config.get("auto_map")
+    has_own = isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own:
+        if family in MULTIMODAL:
+            text = hf_config.get_text_config().model_type
+            raise UnsupportedModel(
+                f"family {family!r} with a language model {text!r} is not written down here, nor all options of others"
+            )
+        raise not_causal(family, checkpoint.config)
+    if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], hf_config.get_text_config())
+    if kinds := sorted(set(checkpoint.stored_kinds().values())):
+        raise UnsupportedModel(
+            f"family {family!r} runs through transformers' modules here, which take no quantized weights "
+            f'({", ".join(kinds)}); use the unquantized weights, with quantization="int8" or "int4" if they are '
+            "too large"
+        )
+
+
+def kinds_of(text_config: Any) -> Sequence[str]:
+    """The type of each layer, under today's name or Nemotron-H's; empty where a configuration names none."""
+    named = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
+    return named if isinstance(named, (list, tuple)) else ()
+
+
+def check_class(family: str, kind: Any, text_config: Any) -> None:
+    """Refuse a model class whose attention is out of our reach. Raises `UnsupportedModel`."""
+    kinds = kinds_of(text_config)  # of a family whose layers may be of either kind (Granite 4)
+    if getattr(kind, "_is_stateful", False) and not (kinds and ATTENTION_LAYERS.issuperset(kinds)):
+        raise _keeps_state(family)
+    if not (getattr(kind, "_supports_attention_backend", False) or kind._can_set_attn_implementation()):
+        raise UnsupportedModel(f"family {family!r} does not route its attention through transformers' interface")
+
+
+def check_module(family: str, module: Any) -> None:
+    """`check_class` of a loaded model, whose layers show whether they keep state. Raises `UnsupportedModel`."""
+    check_class(family, type(module), module.config.get_text_config())
+    if getattr(module, "_is_stateful", False):
+        if any(isinstance(part, torch.nn.Conv1d) for part in module.modules()):
+            raise _keeps_state(family)
+        if any(name.endswith(_STATE_WEIGHTS) for name, _ in module.named_parameters()):
+            raise _keeps_state(family)
+
+
+def _keeps_state(family: str) -> UnsupportedModel:
+    return UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
+
 
 # The one attention function registered with transformers, and the object behind it in each attention module.
 #
@@ -35,13 +127,6 @@ def attention_function(
     """transformers' attention interface. The module must carry a handler (`attach`)."""
     handler: AttentionHandler = getattr(module, _ATTRIBUTE)
     return handler(module, query, key, value, arguments), None
-
-
-def register() -> None:
-    """Make `NAME` known to transformers. Idempotent."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attention_function)
 
 
 def attach(module: Any, handler: AttentionHandler | None) -> None:
@@ -114,40 +199,30 @@ _LAYER_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 """The largest error of one layer's attention, relative to its largest number."""
 
 
-def agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Equal up to the rounding that a whole model accumulates in its type."""
-    return _within(expected, found, _PROBE_ERROR)
-
-
 def _within(expected: torch.Tensor, found: torch.Tensor, errors: Mapping[torch.dtype, float]) -> bool:
     difference = float((expected.float() - found.float()).abs().max())
     return difference <= errors[expected.dtype] * float(expected.float().abs().max())
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """The results of a short forward of the loaded model."""
-
-    layers: list[LayerSpec]
-    modules: list[Any]
-    logits: torch.Tensor
-    """[tokens, vocab] of the probe."""
-    weights_bytes: int
-
-
-def probe(module: Any, device: torch.device) -> Probed:
-    """Run a few tokens under eager attention and under ours and record the layers. Leaves ours set.
+def probe(module: Any, device: torch.device) -> tuple[Recorder, torch.Tensor]:
+    """Run a few tokens under eager attention and under ours, outside of any runner: the layers, and logits [tokens,
+    vocab]. Leaves ours set.
 
     Raises `UnsupportedModel` if ours is not called once per layer or the logits differ.
     """
+    from transformers import AttentionInterface
+
     family = module.config.model_type
     try:
+        tokens, positions = _probe_input(module, device)
         with torch.inference_mode():
-            tokens, positions = _probe_input(module, device)
             expected = module(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
-        register()
+        AttentionInterface.register(NAME, attention_function)
         module.set_attn_implementation(NAME)
-        found, recorder = run_recorded(module, device)
+        keep = torch.arange(_PROBE_TOKENS, device=device)
+        with _recording(module.modules()) as recorder:
+            output = module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+            found: torch.Tensor = output.logits[0]
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         raise UnsupportedModel(
             f"family {family!r} does not run on flat, unpadded batches: {first_line(error)}"
@@ -155,27 +230,24 @@ def probe(module: Any, device: torch.device) -> Probed:
     if module.config.get_text_config()._attn_implementation != NAME:
         raise UnsupportedModel(f"family {family!r} does not let its attention be set")
     _check_layers(module, recorder)
-    if not agree(expected, found) and not _each_agrees(module, recorder.modules, device):
+    # equal up to the rounding that a whole model accumulates in its type
+    if not _within(expected, found, _PROBE_ERROR) and not _each_agrees(module, recorder.modules, device):
         raise UnsupportedModel(f"family {family!r} computes more in its attention than the interface passes on")
-    weights = {part.data_ptr(): part.numel() * part.itemsize for part in module.parameters()}
-    return Probed(recorder.specs, recorder.modules, found, sum(weights.values()))
+    return recorder, found
 
 
-def run_recorded(module: Any, device: torch.device) -> tuple[torch.Tensor, Recorder]:
-    """A short forward through our attention function, outside of any runner: logits [tokens, vocab]."""
-    recorder = Recorder()
-    for part in module.modules():
+@contextmanager
+def _recording(modules: Iterable[Any]) -> Iterator[Recorder]:
+    """Within, attention of these modules goes through a recorder."""
+    recorder, parts = Recorder(), list(modules)
+    for part in parts:
         attach(part, recorder)
     try:
         with torch.inference_mode():
-            tokens, positions = _probe_input(module, device)
-            keep = torch.arange(_PROBE_TOKENS, device=device)
-            output = module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
-            logits: torch.Tensor = output.logits[0]
+            yield recorder
     finally:
-        for part in module.modules():
+        for part in parts:
             attach(part, None)
-    return logits, recorder
 
 
 def _each_agrees(module: Any, parts: list[Any], device: torch.device) -> bool:
@@ -199,15 +271,8 @@ def _each_agrees(module: Any, parts: list[Any], device: torch.device) -> bool:
         module.set_attn_implementation(NAME)
         for hook in hooks:
             hook.remove()
-    recorder = Recorder()
-    for part in parts:
-        attach(part, recorder)
-    try:
-        with torch.inference_mode():
-            found = [_first(part(*arguments, **keywords)) for part, arguments, keywords, _ in calls]
-    finally:
-        for part in parts:
-            attach(part, None)
+    with _recording(parts):
+        found = [_first(part(*arguments, **keywords)) for part, arguments, keywords, _ in calls]
     return len(calls) == len(parts) and all(
         _within(call[-1], own, _LAYER_ERROR) for call, own in zip(calls, found, strict=True)
     )

@@ -48,26 +48,13 @@ class CompilerProcess:
         """Raises `OSError` where no process can be started."""
         paths = json.dumps([os.path.abspath(path) for path in sys.path])
         self._program = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, paths, _PACKAGE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._program.pid
+            [sys.executable, "-P", "-c", _START, paths, _PACKAGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, encoding="utf-8", creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )  # fmt: skip
 
     @property
     def ended(self) -> bool:
         return self._program.returncode is not None
-
-    def becomes_ready(self) -> bool:
-        """Blocks until it can compile. False: it never will."""
-        return self.hear() == "ready"
 
     def ask(self, line: str) -> None:
         """Raises `OSError` if it is gone."""
@@ -327,7 +314,7 @@ class CompileAhead:
                     return
                 process = CompilerProcess()
                 self.processes.append(process)
-            if process.becomes_ready():
+            if process.hear() == "ready":  # it can compile; else it never will
                 self._talk(process)
         except OSError as error:
             logger.debug("a process that compiles kernels is gone: %s", error)

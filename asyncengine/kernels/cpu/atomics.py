@@ -30,6 +30,9 @@ _int32, _int64 = numba.types.int32, numba.types.int64
 
 
 def _external(name: str, *arguments: Any) -> Any:
+    """A function of the system. `lock` and `unlock` take a mutex; `wake` wakes all threads that sleep on a condition. A
+    thread that checks with the mutex held before it sleeps must not miss the change: take and leave the mutex between
+    the change and that."""
     return numba.types.ExternalFunction(name, _int32(*arguments))
 
 
@@ -71,10 +74,10 @@ def pause(builder: Any) -> None:
 
 
 if _WINDOWS:  # slim locks begin as zeros; the counter goes ten million times a second
-    _lock = _external("AcquireSRWLockExclusive", _int64)
-    _unlock = _external("ReleaseSRWLockExclusive", _int64)
+    lock = _external("AcquireSRWLockExclusive", _int64)
+    unlock = _external("ReleaseSRWLockExclusive", _int64)
     _sleep_on = _external("SleepConditionVariableSRW", _int64, _int64, _int32, _int32)
-    _wake_all = _external("WakeAllConditionVariable", _int64)
+    wake = _external("WakeAllConditionVariable", _int64)
     _counter = _external("QueryPerformanceCounter", _int64)
 
     @serial
@@ -100,10 +103,10 @@ if _WINDOWS:  # slim locks begin as zeros; the counter goes ten million times a 
 else:
     _make_mutex = _external("pthread_mutex_init", _int64, _int64)
     _make_condition = _external("pthread_cond_init", _int64, _int64)
-    _lock = _external("pthread_mutex_lock", _int64)
-    _unlock = _external("pthread_mutex_unlock", _int64)
+    lock = _external("pthread_mutex_lock", _int64)
+    unlock = _external("pthread_mutex_unlock", _int64)
     _sleep_on = _external("pthread_cond_wait", _int64, _int64)
-    _wake_all = _external("pthread_cond_broadcast", _int64)
+    wake = _external("pthread_cond_broadcast", _int64)
     _clock = _external("clock_gettime", _int32, _int64)
 
     @serial
@@ -129,23 +132,6 @@ else:
     def wait(condition: int, mutex: int) -> None:
         """Let go of the mutex, sleep until `wake` (or for no reason at all), and hold it again."""
         _sleep_on(condition, mutex)
-
-
-@serial
-def lock(mutex: int) -> None:
-    _lock(mutex)
-
-
-@serial
-def unlock(mutex: int) -> None:
-    _unlock(mutex)
-
-
-@serial
-def wake(condition: int) -> None:
-    """Wake all threads that sleep on the condition. A thread that checks with the mutex held before it sleeps must not
-    miss the change: take and leave the mutex between the change and this."""
-    _wake_all(condition)
 
 
 # A barrier for processes that share memory, in compiled code: it does not hold the interpreter's lock, and takes about

@@ -9,7 +9,6 @@ neither on the rows beside it nor on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -52,12 +51,6 @@ class LinearWeights(NamedTuple):
         return [0, bias, *matrix]
 
 
-def forms_of(parts: Iterable[LinearWeights]) -> tuple[np.generic | None, np.generic | None]:
-    """Kinds of products that there are, (quantized, packed): None for none, for which no code is compiled then."""
-    rounded = {isinstance(part.weights, QuantizedMatrix) for part in parts}
-    return np.uint8(0) if True in rounded else None, np.uint8(0) if False in rounded else None
-
-
 ALIGNED = WIDTH
 """Outputs of an expert are a multiple of it: then each begins with a panel, packed or quantized."""
 # The two products; OUTPUTS and BYTES are those of one expert.
@@ -95,7 +88,8 @@ class ExpertsKernel:
     def __init__(self, up: LinearWeights, down: LinearWeights, form: ExpertsForm, dtype: torch.dtype) -> None:
         """`dtype`: that of all rows."""
         self.parts = [up, down]  # an address keeps nothing where it is
-        self._forms = forms_of(self.parts)
+        rounded = [isinstance(part.weights, QuantizedMatrix) for part in self.parts]
+        self._forms = np.uint8(0) if True in rounded else None, np.uint8(0) if False in rounded else None
         self.form = form
         self._width, self._both, self._inner = up.inputs, up.outputs // form.experts, down.inputs
         self._record = np.array([part.fields(dtype) for part in self.parts], dtype=np.int64)
@@ -130,7 +124,8 @@ def run_experts(
     activation: int, alpha: np.float32, limit: np.float32, rounds: np.generic | None, packs: np.generic | None,
     kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """An `ExpertsKernel` by address. `activation` is what `gate_code` says, `rounds`, `packs` what `forms_of` does."""
+    """An `ExpertsKernel` by address. `activation` is what `gate_code` says. `rounds`, `packs`: quantized and packed
+    products; None where there are none, for which no code is compiled then."""
     linears = array(pointer(record, np.int64(0)), (2, PRODUCT_FIELDS))
     pairs, width, inner = rows * count, linears[UP, MATRIX + INPUTS], linears[DOWN, MATRIX + INPUTS]
     memory = _parts_of(scratch, pairs, width, linears[UP, MATRIX + OUTPUTS], inner, experts, size)

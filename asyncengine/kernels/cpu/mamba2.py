@@ -221,9 +221,9 @@ def _scan_part(
             own = source[index] if begin[index] >= first else target[index]  # where an earlier block has put it
             if before != index * group + head * group // heads:  # the heads of a group share B and C
                 before = index * group + head * group // heads
-                _take_shared(record, mixed, head, left - first, right - first, shared.ctypes.data, most, kind)
-            _take_steps(record, projected, head, left, right, steps.ctypes.data, kept.ctypes.data, kind)
-            _take_inputs(record, mixed, y, head, left - first, right - first, steps, inputs.ctypes.data, kind)
+                _take_shared(fields, mixed, head, left - first, right - first, shared.ctypes.data, most, kind)
+            _take_steps(fields, projected, head, left, right, steps.ctypes.data, kept.ctypes.data, kind)
+            _take_inputs(fields, mixed, y, head, left - first, right - first, steps, inputs.ctypes.data, kind)
             _move_tiles(
                 pool + own * slot + head * states * dim * 4, pool + target[index] * slot + head * states * dim * 4,
                 dim, states, inputs.ctypes.data, kept.ctypes.data, shared.ctypes.data,
@@ -238,10 +238,9 @@ def _scan_part(
 
 @serial_in_order
 def _take_shared(
-    record: int, mixed: int, head: int, left: int, right: int, shared: int, most: int, kind: np.generic
+    fields: NDArray[np.int64], mixed: int, head: int, left: int, right: int, shared: int, most: int, kind: np.generic
 ) -> None:
     """B and C of a head's group and the block's tokens [left, right) as float32: [2, most, states]."""
-    fields = array(pointer(record, _WHOLE), (_FIELDS,))
     inner, states, groups = fields[HEADS] * fields[DIM], fields[STATES], fields[GROUPS]
     group, channels = head * groups // fields[HEADS], inner + 2 * groups * states
     for token in range(left, right):
@@ -255,10 +254,9 @@ def _take_shared(
 
 @serial_in_order
 def _take_steps(
-    record: int, projected: int, head: int, left: int, right: int, steps: int, kept: int, kind: np.generic
+    fields: NDArray[np.int64], projected: int, head: int, left: int, right: int, steps: int, kept: int, kind: np.generic
 ) -> None:
     """dt of one head and tokens [left, right), and the factors of decay."""
-    fields = array(pointer(record, _WHOLE), (_FIELDS,))
     heads = fields[HEADS]
     numbers = array(pointer(fields[NUMBERS], _SINGLE), (4,))
     decay = array(pointer(fields[DECAY], _SINGLE), (heads,))[head]
@@ -280,11 +278,10 @@ def _take_steps(
 
 @serial_in_order
 def _take_inputs(
-    record: int, mixed: int, y: int, head: int, left: int, right: int, steps: NDArray[np.float32], inputs: int,
-    kind: np.generic,
+    fields: NDArray[np.int64], mixed: int, y: int, head: int, left: int, right: int, steps: NDArray[np.float32],
+    inputs: int, kind: np.generic,
 ) -> None:  # fmt: skip
     """dt x of one head and the block's tokens [left, right); y begins as D x."""
-    fields = array(pointer(record, _WHOLE), (_FIELDS,))
     heads, dim = fields[HEADS], fields[DIM]
     skip = array(pointer(fields[SKIP], _SINGLE), (heads,))[head]
     channels = heads * dim + 2 * fields[GROUPS] * fields[STATES]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.formats.gguf import names
 from asyncengine.execution.models.formats.gguf.header import MAX_STATES, Header, StateSizes
-from asyncengine.execution.models.formats.gguf.names import TensorName
+from asyncengine.execution.models.formats.gguf.names import TABLES, TensorName
 from asyncengine.execution.models.refusals import MAX_LAYERS
 
 Order = NDArray[np.int64]
@@ -51,7 +51,7 @@ class Architecture:
     """One of llama.cpp's architectures: its model type in transformers, and how to come there from a file."""
 
     model_type: str
-    layer: Mapping[str, str] = field(default_factory=lambda: names.LLAMA)
+    layer: Mapping[str, str] = field(default_factory=lambda: TABLES["LLAMA"])
     keys: str = ""
     """Keys of config.json that tables of `config` read, and KEY=True or KEY=False for what is always so."""
     more: Callable[[Header], Mapping[str, Any]] | None = None
@@ -74,7 +74,7 @@ class Architecture:
     """Joined tensors: rows of both parts in turns, and inputs before outputs; of each expert, the second part below the
     first; of each head, the second below the first, which is transposed in the file."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: names.FUSED)
-    outer: Mapping[str, str] = field(default_factory=lambda: names.OUTER)
+    outer: Mapping[str, str] = field(default_factory=lambda: TABLES["OUTER"])
     """Tensors outside of layers, as `layer`."""
     prefix: str = "model.layers.{}."
     head: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -288,21 +288,21 @@ _MAMBA_SIZES = "mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups"
 _NEMOTRON_SIZES = "mamba_num_heads mamba_head_dim ssm_state_size n_groups"
 
 _QWEN2_ROW = Architecture("qwen2")
-_QWEN3_ROW = Architecture("qwen3", names.HEAD_NORMS, "attention_bias")
+_QWEN3_ROW = Architecture("qwen3", TABLES["HEAD_NORMS"], "attention_bias")
 _GPT_OSS_ROW = Architecture(
-    "gpt_oss", names.GPT_OSS, "num_local_experts num_experts_per_tok attention_bias", _gpt_oss,
+    "gpt_oss", TABLES["GPT_OSS"], "num_local_experts num_experts_per_tok attention_bias", _gpt_oss,
     join="turns",
 )  # fmt: skip
 LLAMA_ROW = Architecture("llama", keys=_BIASES, moved=halves)
-MIXTRAL_ROW = Architecture("mixtral", names.MIXTRAL, "num_local_experts num_experts_per_tok", moved=halves)
+MIXTRAL_ROW = Architecture("mixtral", TABLES["MIXTRAL"], "num_local_experts num_experts_per_tok", moved=halves)
 """llama.cpp's name for Mixtral is llama, too: a header with experts is."""
 _QWEN35_MOE_ROW = Architecture(
-    "qwen3_5_moe_text", names.QWEN35_MOE, f"{_QWEN_KEYS} {_EXPERTS} shared_expert_intermediate_size", _qwen,
-    partial=True, norm_offset=1.0, moved=_qwen35_moved, state=_QWEN_SIZES, head=names.QWEN_HEAD,
+    "qwen3_5_moe_text", TABLES["QWEN35_MOE"], f"{_QWEN_KEYS} {_EXPERTS} shared_expert_intermediate_size", _qwen,
+    partial=True, norm_offset=1.0, moved=_qwen35_moved, state=_QWEN_SIZES, head=TABLES["QWEN_HEAD"],
 )  # fmt: skip
 _NEMOTRON_ROW = Architecture(
-    "nemotron_h", names.NEMOTRON, _NEMOTRON_KEYS, _nemotron, "layer_norm_epsilon", "unrotated", moved=halves,
-    outer=names.BACKBONE, prefix="backbone.layers.{}.", state=_NEMOTRON_SIZES,
+    "nemotron_h", TABLES["NEMOTRON"], _NEMOTRON_KEYS, _nemotron, "layer_norm_epsilon", "unrotated", moved=halves,
+    outer=TABLES["BACKBONE"], prefix="backbone.layers.{}.", state=_NEMOTRON_SIZES,
 )  # fmt: skip
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -316,75 +316,76 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen25vl": _QWEN2_ROW,
     "qwen3vl": _QWEN3_ROW,
     "qwen2moe": Architecture(
-        "qwen2_moe", names.QWEN_MOE, f"{_EXPERTS} shared_expert_intermediate_size norm_topk_prob=False",
+        "qwen2_moe", TABLES["QWEN_MOE"], f"{_EXPERTS} shared_expert_intermediate_size norm_topk_prob=False",
     ),
-    "qwen3moe": Architecture("qwen3_moe", names.QWEN_MOE, f"{_EXPERTS} attention_bias norm_topk_prob=True"),
+    "qwen3moe": Architecture("qwen3_moe", TABLES["QWEN_MOE"], f"{_EXPERTS} attention_bias norm_topk_prob=True"),
     "gpt-oss": _GPT_OSS_ROW,
-    "gptoss": replace(_GPT_OSS_ROW, layer=names.OLLAMA_GPT_OSS),
+    "gptoss": replace(_GPT_OSS_ROW, layer=TABLES["OLLAMA_GPT_OSS"]),
     "gemma": Architecture("gemma", keys="attention_bias", norm_offset=1.0),
-    "gemma2": Architecture("gemma2", names.SANDWICH, more=_gemma2, norm_offset=1.0),
-    "gemma3": Architecture("gemma3_text", names.SANDWICH, more=_gemma3, norm="", norm_offset=1.0),
+    "gemma2": Architecture("gemma2", TABLES["SANDWICH"], more=_gemma2, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", TABLES["SANDWICH"], more=_gemma3, norm="", norm_offset=1.0),
     "phi3": Architecture(
-        "phi3", {**names.LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        "phi3", TABLES["PHI"],
         "sliding_window original_max_position_embeddings", partial=True,
     ),
-    "apertus": Architecture("apertus", names.APERTUS, "attention_bias", values=names.XIELU),
-    "glm4": Architecture("glm4", names.GLM, "attention_bias", partial=True),
+    "apertus": Architecture("apertus", TABLES["APERTUS"], "attention_bias", values=names.XIELU),
+    "glm4": Architecture("glm4", TABLES["GLM"], "attention_bias", partial=True),
     "granite": Architecture("granite", keys=f"{_BIASES} {_SCALES}", more=_granite, moved=halves),
     "olmo": Architecture("olmo", keys="clip_qkv attention_bias=False", norm="", moved=halves),
-    "olmo2": Architecture("olmo2", names.NORMS_AFTER, "attention_bias", _olmo2),
+    "olmo2": Architecture("olmo2", TABLES["NORMS_AFTER"], "attention_bias", _olmo2),
     "exaone4": Architecture(
-        "exaone4", names.NORMS_AFTER,
+        "exaone4", TABLES["NORMS_AFTER"],
         more=lambda header: windows(header, 4, 4096 if header["block_count"] == 64 else 0),
     ),
     "command-r": Architecture(
-        "cohere", names.HEAD_NORMS, "logit_scale use_qk_norm attention_bias", norm="layer_norm_eps",
+        "cohere", TABLES["HEAD_NORMS"], "logit_scale use_qk_norm attention_bias", norm="layer_norm_eps",
     ),
     "cohere2": Architecture(
-        "cohere2", names.LLAMA, "logit_scale attention_bias", lambda header: windows(header, 4), "layer_norm_eps",
+        "cohere2", TABLES["LLAMA"], "logit_scale attention_bias", lambda header: windows(header, 4), "layer_norm_eps",
     ),
-    "starcoder2": Architecture("starcoder2", names.STARCODER, "use_bias sliding_window", norm="norm_epsilon"),
+    "starcoder2": Architecture("starcoder2", TABLES["STARCODER"], "use_bias sliding_window", norm="norm_epsilon"),
     "stablelm": Architecture(
-        "stablelm", names.STABLELM, "use_qkv_bias use_parallel_residual qk_layernorm", norm="layer_norm_eps",
+        "stablelm", TABLES["STABLELM"], "use_qkv_bias use_parallel_residual qk_layernorm", norm="layer_norm_eps",
         partial=True,
     ),
     "nemotron": Architecture("nemotron", keys=_BIASES, norm="norm_eps", partial=True, norm_offset=1.0),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", names.HUNYUAN, "attention_bias"),
-    "seed_oss": Architecture("seed_oss", names.SEED, f"{_BIASES} attention_out_bias"),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", TABLES["HUNYUAN"], "attention_bias"),
+    "seed_oss": Architecture("seed_oss", TABLES["SEED"], f"{_BIASES} attention_out_bias"),
     "qwen35": Architecture(
-        "qwen3_5_text", names.QWEN, _QWEN_KEYS, _qwen, partial=True, norm_offset=1.0, moved=_qwen35_moved,
-        state=_QWEN_SIZES, head=names.QWEN_HEAD,
+        "qwen3_5_text", TABLES["QWEN"], _QWEN_KEYS, _qwen, partial=True, norm_offset=1.0, moved=_qwen35_moved,
+        state=_QWEN_SIZES, head=TABLES["QWEN_HEAD"],
     ),
     "qwen35moe": _QWEN35_MOE_ROW,
     # but for the order of rows in transformers' checkpoints, Qwen3-Next is Qwen 3.5
     "qwen3next": replace(_QWEN35_MOE_ROW, moved=_qwen3next_moved, fused=names.QWEN3_NEXT_FUSED),
     "lfm2": Architecture(
-        "lfm2", names.LFM, "conv_L_cache conv_bias block_auto_adjust_ff_dim=False", _lfm, "norm_eps",
-        outer=names.LFM_OUTER,
+        "lfm2", TABLES["LFM"], "conv_L_cache conv_bias block_auto_adjust_ff_dim=False", _lfm, "norm_eps",
+        outer=TABLES["LFM_OUTER"],
     ),
     "lfm2moe": Architecture(
-        "lfm2_moe", names.LFM_MOE,
+        "lfm2_moe", TABLES["LFM_MOE"],
         f"conv_L_cache conv_bias {_EXPERTS} num_dense_layers use_expert_bias routed_scaling_factor norm_topk_prob=True",
-        _lfm, "norm_eps", outer=names.LFM_OUTER,
+        _lfm, "norm_eps", outer=TABLES["LFM_OUTER"],
     ),
     "granitehybrid": Architecture(
-        "granitemoehybrid", names.GRANITE, f"{_MAMBA_KEYS} {_SCALES} {_GRANITE_KEYS}", moved=halves, state=_MAMBA_SIZES,
+        "granitemoehybrid", TABLES["GRANITE"], f"{_MAMBA_KEYS} {_SCALES} {_GRANITE_KEYS}", moved=halves,
+        state=_MAMBA_SIZES,
     ),
     # Falcon-H1's converter multiplies the tensors by all of the family's factors
     "falcon-h1": Architecture(
-        "falcon_h1", names.FALCON,
+        "falcon_h1", TABLES["FALCON"],
         f"{_MAMBA_KEYS} mlp_bias projectors_bias mamba_d_ssm mamba_rms_norm mamba_norm_before_gate=False",
-        outer={**names.OUTER, "output_norm": "model.final_layernorm"}, state=_MAMBA_SIZES,
+        outer=TABLES["FALCON_OUTER"], state=_MAMBA_SIZES,
     ),
     "mamba2": Architecture(
-        "mamba2", names.MAMBA2, "conv_kernel use_bias use_conv_bias expand", norm="layer_norm_epsilon",
-        attention="none", outer=names.BACKBONE, prefix="backbone.layers.{}.",
+        "mamba2", TABLES["MAMBA2"], "conv_kernel use_bias use_conv_bias expand", norm="layer_norm_epsilon",
+        attention="none", outer=TABLES["BACKBONE"], prefix="backbone.layers.{}.",
         state="num_heads head_dim state_size n_groups",
     ),
     "nemotron_h": _NEMOTRON_ROW,
     "nemotron_h_moe": replace(_NEMOTRON_ROW, keys=f"{_NEMOTRON_KEYS} {_GROUPED_EXPERTS} {_NEMOTRON_EXPERTS}"),
     "kimi-linear": Architecture(
-        "kimi_linear", names.KIMI, f"{_GROUPED_EXPERTS} {_KIMI_KEYS}", _kimi, attention="latent",
+        "kimi_linear", TABLES["KIMI"], f"{_GROUPED_EXPERTS} {_KIMI_KEYS}", _kimi, attention="latent",
         decay_shape=(1, 1, -1, 1), join="latent",
     ),
 }  # fmt: skip

@@ -8,12 +8,14 @@ the concrete ones together; tests bring fakes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from asyncengine.sampling_params import OnBudget
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from asyncengine.step import AdapterSwap, Batch, RecordPart, StepResult
@@ -184,6 +186,61 @@ class ModuleDims(NamedTuple):
     """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
     scale: float = 1.0
     """The module's own factor of its output (Gemma 3's embedding): what adapters add must be multiplied as well."""
+    bias: bool = False
+    """Whether it has a bias, in whose place an adapter may put its own."""
+    head: Literal["", "own", "tied"] = ""
+    """The output layer: with a weight of its own, or tied to the embedding's."""
+    whole: bool = True
+    """Whether all of its weight can be read, as DoRA's norms ask for."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether its weight has a row for each token."""
+        return self.kind == "embedding" or self.head != ""
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """Shape of its weight as checkpoints have it, if that is `of_tokens`."""
+        return self[:2] if self.kind == "embedding" else (self.outputs, self.inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraWeights:
+    """Weights for one module of the base model: `y += (x @ a.T) @ b.T` (Hu et al. 2021), and what else it changes.
+
+    Ready to be copied into a device slot: on the host, contiguous, finite, in the model's dtype, with everything the
+    product is multiplied by folded into `b`: lora_alpha / r, or lora_alpha / sqrt(r) where rslora was used, and the
+    module's own scale. An embedding has the same shapes with `in` = rows of its table, so that row t gains
+    `b @ a[:, t]` (PEFT's `lora_embedding_A`, `lora_embedding_B`).
+    """
+
+    module: str
+    """Hugging Face path inside the base model, e.g. "model.layers.0.self_attn.q_proj", "lm_head"."""
+    a: torch.Tensor
+    """[r, in]."""
+    b: torch.Tensor
+    """[out, r]."""
+    embedding: bool = False
+    """True: the module is a lookup table, `a` is indexed by token."""
+    magnitude: torch.Tensor | None = None
+    """float32 [out]: the norms that rows of the module's weight + b @ a get (DoRA, Liu et al. 2024)."""
+    bias: torch.Tensor | None = None
+    """float32 [out]: a bias in the place of the module's own, or added to it (`adds_bias`)."""
+    adds_bias: bool = False
+    table: torch.Tensor | None = None
+    """[n, width]: rows in the place of those of the embedding or of the output layer, times the module's scale."""
+    tokens: torch.Tensor | None = None
+    """int64 [n]: the tokens of these rows; None: the first n, and further ones do not exist."""
+
+    @property
+    def rank(self) -> int:
+        """0: nothing is added but what the other fields say."""
+        return self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.a, self.b, self.magnitude, self.bias, self.table, self.tokens)
+        return sum(each.nbytes for each in held if each is not None)
 
 
 class AdapterAdmission(Protocol):

@@ -1,6 +1,6 @@
 """A batch with 1, 4 and 16 distinct adapters against the same batch without: what batched low-rank adapters cost.
 
-    python -m benchmarks.lora_throughput [--shape small --batch 16 --input 64 --output 24 --rank 16 --rounds 3 --json]
+    python -m benchmarks.lora_throughput [--shape small --batch 16 --input 64 --rank 16 --dora --rounds 3 --json]
 
 Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape in a temporary
 folder and drives the model runner by hand: prompts in one step, then one token for each request a step, then steps in
@@ -36,6 +36,7 @@ from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.request_spec import RequestSpec
+from asyncengine.seams import LoraWeights
 from asyncengine.step import Batch, Row
 from benchmarks.random_model import SHAPES, make_checkpoint
 
@@ -59,15 +60,8 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Factors:
-    a: torch.Tensor
-    b: torch.Tensor
-    embedding: bool = False
-
-
-@dataclass(frozen=True)
 class Adapter:
-    modules: dict[str, Factors]
+    modules: dict[str, LoraWeights]
 
 
 def main() -> None:
@@ -98,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--one-row-each", action="store_true", help="so many requests with an adapter, the rest without"
     )
+    parser.add_argument("--dora", action="store_true", help="adapters with magnitudes")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-rank", type=int, default=64, help="what would be allowed")
     parser.add_argument("--input", type=int, default=64, help="prompt tokens")
@@ -131,7 +126,8 @@ def fill(lora: LoraLayers, options: argparse.Namespace) -> float:
             width, out, *_ = lora.modules[path]
             a = torch.randn(options.rank, width, generator=generator) * width**-0.5
             b = torch.randn(out, options.rank, generator=generator) * 0.02
-            modules[path] = Factors(a.to(dtype), b.to(dtype))
+            magnitude = torch.rand(len(b), generator=generator) if options.dora else None
+            modules[path] = LoraWeights(path, a.to(dtype), b.to(dtype), magnitude=magnitude)
         began = clock(options)()
         lora.write(slot, Adapter(modules))
         spent.append(clock(options)() - began)

@@ -1,40 +1,10 @@
-"""A loaded adapter: low-rank weights by module, in host memory, identified by what they contain; what names mean."""
+"""A loaded adapter: weights by module, in host memory, identified by what they contain; what names mean."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoraWeights:
-    """Low-rank weights for one module of the base model: `y += (x @ a.T) @ b.T` (Hu et al. 2021).
-
-    Ready to be copied into a device slot: on the host, contiguous, finite, in the model's dtype, with everything the
-    product is multiplied by folded into `b`: lora_alpha / r, or lora_alpha / sqrt(r) where rslora was used, and the
-    module's own scale. An embedding has the same shapes with `in` = rows of its table, so that row t gains
-    `b @ a[:, t]` (PEFT's `lora_embedding_A`, `lora_embedding_B`).
-    """
-
-    module: str
-    """Hugging Face path inside the base model, e.g. "model.layers.0.self_attn.q_proj", "lm_head"."""
-    a: torch.Tensor
-    """[r, in]."""
-    b: torch.Tensor
-    """[out, r]."""
-    embedding: bool = False
-    """True: the module is a lookup table, `a` is indexed by token."""
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+from asyncengine.seams import LoraWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)

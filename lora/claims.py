@@ -20,6 +20,7 @@ class HostStore:
         self._resident: dict[str, Adapter] = {}
         self.held: dict[str, int] = {}
         self.reserved: dict[str, int] = {}
+        """Bytes that contents which are being read will need. Nothing is evicted for them before they are here."""
 
     @property
     def nbytes(self) -> int:
@@ -68,13 +69,6 @@ class HostStore:
                 chosen.append(digest)
                 excess -= adapter.nbytes
         return chosen if excess <= 0 else None
-
-    def reserve(self, digest: str, nbytes: int) -> None:
-        """`digest` is being read and will need `nbytes`. Nothing is evicted for it before it is here."""
-        self.reserved[digest] = nbytes
-
-    def unreserve(self, digest: str) -> None:
-        self.reserved.pop(digest, None)
 
     def put(self, adapter: Adapter, stays: Callable[[str], bool], leaves: str | None = None) -> bool:
         """Take `adapter` in, evicting what must go. False, and nothing changed, if there cannot be room."""
@@ -198,7 +192,7 @@ class Claims:
             elif digest not in self._reloading and blocked is None:
                 meaning = claims[0].meaning
                 if self._store.victims(meaning.nbytes, self.stays) is not None:
-                    self._store.reserve(digest, meaning.nbytes)
+                    self._store.reserved[digest] = meaning.nbytes
                     self._reloading[digest] = None
                     reload.append(meaning)
                 elif self._hopeless(meaning):
@@ -233,7 +227,7 @@ class Claims:
     def reloaded(self, digest: str, adapter: Adapter | None, error: Exception | None, calls: Calls) -> None:
         """`digest` was read again, or cannot be. Call `pump` next."""
         self._reloading.pop(digest, None)
-        self._store.unreserve(digest)
+        self._store.reserved.pop(digest, None)
         mine = list(self.waiting.get(digest, {}).values())
         if error is not None:
             self._fail(mine, error, calls)

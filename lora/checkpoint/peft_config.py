@@ -97,7 +97,8 @@ def _index_in(found: regex.Match[str] | None) -> int | None:
 
 _USED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias", "init_lora_weights", "alora_invocation_tokens",
+    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias", "init_lora_weights", "use_dora", "lora_bias",
+    "modules_to_save", "trainable_token_indices", "ensure_weight_tying", "alora_invocation_tokens",
 )  # fmt: skip
 _IGNORED = (
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
@@ -106,16 +107,11 @@ _IGNORED = (
 )  # fmt: skip
 """Said of training, or meaningless where the setting they belong to is refused."""
 _REFUSED = {
-    "use_dora": "DoRA is not supported; train with use_dora=False",
-    "lora_bias": "a bias in the adapter is not supported; train with lora_bias=False",
-    "modules_to_save": "fully trained modules are not supported; target them with LoRA instead",
-    "trainable_token_indices": "trained tokens are not supported",
     "target_parameters": "adapters on bare parameters are not supported; target linear modules",
     "layer_replication": "replicated layers are another base model; not supported",
     "use_qalora": "QALoRA is not supported",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "megatron_config": "adapters made with Megatron are not supported",
-    "ensure_weight_tying": "tied adapters are not supported; target the embedding and lm_head by name",
 }
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base model's weights as they are."""
@@ -137,6 +133,13 @@ class PeftConfig:
     layers_to_transform: list[int] | None
     layers_pattern: list[str]
     fan_in_fan_out: bool
+    use_dora: bool
+    bias: str
+    lora_bias: bool
+    modules_to_save: list[str]
+    trainable_token_indices: dict[str, list[int]]
+    """Token ids by the name of the module whose rows they are; "" for the embedding, whatever its name."""
+    ensure_weight_tying: bool
     alora_invocation_tokens: list[int]
     base_name: str
     """The model that the adapter was trained on. For messages only."""
@@ -163,6 +166,17 @@ class PeftConfig:
         if isinstance(names, str):
             return self.patterns.fullmatch(names, module, field) if names else False
         return any(module == name or module.endswith(f".{name}") for name in names)
+
+    def saves(self, module: str, base: ModuleDims) -> bool:
+        """Whether PEFT would train the whole of `module`, if it is the embedding or the output layer."""
+        return base.of_tokens and any(module.endswith(name) for name in self.modules_to_save)
+
+    def tokens_of(self, module: str, base: ModuleDims) -> list[int] | None:
+        """The tokens whose rows of `module` PEFT would train; None: it would train none."""
+        for name, tokens in self.trainable_token_indices.items():
+            if module.endswith(name) if name else base.kind == "embedding":
+                return tokens
+        return None
 
     def rank_of(self, module: str) -> tuple[int, str]:
         """The rank of `module` and the field that says so."""
@@ -196,6 +210,12 @@ def read_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
             "layers_pattern", layers_pattern
         ),
         fan_in_fan_out=_flag("fan_in_fan_out", raw),
+        use_dora=_flag("use_dora", raw),
+        bias=str(raw.get("bias") or "none"),
+        lora_bias=_flag("lora_bias", raw),
+        modules_to_save=_strings("modules_to_save", raw.get("modules_to_save") or []),
+        trainable_token_indices=_tokens("trainable_token_indices", raw),
+        ensure_weight_tying=_flag("ensure_weight_tying", raw),
         alora_invocation_tokens=_integers("alora_invocation_tokens", raw.get("alora_invocation_tokens")) or [],
         base_name=str(raw.get("base_model_name_or_path") or "another model")[:200],
         patterns=Patterns(),
@@ -215,14 +235,15 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for field, advice in _REFUSED.items():
         if raw.get(field) is not None and raw[field] is not False and raw[field] != [] and raw[field] != {}:
             raise AdapterError(field, advice, raw[field])
-    if raw.get("bias", "none") != "none":
-        raise AdapterError("bias", 'trained biases are not supported; train with bias="none"', raw["bias"])
+    if raw.get("bias", "none") not in ("none", "all", "lora_only"):
+        raise AdapterError("bias", 'must be "none", "all" or "lora_only"', raw["bias"])
     start = raw.get("init_lora_weights", True)
     if not any(start is known or (isinstance(start, str) and start == known) for known in _KEEP_BASE):
         raise AdapterError(
             "init_lora_weights",
-            "this initialisation may change the base model's weights; save a plain LoRA with peft: "
-            "save_pretrained(folder, path_initial_model_for_weight_conversion=initial_folder)",
+            "this initialisation may change the base model's weights, and the file does not hold them; save a plain "
+            "LoRA with peft: save_pretrained(folder, path_initial_model_for_weight_conversion=initial_folder), or load "
+            "the changed base model and set this to true",
             start,
         )
     for field, value in raw.items():
@@ -260,6 +281,15 @@ def _strings(field: str, value: Any) -> list[str]:
     if not isinstance(value, list) or len(value) > MAX_ENTRIES or not all(isinstance(name, str) for name in value):
         raise AdapterError(field, f"must be a list of at most {MAX_ENTRIES} names, or a string", value)
     return list(value)
+
+
+def _tokens(field: str, raw: Mapping[str, Any]) -> dict[str, list[int]]:
+    value = raw.get(field) or {}
+    found = {"": value} if isinstance(value, list) else _table(field, raw)
+    tokens = {name: _integers(field, own) or [] for name, own in found.items()}
+    if any(min(own, default=0) < 0 or len(set(own)) < len(own) for own in tokens.values()):
+        raise AdapterError(field, "must hold token ids, each once", value)
+    return tokens
 
 
 def _names(field: str, value: Any) -> list[str] | str:

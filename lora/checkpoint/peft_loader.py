@@ -12,9 +12,7 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncengine.errors import AdapterError
-from asyncengine.lora.adapter import Adapter, LoraWeights
+from asyncengine.lora.adapter import Adapter
 from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
 from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
-from asyncengine.seams import ModuleDims
+from asyncengine.seams import LoraWeights, ModuleDims
 
 # A safetensors file of any origin: nothing it says is believed before it is checked.
 
@@ -33,7 +31,6 @@ MAX_HEADER_BYTES = 8 << 20
 """Adapters of the largest models have some thousand tensors, about 150 bytes of header each."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 _PIECE = 1 << 14
 """Numbers that torch works on with one thread."""
@@ -204,38 +201,44 @@ def _listed(value: Any) -> Any:
 
 
 _PREFIX = "base_model.model."
-_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")
-_FOREIGN = {
-    ".lora_magnitude_vector": ("use_dora", "the file holds DoRA magnitudes"),
-    ".token_adapter.": ("trainable_token_indices", "the file holds trained tokens"),
-    ".trainable_tokens_": ("trainable_token_indices", "the file holds trained tokens"),
-    ".lora_B.bias": ("lora_bias", "the file holds a bias of the adapter"),
-    ".bias": ("bias", "the file holds biases"),
+_SIDES = {
+    ".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_embedding_A": "a", ".lora_embedding_B": "b",
+    ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude", ".lora_B.bias": "shift",
+    ".base_layer.bias": "bias", ".bias": "bias", ".token_adapter.trainable_tokens_delta": "tokens",
+    ".token_adapter.base_layer.weight": "copy", ".base_layer.weight": "copy", ".weight": "table",
+}  # fmt: skip
+"""Part of its module that a tensor is, by the end of its name; a longer end goes before a shorter one."""
+_SETTINGS = {
+    "magnitude": ("use_dora", "DoRA magnitudes"),
+    "shift": ("lora_bias", "a bias of the adapter"),
+    "bias": ("bias", "biases"),
+    "tokens": ("trainable_token_indices", "trained tokens"),
 }
+"""The setting that must be on for such a tensor, and the tensor in words."""
+_RESIZE = "give the base model as many (resize_token_embeddings), save it with its tokenizer, and load that"
 MAX_NAME_CHARS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The two tensors of one module, by name."""
+def _note(digest: Any, head: str, *tensors: torch.Tensor) -> None:
+    digest.update(f"{head}\n".encode())
+    for tensor in tensors:
+        digest.update(tensor.view(torch.uint8).numpy().data)
 
-    a: str
-    b: str
-    embedding: bool
-    rank: int
+
+def _side_of(name: str) -> tuple[str, str]:
+    """(module, what the tensor is of it); "" for one that PEFT gives no such name."""
+    path = name.removeprefix(_PREFIX)
+    end = next((end for end in _SIDES if path.endswith(end)), "")
+    return (path.removesuffix(end), _SIDES[end]) if end and path != name else (path, "")
 
 
 class PeftLoader:
     """Loads adapters for one base model. Immutable: any number of threads may load at once."""
 
     def __init__(
-        self,
-        base: Mapping[str, ModuleDims],
-        *,
-        dtype: torch.dtype,
-        max_rank: int,
+        self, base: Mapping[str, ModuleDims], *, dtype: torch.dtype, max_rank: int,
         root: str | os.PathLike[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`base`: the modules that can take an adapter, by Hugging Face path. `dtype`: the model's. `root`: adapters
         lie inside this folder or are refused; None: anywhere."""
         self._base = dict(base)
@@ -263,8 +266,8 @@ class PeftLoader:
 
     def _held_bytes(self, file: TensorFile | AdapterTensors) -> int:
         """Memory of the adapter's own tensors in the model's dtype."""
-        numbers = sum(math.prod(extent.shape) for name, extent in file.tensors.items() if _NAME.fullmatch(name))
-        return numbers * self._dtype.itemsize
+        kept = [extent for name, extent in file.tensors.items() if _side_of(name)[1] not in ("", "copy")]
+        return sum(math.prod(extent.shape) for extent in kept) * self._dtype.itemsize
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Blocking: reads the files. Raises `AdapterError`; nothing is left behind then."""
@@ -284,99 +287,155 @@ class PeftLoader:
         return self._load(name, read_peft_config(given_config(config)), AdapterTensors(tensors))
 
     def _load(self, name: str, config: PeftConfig, file: TensorFile | AdapterTensors) -> Adapter:
-        pairs, digest = self._pair(config, file), hashlib.sha256(b"asyncengine.lora 1\n")
-        modules = {module: self._read(config, file, module, pair, digest) for module, pair in sorted(pairs.items())}
-        rank = max(weights.rank for weights in modules.values())
-        nbytes, invocation = sum(own.nbytes for own in modules.values()), tuple(config.alora_invocation_tokens)
+        parts, digest = self._parts(config, file), hashlib.sha256(b"asyncengine.lora 1\n")
+        modules = {module: self._read(config, file, module, own, digest) for module, own in sorted(parts.items())}
+        modules.update(self._tied(config, file, parts))
+        rank, nbytes = max(own.rank for own in modules.values()), sum(own.nbytes for own in modules.values())
+        invocation = tuple(config.alora_invocation_tokens)
         if invocation:
             digest.update(f"{invocation}\n".encode())
         return Adapter(name, digest.hexdigest(), rank, modules, nbytes, invocation)
 
     # ---------------------------------------------------------------- names and shapes
 
-    def _pair(self, config: PeftConfig, file: TensorFile | AdapterTensors) -> dict[str, _Pair]:
-        """Module -> its two tensors, after checking that the file holds what the configuration says and nothing else,
-        and that all of it fits the base model."""
-        sides: dict[str, dict[str, str]] = {}
+    def _parts(self, config: PeftConfig, file: TensorFile | AdapterTensors) -> dict[str, dict[str, str]]:
+        """Module -> names of its tensors, after checking that the file holds what the configuration says and nothing
+        else, and that all of it fits the base model."""
+        parts: dict[str, dict[str, str]] = {}
         for name in sorted(file.tensors):
             module, side = self._parse(config, file, name)
-            if side:
-                sides.setdefault(module, {})[side] = name
-        if not sides:
+            if side != "copy":
+                parts.setdefault(module, {})[side] = name
+        if not parts:
             raise AdapterError(file.field, "holds no adapter weights")
-        if not config.all_linear:
-            for module, base in self._base.items():
-                if module not in sides and config.targets(module, base):
-                    raise AdapterError("target_modules", f"names {module}, but the file has no weights for it")
-        return {module: self._check_pair(config, file, module, names) for module, names in sides.items()}
+        for module, base in self._base.items():
+            sides, whole = parts.get(module, {}).keys(), config.saves(module, base)
+            lacking = ""
+            if whole and "table" not in sides:
+                lacking = "modules_to_save"
+            elif config.tokens_of(module, base) is not None and base.head != "tied" and "tokens" not in sides:
+                lacking = "trainable_token_indices"
+            elif not (whole or config.all_linear or sides & {"a", "b"}) and config.targets(module, base):
+                lacking = "target_modules"
+            if lacking:
+                raise AdapterError(lacking, f"names {module}, but the file has no weights for it")
+        for module, own in parts.items():
+            self._check(config, file, module, own)
+        tied = any(base.head == "tied" for base in self._base.values())
+        tables = [module for module, own in parts.items() if "table" in own]
+        if tied and len(tables) == 1 and not config.saves(tables[0], self._base[tables[0]]):
+            raise AdapterError("modules_to_save", f"does not name {tables[0]}, whose weight another has as well")
+        return parts
+
+    def _tied(
+        self, config: PeftConfig, file: TensorFile | AdapterTensors, parts: Mapping[str, dict[str, str]]
+    ) -> dict[str, LoraWeights]:
+        """The output layer with the embedding's trained tokens, if it is tied to that and has none of its own."""
+        head = next((module for module, base in self._base.items() if base.head == "tied"), "")
+        for table, own in parts.items() if head and "tokens" not in parts.get(head, {}) else ():
+            if "tokens" in own:
+                tokens, asked = (config.tokens_of(module, self._base[module]) for module in (table, head))
+                if head in parts or self._base[head].bias or asked not in (None, tokens):
+                    reason = f"those of {table} are tied to {head}, which has other weights in the file, or a bias"
+                    raise AdapterError("trainable_token_indices", reason)
+                return {head: self._read(config, file, head, {"tokens": own["tokens"]}, hashlib.sha256(), tokens)}
+        return {}
 
     def _parse(self, config: PeftConfig, file: TensorFile | AdapterTensors, name: str) -> tuple[str, str]:
-        """(module, "A" or "B"), or ("", "") for a tensor that is only a copy of the base model's."""
-        for part, (field, reason) in _FOREIGN.items():
-            if part in name if part.endswith((".", "_")) else name.endswith(part):
-                raise AdapterError(field, f"{reason}, which is not supported", name)
-        path = name.removeprefix(_PREFIX)
-        copied = self._base.get(path.removesuffix(".weight").removesuffix(".base_layer"))
-        if copied is not None and path.endswith(".weight"):
+        """(module, what the tensor is of it), "copy" for what is the base model's."""
+        module, side = _side_of(name)
+        if not side or ".lora_" in module or len(name) > 4 * MAX_NAME_CHARS:
+            raise AdapterError(name[:MAX_NAME_CHARS], "is not a LoRA tensor as PEFT names them")
+        base, (field, words) = self._base.get(module), _SETTINGS.get(side, ("", ""))
+        saved = side == "bias" and base is not None and config.saves(module, base)
+        if field and not saved and getattr(config, field) in (False, "none", {}):
+            raise AdapterError(field, f"the file holds {words}, which the configuration does not say", name)
+        if side in ("table", "tokens") and (base is None or not base.of_tokens):
+            raise AdapterError("modules_to_save", "only the embedding and the output layer can be trained whole", name)
+        if base is None:
+            reason = "takes an adapter" if side != "bias" else "has a bias that an adapter can change (norms' cannot)"
+            field = name if side != "bias" else "bias"
+            raise AdapterError(field, f"the base model has no {module} that {reason} (made for {config.base_name})")
+        if side in ("a", "b") and ("_embedding_" in name) != (base.kind == "embedding"):
+            raise AdapterError(name, f"does not fit {module}, {'an' if base.kind == 'embedding' else 'no'} embedding")
+        if side == "copy" and file.tensors[name].shape != base.table:
             # PEFT saves the table of a targeted embedding or lm_head along; it was frozen, so it is the base model's
             # unless it was resized.
-            table = (copied.inputs, copied.outputs) if copied.kind == "embedding" else (copied.outputs, copied.inputs)
-            if not path.endswith(".base_layer.weight") or file.tensors[name].shape != table:
-                raise AdapterError("modules_to_save", "the file holds a base weight of its own; not supported", name)
-            return "", ""
-        found = _NAME.fullmatch(path)
-        if found is None or path == name or len(name) > 4 * MAX_NAME_CHARS:
-            raise AdapterError(name[:MAX_NAME_CHARS], "is not a LoRA tensor as PEFT names them")
-        if bool(found["embedding"]) == bool(found["weight"]):
-            raise AdapterError(name[:MAX_NAME_CHARS], "is not a LoRA tensor as PEFT names them")
-        module = found["module"]
-        base = self._base.get(module)
-        if base is None:
-            raise AdapterError(
-                name, f"the base model has no {module} that takes an adapter (made for {config.base_name})"
-            )
-        if bool(found["embedding"]) != (base.kind == "embedding"):
-            raise AdapterError(
-                name, f"does not fit: {module} is {'an' if base.kind == 'embedding' else 'no'} embedding"
-            )
-        return module, found["side"]
+            raise AdapterError("modules_to_save", f"the file holds a table of another size for {module}", name)
+        return module, side
 
-    def _check_pair(
-        self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, names: dict[str, str]
-    ) -> _Pair:
+    def _check(self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, names: dict[str, str]) -> None:
         base = self._base[module]
-        if len(names) != 2:
-            lacking = "B" if "A" in names else "A"
-            raise AdapterError(next(iter(names.values())), f"comes without its lora_{lacking}")
-        if not config.targets(module, base):
+        if len(names.keys() & {"a", "table", "tokens"}) > 1:
+            field = "modules_to_save" if "table" in names else "trainable_token_indices"
+            raise AdapterError(field, f"{module} has low-rank factors or trained tokens as well; only one can be")
+        if config.alora_invocation_tokens and (base.kind == "embedding" or names.keys() != {"a", "b"}):
+            raise AdapterError("alora_invocation_tokens", f"is for low-rank factors of linears; {module} has others")
+        if names.keys() & {"a", "b", "magnitude", "shift"}:
+            self._check_factors(config, module, names)
+        if "bias" in names and not base.bias and "table" not in names:
+            raise AdapterError("bias", f"{module} has none in the base model", names["bias"])
+        rank, tokens, (count, width) = config.rank_of(module)[0], config.tokens_of(module, base) or [], base.table
+        shapes: dict[str, tuple[int, ...]] = {
+            "a": (rank, base.inputs), "b": (base.outputs, rank), "tokens": (len(tokens), width), "table": base.table,
+        }  # fmt: skip
+        if "tokens" in names and max(tokens, default=0) >= count:
+            raise AdapterError("trainable_token_indices", f"are beyond the {count} rows of {module}; {_RESIZE}")
+        for side, name in names.items():
+            shape, wanted = file.tensors[name].shape, shapes.get(side, (base.outputs,))
+            if side == "table" and shape[1:] == (width,):  # of a vocabulary cut or extended
+                if shape[0] > count:
+                    raise AdapterError("modules_to_save", f"{module} has {count} rows, not {shape[0]}; {_RESIZE}")
+            elif shape != wanted:
+                raise AdapterError(name, f"must have shape {list(wanted)}", list(shape))
+
+    def _check_factors(self, config: PeftConfig, module: str, names: dict[str, str]) -> None:
+        base, dora = self._base[module], config.use_dora
+        for side, wanted in (("b", True), ("a", True), ("magnitude", dora), ("shift", config.lora_bias)):
+            if wanted and side not in names:
+                field, words = _SETTINGS.get(side, (next(iter(names.values())), f"its lora_{side.upper()}"))
+                raise AdapterError(field, f"the file has {module} without {words}")
+        tied = base.head == "tied" and config.ensure_weight_tying  # it was made of the embedding's
+        if not tied and not config.targets(module, base):
             raise AdapterError("target_modules", f"does not name {module}, but the file has weights for it")
         if config.alora_invocation_tokens and base.kind == "embedding":
             raise AdapterError("alora_invocation_tokens", f"is for linears; {module} is an embedding")
         if config.fan_in_fan_out and base.kind == "linear":
             raise AdapterError("fan_in_fan_out", f"is for Conv1D modules; {module} is a plain linear")
+        if dora and (base.kind == "embedding" or not base.whole):
+            reason = "an embedding" if base.kind == "embedding" else "spread over several processes, and norms need it"
+            raise AdapterError("use_dora", f"DoRA is not supported on {module}: it is {reason}")
         rank, field = config.rank_of(module)
         if rank > self._max_rank:
             raise AdapterError(field, f"is over max_lora_rank={self._max_rank} at {module}", rank)
-        for name, shape in ((names["A"], (rank, base.inputs)), (names["B"], (base.outputs, rank))):
-            if file.tensors[name].shape != shape:
-                raise AdapterError(name, f"must have shape {list(shape)}", list(file.tensors[name].shape))
-        return _Pair(names["A"], names["B"], base.kind == "embedding", rank)
 
     # ---------------------------------------------------------------- weights
 
     def _read(
-        self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, pair: _Pair, digest: Any
-    ) -> LoraWeights:
+        self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, names: dict[str, str], digest: Any,
+        tokens: list[int] | None = None,
+    ) -> LoraWeights:  # fmt: skip
         """The weights of `module`, ready for a slot; `digest` gets what the file says of them."""
-        a, b, scaling = file.read(pair.a), file.read(pair.b), config.scaling_of(module)
-        if a.dtype != b.dtype:
-            raise AdapterError(pair.b, f"must have the dtype of its lora_A, {a.dtype}", str(b.dtype))
-        head = f"{module!r} {pair.embedding} {scaling.hex()} {a.dtype} {tuple(a.shape)}{tuple(b.shape)}\n"
-        digest.update(head.encode())
-        for tensor in (a, b):
-            digest.update(tensor.view(torch.uint8).numpy().data)
-        factor = scaling * self._base[module].scale
-        return LoraWeights(module, self._cast(pair.a, a, 1.0), self._cast(pair.b, b, factor), pair.embedding)
+        base, own = self._base[module], {side: file.read(name) for side, name in names.items()}
+        a, b, scaling, embedding = own.pop("a", None), own.pop("b", None), 0.0, base.kind == "embedding"
+        if a is None or b is None:
+            a, b = torch.empty(0, base.inputs, dtype=self._dtype), torch.empty(base.outputs, 0, dtype=self._dtype)
+        else:
+            scaling = config.scaling_of(module)
+            if a.dtype != b.dtype:
+                raise AdapterError(names["b"], f"must have the dtype of its lora_A, {a.dtype}", str(b.dtype))
+            _note(digest, f"{module!r} {embedding} {scaling.hex()} {a.dtype} {tuple(a.shape)}{tuple(b.shape)}", a, b)
+            a, b = self._cast(names["a"], a, 1.0), self._cast(names["b"], b, scaling * base.scale)
+        tokens = tokens or (config.tokens_of(module, base) if "tokens" in own else None)
+        for side, tensor in sorted(own.items()):
+            _note(digest, f"{module!r} {side} {scaling.hex()} {tensor.dtype} {tuple(tensor.shape)} {tokens}", tensor)
+        magnitude, bias, shift = (own[side].float() if side in own else None for side in ("magnitude", "bias", "shift"))
+        if shift is not None:
+            bias = shift * scaling if bias is None else bias + shift * scaling
+        side = "tokens" if tokens is not None else "table"
+        table = self._cast(names[side], own[side], base.scale) if side in own else None
+        ids = None if tokens is None else torch.tensor(tokens)
+        return LoraWeights(module, a, b, embedding, magnitude, bias, "bias" not in own, table, ids)
 
     def _cast(self, name: str, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         """`tensor` times `factor`, rounded once to the model's dtype. Finite: in a batch an infinity would reach its

@@ -20,8 +20,9 @@ from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.step import AdapterRecords, CausalLM, Place, RowAdapters
 from asyncengine.kernels.api import compiler_missing, triton_missing
+from asyncengine.lora.layers.outputs import MakeRows, OutputChanges
 from asyncengine.lora.layers.stack import LoraStack, RowStack, RowStep, padded_rank
-from asyncengine.seams import ModuleDims
+from asyncengine.seams import LoraWeights, ModuleDims
 
 # Low-rank deltas with the same shapes in every step, whichever rows use which adapter: what CUDA graphs need.
 
@@ -32,6 +33,8 @@ class MaskedStep:
     def __init__(self, num_slots: int, slots: torch.Tensor) -> None:
         self.size = len(slots)
         self.slots = slots
+        self.used = frozenset(range(num_slots))
+        """Slots that rows may use by the time it runs."""
         self._num_slots = num_slots
         self._tiles: Any = None
 
@@ -45,6 +48,15 @@ class MaskedStep:
     def known(self) -> torch.Tensor:
         """`slots`, any where there is none."""
         return self.slots.clamp(min=0)
+
+    def replace(self, slot: int, x: torch.Tensor, y: torch.Tensor, make: MakeRows) -> None:
+        """Put what `make` gives in the place of the rows of y that use the slot."""
+        y.copy_(torch.where((self.slots == slot)[:, None], make(x, y), y))
+
+    def scale(self, y: torch.Tensor, factors: torch.Tensor, shifts: torch.Tensor) -> None:
+        """Multiply each row of y that has an adapter by its slot's of `factors` [slots, out], and add its shifts."""
+        made = (y.float() * factors[self.known] + shifts[self.known]).to(y.dtype)
+        y.copy_(torch.where((self.slots >= 0)[:, None], made, y))
 
     def tiles(self) -> Any:
         """Rows by slot, as `kernels.cuda.lora` takes them."""
@@ -159,39 +171,31 @@ _KEPT_STEPS = 8
 """Maps of a step's rows that are kept for the next one."""
 
 
-class LoraFactors(Protocol):
-    """The factors of one module: y += (x @ a.T) @ b.T, everything that multiplies it folded in.
-
-    `a` [r, in] and `b` [out, r] are on the host, contiguous, finite and in the model's dtype.
-    """
-
-    @property
-    def a(self) -> torch.Tensor: ...
-    @property
-    def b(self) -> torch.Tensor: ...
-    @property
-    def embedding(self) -> bool: ...
-
-
 class LoraAdapter(Protocol):
     """Factors by the Hugging Face path of the module they belong to."""
 
     @property
-    def modules(self) -> Mapping[str, LoraFactors]: ...
+    def modules(self) -> Mapping[str, LoraWeights]: ...
 
 
 class _Adapters:
     """`RowAdapters` of one step."""
 
-    __slots__ = ("_stacks", "_step", "_table")
+    __slots__ = ("_outputs", "_stacks", "_step", "_table")
 
-    def __init__(self, stacks: Mapping[str, LoraStack], step: Step, table: FactorTable | None) -> None:
-        self._stacks, self._step, self._table = stacks, step, table
+    def __init__(
+        self, stacks: Mapping[str, LoraStack], outputs: Mapping[str, OutputChanges], step: Step,
+        table: FactorTable | None,
+    ) -> None:  # fmt: skip
+        self._stacks, self._outputs, self._step, self._table = stacks, outputs, step, table
 
     def changes(self, path: str) -> bool:
-        return path in self._stacks
+        return path in self._stacks or path in self._outputs
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        changes = self._outputs.get(path)
+        if changes is not None:
+            changes.apply(x, y, self._step)
         stack = self._stacks.get(path)
         if stack is not None:
             stack.add(x, y, self._step)
@@ -199,6 +203,8 @@ class _Adapters:
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         if self._table is None or not isinstance(self._step, RowStep):
             return None
+        if any(each.used_by(self._step) for path, each in self._outputs.items() if path in paths):
+            return None  # which no kernel does
         return self._table.records(paths, self._step)
 
 
@@ -215,7 +221,9 @@ class LoraLayers:
         self._places: dict[str, tuple[Place, int]] = {}
         for place in model.places():
             for index, (path, width) in enumerate(place.parts):
-                self.modules[path] = ModuleDims(place.in_features, width, place.kind, place.scale)
+                biased, whole = place.bias is not None, place.read_rows is not None
+                dims = ModuleDims(place.in_features, width, place.kind, place.scale, biased, place.head, whole)
+                self.modules[path] = dims
                 self._places[path] = (place, index)
         self.dtype, self._device = model.dtype, model.device
         self._masked = self._device.type != "cpu" if masked is None else masked
@@ -225,7 +233,11 @@ class LoraLayers:
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
         self._stacks: dict[str, LoraStack] = {}
         """Stacks by the first path of their place."""
-        self._written: dict[int, list[LoraStack]] = {}
+        self._outputs: dict[str, OutputChanges] = {}
+        """Other changes of outputs, likewise; most places have none."""
+        self._written: dict[int, list[LoraStack | OutputChanges]] = {}
+        self._bound: dict[int, LoraAdapter] = {}
+        """Adapters in slots whose numbers were made with the model's weights."""
         self._ranks = np.zeros(max_loras, dtype=np.int64)
         """The largest padded rank in each slot."""
         self._table = FactorTable(self._stacks) if self._compiled else None
@@ -236,7 +248,8 @@ class LoraLayers:
     def nbytes(self) -> int:
         """Device memory taken so far. It grows with the first adapter that targets a module or has a larger rank than
         all before it, and never shrinks."""
-        return sum(stack.nbytes for stack in self._stacks.values())
+        held = [stack.nbytes for stack in self._stacks.values()]
+        return sum(held) + sum(each.nbytes for each in self._outputs.values())
 
     def allocate(self, paths: Iterable[str], rank: int | None = None) -> None:
         """Take the memory that adapters of these modules and this rank need, now instead of at the first `write`.
@@ -257,30 +270,52 @@ class LoraLayers:
         self._check_slot(slot)
         for path, factors in adapter.modules.items():
             self._check(path, factors)
-        here = {path: factors for path, factors in adapter.modules.items() if self._places[path][0].here}
-        for path, factors in here.items():
-            self.make_room(self._places[path][0], factors.a.shape[0])
+        here = {path: own for path, own in adapter.modules.items() if self._places[path][0].here}
+        for path, own in here.items():
+            self.make_room(self._places[path][0], own.a.shape[0])
         self.clear(slot)
-        used: dict[str, LoraStack] = {}
+        written: dict[LoraStack | OutputChanges, None] = {}
         try:
-            for path, factors in here.items():
+            for path, own in here.items():
                 place, part = self._places[path]
-                key = place.path
-                used[key] = self._stacks[key]
-                used[key].write(slot - 1, part, factors.a, place.kept_rows(part, factors.b))
+                b = own.b
+                if own.magnitude is not None or own.bias is not None or own.table is not None:
+                    changes = self._changes_of(place)
+                    written[changes] = None
+                    b = changes.put(slot - 1, part, own)
+                    self.version += own.table is not None
+                if len(own.a):
+                    stack = self._stacks[place.path]
+                    written[stack] = None
+                    stack.write(slot - 1, part, own.a, place.kept_rows(part, b))
         except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
-            for stack in used.values():
-                stack.clear(slot - 1)
+            for each in written:
+                each.clear(slot - 1)
             raise
-        self._written[slot] = list(used.values())
-        self._ranks[slot - 1] = max((padded_rank(each.a.shape[0]) for each in adapter.modules.values()), default=0)
+        self._written[slot] = list(written)
+        self._ranks[slot - 1] = max((padded_rank(own.a.shape[0]) for own in adapter.modules.values()), default=0)
+        if any(own.magnitude is not None or own.bias is not None for own in here.values()):
+            self._bound[slot] = adapter
+
+    def _changes_of(self, place: Place) -> OutputChanges:
+        if place.path not in self._outputs:
+            self.version += 1
+            self._outputs[place.path] = OutputChanges(place, self.max_loras, self._device)
+        return self._outputs[place.path]
+
+    def write_again(self) -> None:
+        """Make anew what follows from the model's weights, which have changed: DoRA's norms, differences of biases."""
+        for slot, adapter in list(self._bound.items()):
+            self.write(slot, adapter)
 
     def clear(self, slot: int) -> None:
         """Empty `slot`: no row may use it until it is written again. Idempotent."""
         self._check_slot(slot)
         self._known.clear()
-        for stack in self._written.pop(slot, []):
-            stack.clear(slot - 1)
+        self._bound.pop(slot, None)
+        for each in self._written.pop(slot, []):
+            self.version += isinstance(each, OutputChanges) and slot - 1 in each.rows
+            each.clear(slot - 1)
 
     def begin(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> StepAdapters:
         """Prepare the adapters of a forward: request r has counts[r] tokens and the adapter in slots[r], or none if
@@ -306,7 +341,8 @@ class LoraLayers:
         return self._begun(step, step)
 
     def _begun(self, tokens: Step, logits: Step) -> StepAdapters:
-        return _Adapters(self._stacks, tokens, self._table), _Adapters(self._stacks, logits, self._table)
+        own = (self._stacks, self._outputs)
+        return _Adapters(*own, tokens, self._table), _Adapters(*own, logits, self._table)
 
     def check_slots(self, slots: Sequence[int]) -> None:
         """Raises `InvariantViolation` for a slot that is not 0 and empty."""
@@ -316,7 +352,7 @@ class LoraLayers:
 
     def close(self) -> None:
         """Free all slots and let go of the model. Idempotent."""
-        for held in (self._stacks, self._written, self._known, self._places, self.modules):
+        for held in (self._stacks, self._outputs, self._written, self._bound, self._known, self._places, self.modules):
             held.clear()
         self._table = None
 
@@ -329,8 +365,10 @@ class LoraLayers:
         return self._known[key]
 
     def make_room(self, place: Place, rank: int) -> None:
-        """Have a stack for `place` that can hold `rank`."""
+        """Have a stack for `place` that can hold `rank`; none for 0."""
         key = place.path
+        if not rank:
+            return
         if self._table is not None:
             self._table.forget()  # memory may move
         if key in self._stacks:
@@ -348,7 +386,7 @@ class LoraLayers:
             return MaskedStack if place.embedding or triton_missing(self._device) is not None else KernelStack
         return CompiledStack if self._compiled and not place.embedding else RowStack
 
-    def _check(self, path: str, factors: LoraFactors) -> None:
+    def _check(self, path: str, factors: LoraWeights) -> None:
         """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
         place, part = self._place(path)
         if factors.embedding != place.embedding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -19,6 +19,9 @@ from asyncengine.seams import LONG_ADAPTER_RUN
 
 RANK_STEP = 8
 """Ranks are padded to multiples of this, with zeros: a padded factor adds exact zeros."""
+
+_ROWS_AT_ONCE = 64
+"""Rows that are scaled at once: some more memory than theirs is needed."""
 
 Segment = tuple[int, int, int]
 """(first row, end, slot) of neighbouring rows with one adapter. Slots count from 0 here."""
@@ -50,10 +53,6 @@ class LoraStack(ABC):
     @property
     def nbytes(self) -> int:
         return self._a.nbytes + self._b.nbytes
-
-    @property
-    def out_features(self) -> int:
-        return self._ends[-1]
 
     def grow(self, rank: int) -> bool:
         """Hold ranks up to `rank`, with what is there. True: in other memory than before."""
@@ -89,7 +88,7 @@ class LoraStack(ABC):
         else:
             self._a = self._zeros(self._slots, parts, self.rank, inputs)
         # A [slots, parts, rank, in] whatever its layout; B [slots, rank, out]: a row for each number of x @ A^T
-        self._b = self._zeros(self._slots, self.rank, self.out_features)
+        self._b = self._zeros(self._slots, self.rank, self._ends[-1])
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         if self._memory is not None:
@@ -101,7 +100,7 @@ class LoraStack(ABC):
         x = x.reshape(-1) if self.place.embedding else x.reshape(-1, self.place.in_features)
         if len(x) != rows:
             raise RuntimeError(f"{self.place.parts[0][0]} got {len(x)} rows of a step of {rows}")
-        return x, y.view(-1, self.out_features)
+        return x, y.view(-1, self._ends[-1])
 
     def _add_segments(self, x: torch.Tensor, y: torch.Tensor, segments: tuple[Segment, ...]) -> None:
         """Two products for each segment (and one more for each further part): the segments of Punica's SGMV."""
@@ -193,6 +192,22 @@ class RowStep:
             if self._slots[begin] >= 0:
                 segments.append((begin, end, int(self._slots[begin])))
         return tuple(segments), stretches + self._between(done, self.size)
+
+    def replace(self, slot: int, x: torch.Tensor, y: torch.Tensor, make: Callable[..., torch.Tensor]) -> None:
+        """Put what `make` gives in the place of the rows of y that use the slot."""
+        rows = torch.from_numpy(np.flatnonzero(self._slots == slot))
+        y[rows] = make(x[rows], y[rows])
+
+    @cached_property
+    def _adapted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows with an adapter, and their slots."""
+        rows = np.flatnonzero(self._slots >= 0)
+        return torch.from_numpy(rows), torch.from_numpy(self._slots[rows])
+
+    def scale(self, y: torch.Tensor, factors: torch.Tensor, shifts: torch.Tensor) -> None:
+        """Multiply each row of y that has an adapter by its slot's of `factors` [slots, out], and add its shifts."""
+        for rows, slots in zip(*(torch.split(each, _ROWS_AT_ONCE) for each in self._adapted), strict=True):
+            y[rows] = (y[rows].float() * factors[slots]).add_(shifts[slots]).to(y.dtype)
 
     @cached_property
     def groups(self) -> Any:

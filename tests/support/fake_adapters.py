@@ -9,7 +9,8 @@ import threading
 import torch
 
 from asyncengine.errors import AdapterError
-from asyncengine.lora.adapter import Adapter, LoraWeights
+from asyncengine.lora.adapter import Adapter
+from asyncengine.seams import LoraWeights
 
 
 def adapter_of(name: str, content: str, nbytes: int) -> Adapter:

@@ -10,7 +10,7 @@ import torch
 from support.drive import greedy_reference, prompts
 from support.tiny_models import VOCAB, make_model
 
-from asyncengine.lora.adapter import LoraWeights
+from asyncengine.seams import LoraWeights
 
 RANKS = [4, 8, 3, 8, 1, 8, 5, 2]
 WANT = 6

@@ -35,7 +35,9 @@ def base_modules(model: Any) -> dict[str, ModuleDims]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            found[path] = ModuleDims(module.in_features, module.out_features)
+            head = module is model.get_output_embeddings()
+            tied: Any = "" if not head else "tied" if model.config.tie_word_embeddings else "own"
+            found[path] = ModuleDims(module.in_features, module.out_features, bias=module.bias is not None, head=tied)
         elif isinstance(module, torch.nn.Embedding):
             found[path] = ModuleDims(module.num_embeddings, module.embedding_dim, "embedding")
         elif type(module).__name__ == "Conv1D":

@@ -13,6 +13,7 @@ import torch
 
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
 from asyncengine.execution.layers.states import StateSpec, StateStep
+from asyncengine.execution.layers.weight_forms import WeightForm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,13 +25,19 @@ class Place:
     parts: tuple[tuple[str, int], ...]
     """(path, width of its output); "" for outputs of no module."""
     kind: Literal["linear", "conv1d", "embedding"] = "linear"
-    head: bool = False
-    """Gets the rows whose logits are wanted, not all tokens."""
+    head: Literal["", "own", "tied"] = ""
+    """The output layer, which gets the rows whose logits are wanted: with its own weight, or the embedding's."""
     scale: float = 1.0
     kept: tuple[tuple[slice, ...], ...] | None = None
     """The outputs of each part that are computed here; None: all."""
     here: bool = True
     """False: another process computes it."""
+    read_rows: Callable[[torch.Tensor, torch.Tensor], object] | None = None
+    """`WeightForm.read_rows` of its weight [outputs, inputs]; None: nobody has all rows, or it is an embedding."""
+    bias: torch.Tensor | None = None
+    """The bias of the outputs that are computed here."""
+    new_weight: Callable[[int], WeightForm] | None = None
+    """Memory for so many rows of another output layer; None: plain, or this is none."""
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -369,4 +369,9 @@ class SideBySide(WeightForm):
         return found
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        raise RuntimeError("rows of several forms side by side cannot be read")
+        for form, begin in zip(self.forms, self._firsts, strict=False):
+            (here,) = ((ids >= begin) & (ids < begin + form.outputs)).nonzero(as_tuple=True)
+            if len(here):
+                rows = torch.empty_like(out[: len(here)])
+                form.read_rows((ids[here] - begin).contiguous(), rows)
+                out[here] = rows

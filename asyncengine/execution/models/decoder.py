@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.basic import (
     Embedding,
@@ -34,6 +35,7 @@ from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext
 from asyncengine.execution.layers.stored import TensorSlot
+from asyncengine.execution.layers.weight_forms import WeightForm
 from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead, plan_layers
 
 
@@ -368,8 +370,18 @@ class Decoder(CausalLM):
         ]
         for linear, here in linears:
             kind: Any = "conv1d" if linear.transposed else "linear"
-            found.append(Place(linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here))
-        return [*found, Place(head.inputs, head.parts, head=True, here=first)]
+            found.append(Place(
+                linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here, bias=linear.bias,
+                read_rows=linear.weight.read_rows if self.options.ranks is None else None,
+            ))  # fmt: skip
+        return [*found, Place(
+            head.inputs, head.parts, head="tied" if self.config.tied else "own", here=first, bias=head.bias,
+            read_rows=head.weight.read_rows if self.options.ranks is None else None, new_weight=self._new_head,
+        )]  # fmt: skip
+
+    def _new_head(self, rows: int) -> WeightForm:
+        """Memory for so many rows of another output layer, in this model's dtype; all ranks have all of it."""
+        return replace(self.options, bits=None, ranks=None, memory=Arena()).weight(rows, self.head.inputs)
 
 
 def why_unrouted(model: Any) -> str | None:

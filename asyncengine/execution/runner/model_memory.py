@@ -31,6 +31,7 @@ from asyncengine.execution.models.multimodal import text_part
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
 from asyncengine.execution.runner.ranks import Ranks
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.options import WeightSource
 from asyncengine.step import RecordPart
 
@@ -273,9 +274,11 @@ class ModelMemory:
     """Weights and caches of one runner's model. Whatever it returns is called while no step runs."""
 
     def __init__(
-        self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, *, reads_images: bool
-    ) -> None:
-        """`pages`: memory of its caches, where that is the host's."""
+        self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, reads_images: bool,
+        lora: LoraLayers | None,
+    ) -> None:  # fmt: skip
+        """`pages`: memory of its caches, where that is the host's. `lora`: its adapters."""
+        self._lora = lora
         self.ranks: Ranks | None = None
         """Other processes that do the same."""
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
@@ -310,6 +313,9 @@ class ModelMemory:
         def run() -> None:
             with on_device(self._device), self._cores.loading():
                 write()
+                if self._lora is not None:
+                    with torch.inference_mode():  # as whatever steps have written
+                        self._lora.write_again()
             if self._without_weights and self.draft is not None and self.draft.write_again is not None:
                 self.draft.write_again()  # which takes the same cores for itself
             self._without_weights = False

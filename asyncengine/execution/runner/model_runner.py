@@ -89,7 +89,7 @@ class ModelRunner:
         self.buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
-        self.memory = ModelMemory(model, self.page_memory, self.cores, reads_images=images is not None)
+        self.memory = ModelMemory(model, self.page_memory, self.cores, images is not None, lora)
         self._expert_type, self.small = expert_type(model.model), model.weights_bytes <= SMALL
         self.graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None

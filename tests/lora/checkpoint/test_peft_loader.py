@@ -190,6 +190,34 @@ def test_changed_content_is_another_adapter(change: str, tmp_path: Path):
     assert load(tmp_path).digest != before
 
 
+BEYOND: dict[str, dict[str, Any]] = {
+    "lora_magnitude_vector": {"use_dora": True},
+    "base_layer.bias": {"bias": "lora_only"},
+    "lora_B.bias": {"lora_bias": True},
+    "trainable_tokens_delta": {"trainable_token_indices": [3, 5]},
+    "embed_tokens.weight": {"modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("part", BEYOND)
+def test_whatever_an_adapter_changes_is_of_its_content(part: str, tmp_path: Path):
+    model = tiny_llama(attention_bias=True)
+    make_peft(model, **BEYOND[part]).save_pretrained(tmp_path)
+    before = load(tmp_path, tiny_llama(attention_bias=True))
+    assert before.nbytes == sum(weights.nbytes for weights in before.modules.values())
+
+    def nudge(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in sorted(tensors) if name.endswith(part))
+        tensors[name].view(-1)[-1] += 1e-3
+
+    edit_weights(tmp_path, nudge)
+    after = load(tmp_path, tiny_llama(attention_bias=True))
+    assert after.digest != before.digest
+    if part == "trainable_tokens_delta":
+        edit_config(tmp_path, trainable_token_indices=[5, 3])
+        assert load(tmp_path, tiny_llama(attention_bias=True)).digest != after.digest
+
+
 def test_the_tokens_that_activate_an_adapter_are_of_its_content(tmp_path: Path):
     make_peft(tiny_llama()).save_pretrained(tmp_path)
     found = {load(tmp_path).digest}

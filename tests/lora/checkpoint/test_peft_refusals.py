@@ -21,6 +21,7 @@ from support.peft_checkpoints import (
     edit_config,
     edit_weights,
     join_file,
+    make_peft,
     save_adapter,
     split_file,
     tiny_llama,
@@ -57,7 +58,7 @@ def refused(base: dict[str, ModuleDims], folder: Path, **settings: Any) -> Adapt
 SETTINGS: dict[str, Any] = {
     "peft_type": "LOHA",
     "use_dora": True,
-    "bias": "all",
+    "bias": "some",
     "lora_bias": True,
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1, 2],
@@ -67,7 +68,7 @@ SETTINGS: dict[str, Any] = {
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
     "megatron_config": {"a": 1},
-    "ensure_weight_tying": True,
+    "ensure_weight_tying": "yes",
     "init_lora_weights": "olora",
     "fan_in_fan_out": True,
     "a_setting_from_the_future": True,
@@ -112,17 +113,63 @@ def test_numbers_that_are_not_finite(field: str, text: str, base: dict[str, Modu
     assert refused(base, folder).field in (field, CONFIG)
 
 
-def test_what_peft_saves_beside_the_adapter(base: dict[str, ModuleDims], tmp_path: Path):
-    for name, extra, field in (
-        ("dora", {"use_dora": True}, "use_dora"),
-        ("saved", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ("tokens", {"trainable_token_indices": [3]}, "trainable_token_indices"),
-        ("bias", {"lora_bias": True}, "lora_bias"),
-    ):
-        folder = save_adapter(tmp_path / name, **extra)
-        assert refused(base, folder).field == field
-        edit_config(folder, **{field: None})  # the tensors give it away
-        assert refused(base, folder).field == field
+BESIDE: dict[str, tuple[dict[str, Any], Any]] = {
+    "use_dora": ({"use_dora": True}, False),
+    "trainable_token_indices": ({"trainable_token_indices": [3]}, None),
+    "lora_bias": ({"lora_bias": True}, False),
+    "bias": ({"bias": "lora_only"}, "none"),
+}
+
+
+@pytest.mark.parametrize("field", BESIDE)
+def test_tensors_beside_the_factors_need_their_setting(field: str, tmp_path: Path) -> None:
+    settings, off = BESIDE[field]
+    model = tiny_llama(attention_bias=True)
+    make_peft(model, **settings).save_pretrained(tmp_path)
+    biased = base_modules(tiny_llama(attention_bias=True))
+    PeftLoader(biased, dtype=torch.float32, max_rank=8).load("one", tmp_path)
+    edit_config(tmp_path, **{field: off})
+    assert refused(biased, tmp_path).field == field
+
+
+WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a norm": ({"modules_to_save": ["norm"]}, {}, "modules_to_save"),
+    "a linear": ({"modules_to_save": ["o_proj"]}, {}, "modules_to_save"),
+    "more tokens": ({"modules_to_save": ["embed_tokens", "lm_head"]}, {"vocab_size": 44}, "modules_to_save"),
+    "a token beyond": ({"trainable_token_indices": [42]}, {"vocab_size": 44}, "trainable_token_indices"),
+    "DoRA of the embedding": ({"target_modules": ["embed_tokens"], "use_dora": True}, {}, "use_dora"),
+    "biases of norms": ({"bias": "all"}, {}, "bias"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_cannot_be_trained_whole_is_named(case: str, base: dict[str, ModuleDims], tmp_path: Path) -> None:
+    settings, changes, field = WHOLE[case]
+    make_peft(tiny_llama(**changes), **settings).save_pretrained(tmp_path)
+    if case == "biases of norms":
+        edit_weights(tmp_path, put("base_model.model.model.layers.0.input_layernorm.bias", torch.ones(16)))
+    error = refused(base, tmp_path)
+    assert error.field == field
+    if "token" in case:
+        assert "resize_token_embeddings" in str(error)
+
+
+def test_dora_of_a_model_that_is_spread_over_processes(base: dict[str, ModuleDims], tmp_path: Path) -> None:
+    save_adapter(tmp_path, use_dora=True)
+    spread = {path: dims._replace(whole=False) for path, dims in base.items()}
+    assert "spread over several processes" in str(refused(spread, tmp_path))
+
+
+def test_tables_that_modules_to_save_does_not_name(tmp_path: Path) -> None:
+    """Two of one size are what a resized model has; one of two that are tied is half of something."""
+    save_adapter(tmp_path)
+    tables = {f"base_model.model.{path}.weight": torch.ones(30, 16) for path in ("model.embed_tokens", "lm_head")}
+    edit_weights(tmp_path, lambda tensors: tensors.update(tables))
+    tied = base_modules(tiny_llama(tie_word_embeddings=True))
+    adapter = PeftLoader(tied, dtype=torch.float32, max_rank=8).load("one", tmp_path)
+    assert {path for path, own in adapter.modules.items() if own.table is not None} == {"lm_head", "model.embed_tokens"}
+    edit_weights(tmp_path, lambda tensors: tensors.pop("base_model.model.lm_head.weight"))
+    assert refused(tied, tmp_path).field == "modules_to_save"
 
 
 def test_activated_lora_is_for_linears(base: dict[str, ModuleDims], tmp_path: Path) -> None:
@@ -168,7 +215,8 @@ MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "stray tensor": (put("surprise", torch.ones(1)), "surprise"),
     "magnitudes": (put(Q_A.replace("lora_A.weight", "lora_magnitude_vector"), torch.ones(16)), "use_dora"),
     "bias": (put("base_model.model.model.layers.0.self_attn.q_proj.bias", torch.ones(16)), "bias"),
-    "whole layer": (put("base_model.model.lm_head.weight", torch.ones(40, 16)), "modules_to_save"),
+    "whole layer": (put("base_model.model.model.layers.0.mlp.up_proj.weight", torch.ones(24, 16)), "modules_to_save"),
+    "wider table": (put("base_model.model.lm_head.weight", torch.ones(40, 17)), "base_model.model.lm_head.weight"),
     "table": (put("base_model.model.model.embed_tokens.base_layer.weight", torch.ones(41, 16)), "modules_to_save"),
 }  # fmt: skip
 

@@ -10,7 +10,8 @@ than keys and values is refused here instead of answering wrongly later. Code fr
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -64,6 +65,7 @@ def adapt(model: Any, current: CurrentStep) -> list[Place]:
 
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     found: list[Place] = []
+    role: Literal["", "own", "tied"]
     for path, child in list(model.named_modules()):
         if "experts" in path.split("."):
             continue
@@ -72,14 +74,23 @@ def adapt(model: Any, current: CurrentStep) -> list[Place]:
             scale = float(getattr(child, "embed_scale", 1.0))
             found.append(Place(rows, ((path, width),), "embedding", scale=scale))
         elif isinstance(child, (nn.Linear, QuantizedLinear)):
-            found.append(Place(child.in_features, ((path, child.out_features),), head=child is head))
+            linear, quantized = cast(Any, child), isinstance(child, QuantizedLinear)
+            read = linear.form.read_rows if quantized else partial(_read_rows, linear.weight.data)
+            role = "" if linear is not head else "own" if quantized or linear.weight is not table.weight else "tied"
+            parts = ((path, linear.out_features),)
+            found.append(Place(linear.in_features, parts, head=role, read_rows=read, bias=linear.bias))
         elif isinstance(child, Conv1D):  # stores the transpose, but maps in to out like any other
-            found.append(Place(child.nx, ((path, child.nf),), "conv1d", head=child is head))
+            read, parts = partial(_read_rows, child.weight.data.T), ((path, child.nf),)
+            found.append(Place(child.nx, parts, "conv1d", read_rows=read, bias=child.bias))
         else:
             continue
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Adapted(child, path, child is head, current))
     return found
+
+
+def _read_rows(weight: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    torch.index_select(weight, 0, ids, out=out)
 
 
 class TransformersModel(CausalLM):
@@ -198,7 +209,7 @@ class QuantizedLinear(nn.Module):
         shape = (self.out_features, self.in_features)
         self.form = rounded_weight(*shape, bits, weight.dtype, weight.device, exact=exact)
         self.form.load(0, weight)
-        self._bias = None if linear.bias is None else linear.bias.data.float().clone()
+        self.bias = None if linear.bias is None else linear.bias.data.float().clone()
         self._memory = OutputBufferPool() if head else None
 
     @property
@@ -207,8 +218,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._memory is not None:
-            return self.form.logits(x, self._bias, self._memory)
-        return self.form.multiply(x, self._bias)
+            return self.form.logits(x, self.bias, self._memory)
+        return self.form.multiply(x, self.bias)
 
 
 def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:

@@ -23,7 +23,7 @@ from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.memory.needs import kept_forms
 from asyncengine.execution.runner.model_memory import prepare_update
-from asyncengine.lora.adapter import LoraWeights
+from asyncengine.seams import LoraWeights
 
 Pair = Callable[..., tuple[Path, Path]]
 QUIET = EngineConfig(show_progress=False)

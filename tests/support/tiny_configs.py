@@ -223,6 +223,10 @@ FAMILIES: dict[str, MakeConfig] = {
         "Lfm2MoeConfig", layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, moe_intermediate_size=32,
         num_experts=6, num_experts_per_tok=2, routed_scaling_factor=1.5,
     ),
+    "lfm3": tiny(
+        "Lfm3Config", num_hidden_layers=4, head_dim=16, sliding_window=WINDOW, conv_L_cache=4,
+        layer_types=["conv", "sliding_attention", "full_attention", "conv"],
+    ),
     "kimi-linear": tiny(
         "KimiLinearConfig", num_hidden_layers=4, num_key_value_heads=4, layer_types=HYBRID,
         mlp_layer_types=["dense", "sparse", "sparse", "sparse"], linear_head_dim=16, linear_num_heads=3,
@@ -395,6 +399,10 @@ OPTIONS: dict[str, MakeConfig] = {
         moe_shared_expert_intermediate_size=80, mlp_bias=True, norm_topk_prob=False,
     ),
     "kimi-linear-wide": changed("kimi-linear", hidden_size=WHOLE, kv_lora_rank=32, v_head_dim=16),
+    "lfm3-plain": changed(
+        "lfm3", hidden_size=WHOLE, use_attention_gate=False, use_sandwich_norm=False, attention_bias=True,
+        tie_word_embeddings=False, conv_bias=True,
+    ),
     "lfm2-own-width": tiny(
         "Lfm2Config", hidden_size=WHOLE, layer_types=["conv", "conv", "full_attention"],
         block_auto_adjust_ff_dim=False, conv_L_cache=5, tie_word_embeddings=False,

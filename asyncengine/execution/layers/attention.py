@@ -64,6 +64,8 @@ class AttentionConfig:
     """Queries, keys and values are clamped to [-clip, clip] (OLMo 1)."""
     first: int = 0
     """No position sees one before this one."""
+    lone_gate: str | None = None
+    """A further matrix gives each head a number whose sigmoid is multiplied with what it attends to (LFM3)."""
     output_gate: bool = False
     """The query projection gives each head's queries and, behind them, as many numbers whose sigmoid is multiplied with
     what that head attends to (Qwen3-Next)."""
@@ -74,17 +76,19 @@ def _merged_parts(config: AttentionConfig, prefix: str, rows: Sequence[int]) -> 
     sizes = [config.num_kv_heads * each for each in rows]
     if len(config.qkv) == 1:
         sizes = [sum(sizes)]
-    return [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
+    names = config.qkv if config.lone_gate is None else (*config.qkv, config.lone_gate)
+    return [Part(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
 
 
 class HeadGate:
     """Gates of heads: what each attends to is multiplied by the sigmoid of as many further projections.
 
-    It takes a projection apart whose first part is, head by head, queries [dim] and gates [dim]; all [T, ...].
+    It takes a projection apart whose first part is, head by head, queries [dim] and gates [dim]; all [T, ...]. `lone`:
+    its last part is a gate for each head.
     """
 
-    def __init__(self, options: LayerOptions, heads: int, dim: int) -> None:
-        self.heads, self.dim = heads, dim
+    def __init__(self, options: LayerOptions, heads: int, dim: int, lone: bool) -> None:
+        self.heads, self.dim, self._lone, self._joined = heads, dim, lone, options.kernels.joined
         self.kernels: Any = None
         """The module of compiled kernels, on a CPU; None: torch does it."""
         if options.compiled:
@@ -94,6 +98,8 @@ class HeadGate:
 
     def split(self, projected: torch.Tensor) -> torch.Tensor:
         """The projection without the gates: queries, and what stands behind them."""
+        if self._lone:
+            return self._joined(projected[:, : -self.heads])
         if self.kernels is not None:
             return self.kernels.split_queries(projected, self.heads, self.dim)
         size = self.heads * self.dim
@@ -103,7 +109,10 @@ class HeadGate:
     def multiply(self, attended: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
         """`attended` [T, heads * dim] times the sigmoid of the gates, rounded once."""
         if self.kernels is not None:
-            return self.kernels.gate_heads(attended, projected, self.heads, self.dim)
+            return self.kernels.gate_heads(attended, projected, self.heads, self.dim, self._lone)
+        if self._lone:
+            gates = projected[:, -self.heads :].repeat_interleave(self.dim, 1)
+            return (attended.float() * gates.float().sigmoid()).to(attended.dtype)
         gates = projected[:, : 2 * self.heads * self.dim].view(-1, self.heads, 2, self.dim)[:, :, 1].flatten(1)
         return (attended.float() * gates.float().sigmoid()).to(attended.dtype)
 
@@ -154,6 +163,7 @@ def plan_heads(
     blocks = 1 if queries_alone else 2 if len(config.qkv) == 2 else 3
     rows = (group * dim * (2 if config.output_gate else 1), dim, dim)[:blocks]
     rows = (sum(rows),) if config.qkv_by_head else rows
+    rows = rows if config.lone_gate is None else (*rows, group)
     interleaved = rotary is not None and rotary.style == "interleaved"
     exact = rotary is not None and rotary.exact and not float32
     # compiled attention rotates halves, by cosines in the model's type, and its norms come before
@@ -217,7 +227,8 @@ class Attention:
             scale=config.scale, window=config.window, chunk=config.chunk, first=config.first, softcap=config.softcap,
             both=config.both, sinks=sinks, divided=self.share is not None,
         )  # fmt: skip
-        self.gate = HeadGate(options, own.num_heads, dim) if config.output_gate else None
+        gated, lone = config.output_gate or config.lone_gate is not None, config.lone_gate is not None
+        self.gate = HeadGate(options, own.num_heads, dim, lone) if gated else None
         self._kernels: Any = options.kernels
         self.clip: Activation | None = None
         if config.clip is not None:

@@ -23,13 +23,16 @@ def split_queries(projected: torch.Tensor, heads: int, dim: int) -> torch.Tensor
     return out
 
 
-def gate_heads(attended: torch.Tensor, projected: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """`attended` [T, heads * dim] times the sigmoid of the gates of `projected` [T, width]."""
+def gate_heads(
+    attended: torch.Tensor, projected: torch.Tensor, heads: int, dim: int, lone: bool = False
+) -> torch.Tensor:
+    """`attended` [T, heads * dim] times the sigmoid of the gates of `projected` [T, width]. `lone`: each head has one,
+    in the last columns."""
     attended = attended.contiguous()
     out = torch.empty_like(attended)
     rows, width = projected.shape
     where = (attended.data_ptr(), projected.data_ptr(), out.data_ptr())
-    multiply_gates(*where, rows, width, heads, dim, kind_of(projected.dtype), use_team())
+    multiply_gates(*where, rows, width, heads, dim, lone, kind_of(projected.dtype), use_team())
     return out
 
 
@@ -54,15 +57,16 @@ def split(
 @serial_in_order
 def multiply_gates(
     first: int, last: int, attended: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int,
-    kind: np.generic,
+    lone: bool, kind: np.generic,
 ) -> None:  # fmt: skip
     """`gate_heads` by address; `out` may be `attended`."""
     size = size_of(kind)
     for unit in range(first, last):
         row, head = unit // heads, unit % heads
         values = array(pointer(attended + unit * dim * size, kind), (dim,))
-        gates = array(pointer(projected + (row * width + (2 * head + 1) * dim) * size, kind), (dim,))
+        column = width - heads + head if lone else (2 * head + 1) * dim
+        gates = array(pointer(projected + (row * width + column) * size, kind), (dim,))
         results = array(pointer(out + unit * dim * size, kind), (dim,))
         for index in range(dim):
-            share = np.float32(1) / (np.float32(1) + exponential(-widen(gates[index])))
+            share = np.float32(1) / (np.float32(1) + exponential(-widen(gates[0 if lone else index])))
             results[index] = narrow(widen(values[index]) * share, kind)

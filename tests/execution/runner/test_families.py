@@ -59,6 +59,7 @@ BY_TORCH = (
     "kimi-linear",
     "falcon-h1",
     "lfm2moe",
+    "lfm3",
     "opt",
     "falcon-40b",
 )

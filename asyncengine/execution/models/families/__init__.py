@@ -46,7 +46,7 @@ _FILES: Mapping[str, Sequence[str]] = {
     "gpt_oss": ("gpt_oss",),
     "glm_moe": ("glm4_moe", "glm4v_moe_text", "dots1", "ernie4_5_moe"),
     "kimi_linear": ("kimi_linear",),
-    "lfm2": ("lfm2", "lfm2_moe"),
+    "lfm2": ("lfm2", "lfm2_moe", "lfm3"),
     "mamba": ("mamba2", "bamba", "falcon_h1"),
     "nemotron_h": ("nemotron_h",),
     "stablelm": ("stablelm", "starcoder2"),

@@ -1,9 +1,9 @@
-"""LFM2 (Liquid AI 2025): gated short convolutions beside a few layers of attention; with experts as well."""
+"""LFM2 and LFM3 (Liquid AI 2025, 2026): gated short convolutions beside a few layers of attention, or with experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep
 from asyncengine.execution.layers.stored import TensorSlot
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig, UnknownLayers
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import layer_types_of, llama_like, with_states
+from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
 
 # Gated short convolution (LFM2, Liquid AI 2025): what mixes tokens is a causal convolution of a few taps.
 
@@ -86,7 +86,7 @@ def _kernel(options: LayerOptions, conv: CausalConv) -> Any:
     return ShortConvKernel(conv.weight, conv.bias)
 
 
-KINDS = ("conv", "full_attention")
+KINDS = ("conv", "full_attention", "sliding_attention")
 _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
@@ -94,6 +94,10 @@ _LEAST = 1e-6
 DEFAULTS: Defaults = {
     "lfm2": {"block_auto_adjust_ff_dim": True, "tie_word_embeddings": True, "rope_theta": 1e6},
     "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1e6},
+    "lfm3": {
+        "tie_word_embeddings": True, "head_dim": 128, "use_sandwich_norm": True, "use_attention_gate": True,
+        "conv_bias": False, "conv_L_cache": 7, "sliding_window": 256, "norm_eps": 1e-5, "rope_theta": 1e6,
+    },
 }  # fmt: skip
 
 
@@ -104,19 +108,33 @@ def complete(config: ModelConfig) -> None:
         config.intermediate_size = config.get("block_ff_dim", config.intermediate_size)
         attend = config.get("full_attn_idxs", layers)
         config.layer_types = config.layer_types or [KINDS[layer in attend] for layer in layers]
+    elif config.model_type == "lfm3":
+        kinds = ["sliding_attention", "conv", "full_attention", "conv"]
+        layers = range(config.num_hidden_layers)
+        config.layer_types = config.layer_types or [kinds[layer % 4] if layer else "conv" for layer in layers]
+        config.rope_parameters = config.rope_parameters or {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        }
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """The decoder of `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM`."""
+    """The decoder of `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM` and `Lfm3ForCausalLM`."""
     norm = NormConfig(epsilon=config.norm_eps)
-    kinds = layer_types_of(config, KINDS)
-    attention = {
+    third, sparse = config.model_type == "lfm3", config.model_type == "lfm2_moe"
+    kinds = layer_types_of(config, KINDS if third else KINDS[:2])
+    attention: dict[str, Any] = {
         "out": "self_attn.out_proj",
         "head_norm": norm,
         "norm_names": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
     }
-    dense = config.num_hidden_layers if config.model_type == "lfm2" else config.num_dense_layers
-    mixture = None if config.model_type == "lfm2" else _mixture(config)
+    layer, more = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}, dict[str, Any]()
+    if third:
+        attention, more["rotary"] = _third(config, length, kinds, norm)
+        if config.use_sandwich_norm:
+            layer |= {"after_attention": "post_operator_norm", "after_mlp": "post_ffn_norm"}
+    dense = config.num_dense_layers if sparse else config.num_hidden_layers
+    mixture = _mixture(config) if sparse else None
     made = llama_like(
         config, length, norm=norm,
         attention=attention,
@@ -127,10 +145,23 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
             "down": f"{_FORWARD}w2",
         },
         sparse=[mixture if index >= dense else None for index in range(config.num_hidden_layers)],
-        layer={"before_attention": "operator_norm", "before_mlp": "ffn_norm"},
-        final_norm="model.embedding_norm",
+        layer=layer, final_norm="model.embedding_norm", **more,
     )  # fmt: skip
     return with_states(made, kinds, ShortConvConfig(config.conv_L_cache, bool(config.conv_bias)))
+
+
+def _third(config: Any, length: int, kinds: Sequence[str], norm: NormConfig) -> tuple[dict[str, Any], Any]:
+    """(fields of attention, rotations) of LFM3: each kind of layer has its own, and heads may have gates."""
+    gate, bias = "self_attn.gate_proj" if config.use_attention_gate else None, bool(config.attention_bias)
+    if gate and bias:
+        raise UnknownLayers("family 'lfm3' with use_attention_gate and attention_bias does not run here")
+    turned = [kind for kind in KINDS[1:] if kind in kinds]
+    attention = {
+        "head_norm": norm, "lone_gate": gate, "qkv_bias": bias, "out_bias": bias,
+        "window": [config.sliding_window if kind == "sliding_attention" else None for kind in kinds],
+        "rotary": [None if kind == "conv" else turned.index(kind) for kind in kinds],
+    }  # fmt: skip
+    return attention, tuple(replace(rotary_of(config, length, kind), exact=True) for kind in turned)
 
 
 def _width(config: Any) -> int:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 RULES: dict[str, Any] = {
     "large": GatedDeltaConfig(2, 4, 128, 128, 4, 1e-6),
     "interleaved": GatedDeltaConfig(2, 4, 128, 40, 4, 1e-6, interleaved=True),
+    "apart": GatedDeltaConfig(3, 3, 96, 192, 4, 1e-5, apart=True, most_rate=2),
     "small": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6), "kimi": KimiDeltaConfig(3, 128, 4, 1e-6),
     "mamba": Mamba2Config(8, 64, 128, 2, 4, 1e-5),
     "bounded mamba": Mamba2Config(4, 12, 10, 2, 4, 1e-5, norm="before gate", limits=(0.2, 0.9)),

@@ -21,7 +21,17 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.acceptance import NOTHING, Draft, Source
 from asyncengine.speculation.lookup import Namespace
 
-FAMILIES = ("qwen3.5", "lfm2", "granite4", "nemotron-h", "mamba2", "falcon-h1", "qwen3.5moe", "kimi-linear-wide")
+FAMILIES = (
+    "qwen3.5",
+    "lfm2",
+    "granite4",
+    "nemotron-h",
+    "mamba2",
+    "falcon-h1",
+    "qwen3.5moe",
+    "kimi-linear-wide",
+    "olmo-hybrid",
+)
 """Gated delta rule, short convolution, Mamba-2 with experts, between other layers, alone and beside attention in one
 layer, gated delta rule with experts, Kimi's delta attention beside latent pages."""
 COSTS: dict[str, Any] = {"speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3, "num_threads": 1}

@@ -114,6 +114,10 @@ FAMILIES: dict[str, MakeConfig] = {
     "olmo": tiny("OlmoConfig", hidden_size=WHOLE, clip_qkv=1.0),
     "olmo2": tiny("Olmo2Config"),
     "olmo3": tiny("Olmo3Config", sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "olmo-hybrid": tiny(
+        "OlmoHybridConfig", hidden_size=WHOLE, num_hidden_layers=4, layer_types=HYBRID, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20, rope_parameters=_ROPE,
+    ),
     "exaone4": tiny("Exaone4Config", sliding_window=WINDOW, layer_types=_ALTERNATING),
     "glm": tiny("GlmConfig", head_dim=16),
     "glm4": tiny("Glm4Config", head_dim=16),
@@ -290,6 +294,10 @@ OPTIONS: dict[str, MakeConfig] = {
     "olmo3, yarn": changed(
         "olmo3", rope_parameters={"sliding_attention": _ROPE, "full_attention": rope(
             "yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2)},
+    ),
+    "olmo-hybrid, without positions": changed(
+        "olmo-hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}, linear_allow_neg_eigval=False,
+        attention_bias=True, tie_word_embeddings=True,
     ),
     "smollm3 with windows": changed(
         "smollm3", use_sliding_window=True, sliding_window=WINDOW, layer_types=None, attention_bias=True,

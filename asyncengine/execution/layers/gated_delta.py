@@ -51,12 +51,19 @@ class GatedDeltaConfig:
     """Epsilon of the output norm."""
     interleaved: bool = False
     """The projections go key head by key head (Qwen3-Next), not kind by kind (Qwen3.5)."""
+    apart: bool = False
+    """Each kind has a matrix, and a convolution, of its own (OLMo Hybrid)."""
+    most_rate: int = 1
+    """The largest rate of learning. 2: a state may turn what it knows around (OLMo Hybrid)."""
     prefix: str = "linear_attn."
 
     @property
     def projections(self) -> list[tuple[str, int]]:
         """(name, outputs) of those of the input."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        if self.apart:
+            own = {"q": keys, "k": keys, "v": values, "g": values, "b": self.value_heads, "a": self.value_heads}
+            return [(f"{name}_proj", size) for name, size in own.items()]
         if self.interleaved:
             return [("in_proj_qkvz", 2 * keys + 2 * values), ("in_proj_ba", 2 * self.value_heads)]
         sizes = {"qkv": 2 * keys + values, "z": values, "b": self.value_heads, "a": self.value_heads}
@@ -99,13 +106,14 @@ class GatedDelta(states.StateLayer):
         self.index, units, rows, mixed = index, config.key_heads, config.rows, config.mixed
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, mixed[2])
         matrices = [Part(prefix + name, size) for name, size in config.projections]
+        own = ("o_norm", "o_proj") if config.apart else ("norm", "out_proj")
         self.inputs = Linear(options, matrices, width, share=self.share)
         self.conv = CausalConv(
             options, f"{prefix}conv1d", units * sum(mixed), config.taps, activation="silu",
             spans=None if self.share is None else self.share.rows(mixed),
         )  # fmt: skip
-        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}norm", config.value_dim)
-        self.out = Linear(options, [Part(f"{prefix}out_proj", width)], units * mixed[2])
+        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), prefix + own[0], config.value_dim)
+        self.out = Linear(options, [Part(prefix + own[1], width)], units * mixed[2])
         self._heads = part_of(self.share, config.value_heads)
         if self.share is not None:
             size = self.share.ranks.size
@@ -123,7 +131,7 @@ class GatedDelta(states.StateLayer):
         self.kinds = _kind_indices(config, options.device)
         """Columns of queries, keys, values, z, b and a in the projection."""
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
-        self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias)
+        self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias, config.most_rate)
         if options.compiled:
             from asyncengine.kernels.api import GatedDeltaKernel
 
@@ -131,7 +139,11 @@ class GatedDelta(states.StateLayer):
             sizes = [config.key_heads, config.value_heads // config.key_heads, config.key_dim, config.value_dim]
             parts = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
             self.kernel = GatedDeltaKernel(
-                columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon
+                columns,
+                [*sizes, config.taps, config.key_heads * sum(rows)],
+                *parts,
+                config.epsilon,
+                most_rate=config.most_rate,
             )
 
     def mix(self, projected: torch.Tensor, step: states.StateStep) -> torch.Tensor:
@@ -163,7 +175,7 @@ class GatedDelta(states.StateLayer):
         query, key = (part.repeat_interleave(group, 1) for part in (query * config.key_dim**-0.5, key))
         decay = torch.exp(-self.rate * functional.softplus(a.float() + self.dt_bias))
         value = torch.unflatten(value, 1, (-1, config.value_dim))
-        return learn(state * decay[:, :, None, None], query, key, value, b.float().sigmoid())
+        return learn(state * decay[:, :, None, None], query, key, value, config.most_rate * b.float().sigmoid())
 
     def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
@@ -178,11 +190,25 @@ class GatedDelta(states.StateLayer):
         def load(tensor: Any) -> None:
             self.rate.copy_(tensor.float().exp()[self._heads])
 
-        for part in (self.inputs, self.conv, self.norm, self.out):
+        for part in (self.inputs, self.norm, self.out):
             yield from part.slots()
+        yield from self._conv_slots() if self.config.apart else self.conv.slots()
         count = self.out.inputs // self.config.value_dim
         yield f"{self._prefix}A_log", TensorSlot((count,), load, 0.0)
         yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, count, [(self._heads, slice(None))], 1.0)
+
+    def _conv_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Three tensors with the channels of each kind; transformers saves thirds of all channels instead."""
+        sizes = [part.outputs for part in self.inputs.parts[:3]]
+        third = -(-sum(sizes) // 3)
+        for index, name in enumerate("qkv"):
+            own = self.conv.part(sum(sizes[:index]), sizes[index])
+            other = self.conv.part(index * third, min(third, sum(sizes) - index * third))
+
+            def load(tensor: Any, own: TensorSlot = own, other: TensorSlot = other) -> None:
+                (own if tuple(tensor.shape) == own.shape else other).load(tensor)
+
+            yield f"{self._prefix}{name}_conv1d.weight", replace(own, load=load, other_shape=other.shape)
 
     @property
     def nbytes(self) -> int:
@@ -190,13 +216,15 @@ class GatedDelta(states.StateLayer):
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
 
-def delta_rule(kernels: Any, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor) -> Any:
+def delta_rule(
+    kernels: Any, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor, most_rate: int = 1
+) -> Any:
     """The rule in Triton, of (key heads, value heads, key dim, value dim); None: there are no such kernels."""
     if kernels is None:
         return None
     keys, count, key_dim, value_dim = heads
     firsts = (0, keys * key_dim, 2 * keys * key_dim)
-    return kernels.Recurrence(count, count // keys, key_dim, value_dim, firsts, rate, bias)
+    return kernels.Recurrence(count, count // keys, key_dim, value_dim, firsts, rate, bias, most_rate=most_rate)
 
 
 def learn(

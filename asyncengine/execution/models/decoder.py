@@ -103,6 +103,8 @@ class DecoderConfig:
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
     mtp: MTPConfig | None = None
     """The head that predicts further tokens, where checkpoints may have one; its tensors are `ignored` otherwise."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(a tensor's name, another one) that checkpoints may have instead (OLMo Hybrid)."""
     ignored: tuple[str, ...] = field(default=())
     """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
 
@@ -312,6 +314,8 @@ class Decoder(CausalLM):
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Places of tensors that a checkpoint may hold instead of some of those."""
+        own = self.slots() if self.config.aliases else {}
+        yield from ((other, replace(own[name], replaces=(name,))) for name, other in self.config.aliases)
         for place, layer in enumerate([*self.layers, *(self.mtp.layers if self.mtp is not None else ())]):
             others = () if layer.mlp is None else layer.mlp.other_slots()
             yield from ((name, self._here(slot, place)) for name, slot in others)

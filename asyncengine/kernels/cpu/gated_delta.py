@@ -176,7 +176,8 @@ HEADS, GROUP, KEY_DIM, VALUE_DIM, TAPS, WIDTH, CONV, RATE, DT_BIAS, NORM, EPSILO
 # 1: each dimension of the key forgets by itself (A: as many columns for each head, DT_BIAS too), and what is read is
 # multiplied by the sigmoid of z, not by silu(z): Kimi Delta Attention, whose value heads are the key heads
 BY_CHANNEL = 23
-FIELDS = 24
+MOST_RATE = 24  # the largest rate of learning
+FIELDS = 25
 
 
 class GatedDeltaKernel(StateKernel):
@@ -185,14 +186,16 @@ class GatedDeltaKernel(StateKernel):
     def __init__(
         self, columns: Sequence[int], sizes: Sequence[int], conv: torch.Tensor, rate: torch.Tensor,
         dt_bias: torch.Tensor, norm: torch.Tensor, epsilon: float, by_channel: bool = False,
+        most_rate: int = 1,
     ) -> None:  # fmt: skip
         """`columns`: Q .. A_STEP; `sizes`: HEADS .. WIDTH. `conv` [taps, channels], `rate` is exp(A_log), `norm` the
-        weight of the norm with that `epsilon`. `by_channel`: Kimi Delta Attention."""
+        weight of the norm with that `epsilon`. `by_channel`: Kimi Delta Attention. `most_rate`: the largest rate of
+        learning."""
         number = np.array([epsilon], dtype=np.float32)
         tensors = conv, rate, dt_bias, norm
         heads, group, _, value_dim, *_ = sizes
         where = [part.data_ptr() for part in tensors]
-        record = (*columns, *sizes, *where, number.ctypes.data, by_channel)
+        record = (*columns, *sizes, *where, number.ctypes.data, by_channel, most_rate)
         super().__init__(advance_states, heads * group * value_dim, record, (tensors, number))
 
 
@@ -350,7 +353,7 @@ def _gates(
         x = widen(row[spec[A] + head * spec[A_STEP] + member]) + bias
         results[token, 0] = _kept(x, rate)
         learn = widen(row[spec[B] + head * spec[B_STEP] + member])
-        results[token, 1] = np.float32(1) / (np.float32(1) + exponential(-learn))
+        results[token, 1] = np.float32(spec[MOST_RATE]) / (np.float32(1) + exponential(-learn))
 
 
 @inline

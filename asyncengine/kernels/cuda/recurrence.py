@@ -62,6 +62,14 @@ class Recurrence:
     skip: torch.Tensor | None = None
     """float32 [heads], of Mamba-2: what times the value is added to what is read. None: it is the delta rule."""
 
+    most_rate: int = 1
+    """The largest rate of learning."""
+
+    @property
+    def _delta(self) -> int:
+        """0: it is Mamba-2; else `most_rate`."""
+        return self.most_rate if self.skip is None else 0
+
     @property
     def _skip(self) -> torch.Tensor:
         """Vector that kernels are given; they look at it for Mamba-2 alone."""
@@ -89,7 +97,7 @@ class Recurrence:
             rows.stride(0), learn.stride(0), gates.stride(0), tokens // sequences, self.key_dim**-0.5, _TINY,
             *self.limits, *self.firsts, self.heads, self.group, self.key_dim, self.value_dim,
             triton.next_power_of_2(self.key_dim), _COLUMNS, slots is not None, len(self.bias) > self.heads,
-            self.skip is None, num_warps=1,
+            self._delta, num_warps=1,
         )  # fmt: skip
         return out, moved
 
@@ -112,11 +120,11 @@ class Recurrence:
             _prepare[(triton.cdiv(len(own), _CHUNK), self.heads)](
                 own, learn[part], gates[part], self.rate, self.bias, prepared, decays, own.stride(0), learn.stride(0),
                 gates.stride(0), len(own), self.key_dim**-0.5, _TINY, *self.limits, *self.firsts, *sizes, blocks,
-                self.skip is None, num_warps=8,
+                self._delta, num_warps=8,
             )  # fmt: skip
             _sweep[(self.heads, blocks)](
                 own, prepared, decays, self._skip, state, moved, out[part], own.stride(0), len(own), self.firsts[2],
-                *sizes, self.skip is None, num_warps=4, num_stages=2,
+                *sizes, self._delta, num_warps=4, num_stages=2,
             )  # fmt: skip
             state = moved
         return state
@@ -170,7 +178,7 @@ def _move(
         if delta:
             query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + tiny))
             key = key / tl.sqrt(tl.sum(key * key, 0) + tiny)
-            speed = 1.0 / (1.0 + tl.exp(-tl.load(learn + token * learn_stride + head).to(tl.float32)))
+            speed = delta / (1.0 + tl.exp(-tl.load(learn + token * learn_stride + head).to(tl.float32)))
             change = (value - tl.sum(state * key[:, None], 0)) * speed
         else:
             change = value * soft
@@ -210,7 +218,7 @@ def _prepare(
     if delta:
         query = query * (scale / tl.sqrt(tl.sum(query * query, 1) + tiny))[:, None]
         key = key / tl.sqrt(tl.sum(key * key, 1) + tiny)[:, None]
-        speed = 1.0 / (1.0 + tl.exp(-tl.load(learn + at * learn_stride + head, mask=there, other=0.0).to(tl.float32)))
+        speed = delta / (1.0 + tl.exp(-tl.load(learn + at * learn_stride + head, mask=there, other=0.0).to(tl.float32)))
     place = prepared + ((tl.program_id(0).to(tl.int64) * heads + head) * chunk + line[:, None]) * width
     tl.store(place + height + dim[None, :], query * begun[:, None])
     tl.store(place + 2 * height + dim[None, :], key * tl.exp((end - total).to(tl.float32))[:, None])

@@ -19,6 +19,7 @@ from asyncengine.execution.models.families.lfm2 import ShortConvConfig
 
 LAYERS: dict[str, Any] = {
     "gated delta": GatedDeltaConfig(2, 4, 16, 24, 4, 1e-6),
+    "apart": GatedDeltaConfig(2, 2, 16, 24, 4, 1e-5, apart=True, most_rate=2),
     "interleaved": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6, interleaved=True),
     "kimi": KimiDeltaConfig(3, 20, 4, 1e-6),
     "mamba": Mamba2Config(4, 12, 10, 2, 4, 1e-5, scales=(0.5, 1.5, 0.7, 2.0, 1.2)),

@@ -28,6 +28,7 @@ LAYERS: dict[str, Any] = {
     "mamba2": Mamba2Config(head_dim=32, **SIZES),
     "mamba2, convolution alone": Mamba2Config(head_dim=12, **SIZES),
     "gated delta": GatedDeltaConfig(2, 4, 128, 176, 4, 1e-6),
+    "gated delta, apart": GatedDeltaConfig(2, 4, 16, 24, 4, 1e-5, apart=True, most_rate=2),
     "gated delta, no vectors": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6, interleaved=True),
     "kimi delta": KimiDeltaConfig(2, 176, 4, 1e-6),
     "short convolution": ShortConvConfig(4, True),

@@ -132,6 +132,8 @@ OLDER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gpt-neo", {"attention_types": None, "num_layers": 24, "intermediate_size": None}, ("attention_layers",)),
     ("falcon", {"n_embed": 64, "num_kv_heads": 4, "rope_theta": 300.0}, ("ffn_hidden_size", "rope_parameters")),
     ("lfm3", {"num_hidden_layers": 6}, ("rope_parameters", "layer_types")),
+    ("olmo-hybrid", {"num_key_value_heads": None}, ("layer_types", "linear_num_key_heads", "linear_num_value_heads",
+                                                    "linear_key_head_dim", "linear_value_head_dim")),
 ]  # fmt: skip
 
 
@@ -172,6 +174,7 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
         ("falcon", {"alibi": True}, "'falcon' with alibi in place of rotation"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn of another architecture"),
         ("lfm3", {"attention_bias": True}, "use_attention_gate and attention_bias"),
+        ("olmo-hybrid", {"hidden_act": "gelu"}, "activation 'gelu'"),
         ("gpt-neo", {"attention_types": [[["global", "near"], 2]], "num_layers": 4}, "of type 'near'"),
     ],
     ids=str,

@@ -36,7 +36,7 @@ SOME = [
     ("gpt-oss", "int8", 2), ("kimi-linear", "float32", 2), ("kimi-linear", "int8", 3), ("nemotron-h", "int8", 2),
     ("gemma4", "int4", 2), ("falcon-h1", "bfloat16", 2), ("qwen3next, plain", "int8", 2), ("lfm2", "bfloat16", 2),
     ("stablelm, norms of heads", "float32", 2), ("olmoe", "float32", 2), ("gpt2", "int8", 2), ("qwen2", "float32", 4),
-    ("qwen3.5", "bfloat16", 4), ("falcon-40b", "int8", 2), ("lfm3", "int8", 2),
+    ("qwen3.5", "bfloat16", 4), ("falcon-40b", "int8", 2), ("lfm3", "int8", 2), ("olmo-hybrid", "float32", 2),
 ]  # fmt: skip
 WHOLE = {"hunyuanmoe": FORMS}
 """Forms in which a family cannot be split: it runs through transformers' modules."""

@@ -62,6 +62,7 @@ BY_TORCH = (
     "lfm3",
     "opt",
     "falcon-40b",
+    "olmo-hybrid",
 )
 """Families that have between them all operations that are torch's where no kernel is compiled."""
 

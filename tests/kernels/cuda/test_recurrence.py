@@ -32,6 +32,7 @@ LARGE = GatedDeltaConfig(2, 4, 128, 40, 4, 1e-6)
 LAYERS: dict[str, Any] = {
     "large": LARGE, "interleaved": replace(LARGE, key_dim=16, interleaved=True),
     "small": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6), "kimi": KimiDeltaConfig(3, 20, 4, 1e-6),
+    "apart": GatedDeltaConfig(2, 4, 16, 24, 4, 1e-5, apart=True, most_rate=2),
     "mamba": Mamba2Config(6, 40, 10, 2, 4, 1e-5),
     "bounded mamba": Mamba2Config(4, 12, 32, 1, 4, 1e-5, norm="before gate", norm_groups=2, limits=(0.2, 0.9)),
     "mamba without a norm": Mamba2Config(4, 12, 8, 1, 2, 1e-5, norm=None, conv_bias=False, out_scale=0.3),
@@ -79,7 +80,13 @@ KINDS = {"large": (4, 2, 128, 40), "small": (3, 1, 12, 20), "wide": (2, 1, 16, 6
 
 
 def moved(
-    name: str, tokens: int, gate: float, alike: bool, mamba: bool, dtype: torch.dtype = torch.float32
+    name: str,
+    tokens: int,
+    gate: float,
+    alike: bool,
+    mamba: bool,
+    dtype: torch.dtype = torch.float32,
+    most_rate: int = 1,
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """(reads, state after) of a sequence's tokens by the kernels, and by the formula in float64."""
     heads, group, key_dim, value_dim = KINDS[name]
@@ -94,7 +101,7 @@ def moved(
     rate, bias, skip = torch.full((heads,), abs(gate)), torch.full((heads,), gate), torch.full((heads,), 0.7)
     own = Recurrence(
         heads, group, key_dim, value_dim, (0, keys * key_dim, 2 * keys * key_dim), rate, bias,
-        (0.01, 5.0) if mamba else (0.0, float("inf")), skip if mamba else None,
+        (0.01, 5.0) if mamba else (0.0, float("inf")), skip if mamba else None, most_rate,
     )  # fmt: skip
     found = own.move(rows, learned, gates, state, None)
     query, key, value = rows.double().split([keys * key_dim, keys * key_dim, heads * value_dim], 1)
@@ -108,7 +115,7 @@ def moved(
             reads.append((state * query[t, ..., None]).sum(-2) + skip[:, None] * value[t])
         else:
             q, k = unit(query[t]) * key_dim**-0.5, unit(key[t])
-            read, state = learn(state, q, k, value[t], learned[t].double().sigmoid())
+            read, state = learn(state, q, k, value[t], most_rate * learned[t].double().sigmoid())
             reads.append(read)
     return found, (torch.stack(reads), state[None])
 
@@ -127,6 +134,14 @@ def test_chunks_of_a_prompt_are_its_tokens_one_by_one(
     monkeypatch.delattr(recurrence, "_move")  # so it cannot go token by token
     for made, wanted in zip(*moved(name, tokens, gate, alike, mamba), strict=True):
         assert relative_error(wanted, made.double()) < 2e-6
+
+
+def test_chunks_whose_tokens_turn_around_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrence, "_CHUNK", 16)
+    monkeypatch.delattr(recurrence, "_move")
+    for name, alike in (("small", False), ("wide", True)):
+        for made, wanted in zip(*moved(name, 40, -0.5, alike, False, most_rate=2), strict=True):
+            assert relative_error(wanted, made.double()) < 4e-6
 
 
 def test_a_chunk_of_its_usual_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ _FILES: Mapping[str, Sequence[str]] = {
     "nemotron": ("nemotron",),
     "phi": ("phi3", "glm", "glm4", "glm4v_text"),
     "granite": ("granite", "granitemoehybrid", "granitemoe", "granitemoeshared"),
-    "olmo": ("olmo", "olmo2", "olmo3", "exaone4"),
+    "olmo": ("olmo", "olmo2", "olmo3", "exaone4", "olmo_hybrid"),
     "mixtral": ("mixtral", "phimoe", "minimax_m2"),
     "qwen_moe": ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"),
     "qwen_next": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),

@@ -277,10 +277,11 @@ def llama_like(
     )
 
 
-def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any) -> DecoderConfig:
-    """The decoder with `state` in the place of attention, wherever a layer's kind is none of `KINDS`."""
+def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any, **changes: Any) -> DecoderConfig:
+    """The decoder with `state` in the place of attention, and `changes` of such layers, wherever a kind is none of
+    `KINDS`."""
 
     def one(layer: LayerConfig, kind: str) -> LayerConfig:
-        return layer if kind in KINDS else replace(layer, attention=None, state=state)
+        return layer if kind in KINDS else replace(layer, attention=None, state=state, **changes)
 
     return replace(made, layers=tuple(one(*each) for each in zip(made.layers, kinds, strict=True)))

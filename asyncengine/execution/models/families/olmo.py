@@ -1,7 +1,8 @@
-"""OLMo 1 (Groeneveld et al. 2024), 2 (OLMo et al. 2025) and 3, and EXAONE 4 (LG AI Research 2025).
+"""OLMo 1 (Groeneveld et al. 2024), 2 (OLMo et al. 2025), 3 and Hybrid, and EXAONE 4 (LG AI Research 2025).
 
 OLMo 1 normalises without weights. The others normalise what a branch gives, not what it takes, and queries and keys:
-OLMo over all heads at once, EXAONE each head.
+OLMo over all heads at once, EXAONE each head. In OLMo Hybrid three of four layers keep states by the gated delta rule;
+these normalise what their branches take.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig, UnknownLayers
 from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.families import common
 from asyncengine.execution.models.families.common import alternate, layer_types_of, llama_like, rotary_of, windows_of
 
 _AFTER = {
     "before_attention": None, "after_attention": "post_attention_layernorm", "before_mlp": None,
     "after_mlp": "post_feedforward_layernorm",
 }  # fmt: skip
+KINDS = ("linear_attention", *common.KINDS)
 DEFAULTS: Defaults = {
     "olmo": {"num_key_value_heads": None, "clip_qkv": None},
     "olmo2": {"num_key_value_heads": None},
     "olmo3": {"num_key_value_heads": None, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
+    "olmo_hybrid": {"num_key_value_heads": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
 }  # fmt: skip
 
 
@@ -30,10 +35,21 @@ def complete(config: ModelConfig) -> None:
         alternate(config, 4)
     elif config.model_type == "exaone4":
         alternate(config, 0 if config.sliding_window is None else config.get("sliding_window_pattern", 4))
+    elif config.model_type == "olmo_hybrid":
+        alternate(config, 4, "linear_attention")
+        if "full_attention" not in config.layer_types:
+            config.layer_types[-1] = "full_attention"
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            setattr(config, name, config.get(name, config.num_attention_heads))
+        dim = config.get("linear_key_head_dim", int(0.75 * config.hidden_size / config.linear_num_key_heads))
+        config.linear_key_head_dim, config.linear_value_head_dim = dim, config.get("linear_value_head_dim", 2 * dim)
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """The decoder of `OlmoForCausalLM`, `Olmo2ForCausalLM`, `Olmo3ForCausalLM`, `Exaone4ForCausalLM`."""
+    """The decoder of `OlmoForCausalLM`, `Olmo2ForCausalLM`, `Olmo3ForCausalLM`, `OlmoHybridForCausalLM`,
+    `Exaone4ForCausalLM`."""
+    if config.model_type == "olmo_hybrid":
+        return _hybrid(config, length)
     family, kinds, windows = config.model_type, layer_types_of(config), windows_of(config)
     bias = family != "exaone4" and bool(config.attention_bias)
     if family == "olmo":
@@ -54,3 +70,31 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         "norm_scope": "head" if family == "exaone4" else "whole",
     }  # fmt: skip
     return llama_like(config, length, attention=attention, layer=_AFTER, norm=norm, rotary=rotary)
+
+
+def _hybrid(config: Any, length: int) -> DecoderConfig:
+    if common.activation(config) != "silu":
+        raise UnknownLayers(f"family 'olmo_hybrid' with activation {config.hidden_act!r} does not run here")
+    norm, bias = NormConfig(epsilon=config.rms_norm_eps), bool(config.attention_bias)
+    rotates = config.rope_parameters.get("rope_theta") is not None  # released models do not
+    attention = {
+        "rotary": 0 if rotates else None, "qkv_bias": bias, "out_bias": bias, "head_norm": norm, "norm_scope": "whole",
+    }  # fmt: skip
+    rotary = (replace(rotary_of(config, length), exact=True),) if rotates else ()
+    made = llama_like(config, length, attention=attention, layer=_AFTER, norm=norm, rotary=rotary)
+    state = GatedDeltaConfig(
+        key_heads=config.linear_num_key_heads, value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim, value_dim=config.linear_value_head_dim,
+        taps=config.linear_conv_kernel_dim, epsilon=1e-5,  # whatever config.json says of other norms
+        apart=True, most_rate=2 if config.linear_allow_neg_eigval else 1,
+    )  # fmt: skip
+    kinds = layer_types_of(config, ("linear_attention", "full_attention"))
+    norms = {"post_attention_layernorm": "feedforward_layer_norm", "input_layernorm": "attention_layer_norm"}
+    aliases = [(f"model.layers.{index}.{name}.weight", f"model.layers.{index}.{other}.weight")
+               for index, kind in enumerate(kinds) for name, other in norms.items()
+               if kind == "linear_attention" or name == "post_attention_layernorm"]  # fmt: skip
+    made = common.with_states(
+        made, kinds, state, before_attention="input_layernorm", after_attention=None,
+        before_mlp="post_attention_layernorm", after_mlp=None,
+    )  # fmt: skip
+    return replace(made, aliases=tuple(aliases))

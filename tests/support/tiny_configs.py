@@ -258,6 +258,13 @@ FAMILIES: dict[str, MakeConfig] = {
     ),
     "falcon": _old_falcon,
     "falcon-40b": lambda: _old_falcon(new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "bloom": lambda: hf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "mpt": lambda: hf.MptConfig(
+        vocab_size=VOCAB, d_model=WHOLE, n_layers=3, n_heads=4, max_seq_len=512, bos_token_id=1, eos_token_id=2,
+    ),
     "gpt-neo": lambda: hf.GPTNeoConfig(
         vocab_size=VOCAB, hidden_size=48, num_layers=3, num_heads=4, window_size=WINDOW, bos_token_id=1,
         attention_types=[[["global", "local"], 1], [["local"], 1]], max_position_embeddings=512, eos_token_id=2,
@@ -383,6 +390,11 @@ OPTIONS: dict[str, MakeConfig] = {
         new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False,
     ),
     "falcon, one after the other": lambda: _old_falcon(parallel_attn=False, multi_query=False, activation="relu"),
+    "bloom, tied": changed("bloom", hidden_size=WHOLE, n_head=4, tie_word_embeddings=True),
+    "mpt, clipped": lambda: hf.MptConfig(
+        vocab_size=VOCAB, d_model=48, n_layers=3, n_heads=6, max_seq_len=512, bos_token_id=1, eos_token_id=2,
+        attn_config={"clip_qkv": 1.0, "softmax_scale": 0.3},
+    ),
     "opt-bare": lambda: hf.OPTConfig(
         vocab_size=VOCAB, hidden_size=WHOLE, ffn_dim=80, num_hidden_layers=3, num_attention_heads=4,
         max_position_embeddings=512, enable_bias=False, layer_norm_elementwise_affine=False,

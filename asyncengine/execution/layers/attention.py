@@ -41,7 +41,7 @@ class AttentionConfig:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One name: the checkpoint has them in one matrix. Two: values are keys before norm and rotation (Gemma 4)."""
     qkv_by_head: bool = False
-    """The one matrix has, for each kv head, its queries, its key and its value (Falcon 40B)."""
+    """The one matrix has, for each kv head, its queries, its key and its value (Falcon 40B, BLOOM)."""
     keys_of: int | None = None
     """An earlier layer whose keys and values this one attends to: it has queries only (Gemma 4)."""
     out: str = "self_attn.o_proj"
@@ -66,6 +66,9 @@ class AttentionConfig:
     """No position sees one before this one."""
     lone_gate: str | None = None
     """A further matrix gives each head a number whose sigmoid is multiplied with what it attends to (LFM3)."""
+    alibi: tuple[float, ...] | None = None
+    """A slope of each head: scores grow by it with each position of the key (Press et al. 2022). `rotary` is then one
+    in the style "alibi"."""
     output_gate: bool = False
     """The query projection gives each head's queries and, behind them, as many numbers whose sigmoid is multiplied with
     what that head attends to (Qwen3-Next)."""
@@ -211,7 +214,9 @@ class Attention:
             transposed=config.transposed,
         )  # fmt: skip
         self.norms = None if config.head_norm is None else self._make_norms(options, prefix)
-        self.merged = self._merged() if plan.merges else None
+        self._slopes = None if config.alibi is None else self._slope_columns(options, config.alibi)
+        key_dim = dim if self._slopes is None else dim + self._slopes.shape[1]
+        self.merged = self._merged(key_dim) if plan.merges else None
         """Description of how one kernel prepares the merged projection for attention; None: none can."""
         self.value_norm: Norm | None = None
         if config.value_norm is not None and config.keys_of is None:
@@ -223,7 +228,7 @@ class Attention:
         )
         own = self.config
         self.spec = LayerSpec(
-            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=dim, value_dim=dim,
+            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=key_dim, value_dim=dim,
             scale=config.scale, window=config.window, chunk=config.chunk, first=config.first, softcap=config.softcap,
             both=config.both, sinks=sinks, divided=self.share is not None,
         )  # fmt: skip
@@ -234,6 +239,15 @@ class Attention:
         if config.clip is not None:
             limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
             self.clip = options.kernels.activation("clip", limit)
+
+    def _slope_columns(self, options: LayerOptions, slopes: tuple[float, ...]) -> torch.Tensor:
+        """[heads, 4] that further columns of queries hold, so that their products with those of keys, which "alibi"
+        angles are, make slope * position: of each slope and of what rounding it leaves, for 256 positions and one."""
+        exact = torch.tensor(slopes, dtype=torch.float64, device=options.device) / self._whole.scale
+        first = exact.to(options.dtype)
+        parts = [part for each in (first, (exact - first).to(options.dtype)) for part in (256 * each, each)]
+        whole = torch.stack(parts, dim=1)
+        return whole if self.share is None else whole[self.share.part(len(slopes))].contiguous()
 
     def _make_norms(self, options: LayerOptions, prefix: str) -> tuple[Norm, ...]:
         """Norms of queries and of keys, or of queries alone."""
@@ -253,9 +267,9 @@ class Attention:
         kept = None if self.share is None else self.share.part(heads)
         return Norm(options, config.head_norm, path, config.head_dim, heads, kept)
 
-    def _merged(self) -> MergedHeads:
+    def _merged(self, key_dim: int) -> MergedHeads:
         config, interleaved = self.config, self.plan.interleaved
-        counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+        counts = (config.num_heads, config.num_kv_heads, key_dim, config.head_dim)
         if self.norms is None or self.plan.norms_apart:
             return MergedHeads(*counts, interleaved=interleaved)
         query, key = self.norms
@@ -313,6 +327,9 @@ class Attention:
             return step.backend.attend(self.index, self._query(qkv, angles)).flatten(1)
         if self.plan.makes_values:
             qkv = self._with_values(qkv)
+        if self._slopes is not None:
+            qkv = self._with_positions(qkv, self._slopes, angles.cos)
+            angles = angles._replace(cos=angles.cos[:, :0], sin=angles.sin[:, :0])
         attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
             cos, sin = self._prepare_in_place(qkv, angles)
@@ -324,15 +341,26 @@ class Attention:
     def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
         config = self.config
-        query, key, value = torch.split(qkv, [self.plan.query_size, self.plan.kv_size, self.plan.kv_size], dim=-1)
+        counts, key_dim = (config.num_heads, config.num_kv_heads), self.spec.key_dim
+        query, key, value = torch.split(qkv, [*(count * key_dim for count in counts), self.plan.kv_size], dim=-1)
         if not config.norm_after_rotation:
             query, key = self._normed(query, key)
-        query, key, value = (part.reshape(len(part), -1, config.head_dim) for part in (query, key, value))
+        query, key = (part.reshape(len(part), -1, key_dim) for part in (query, key))
+        value = value.reshape(len(value), -1, config.head_dim)
         if config.rotary is not None:
             query, key = rotate(query, angles), rotate(key, angles)
         if config.norm_after_rotation:
             query, key = self._normed(query, key)
         return query, key, value
+
+    def _with_positions(self, qkv: torch.Tensor, slopes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The projection with `slopes` [heads, 4] behind each query and `positions` [T, 4] behind each key."""
+        config, joined, size = self.config, self._kernels.joined, self.plan.query_size
+        query, key, value = torch.split(qkv, [size, self.plan.kv_size, self.plan.kv_size], dim=-1)
+        query = joined(torch.unflatten(query, 1, (config.num_heads, -1)), slopes.expand(len(qkv), -1, -1))
+        own = positions[:, None].expand(-1, config.num_kv_heads, -1)
+        key = joined(torch.unflatten(key, 1, (config.num_kv_heads, -1)), own)
+        return joined(query.flatten(1), key.flatten(1), value)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""

@@ -33,8 +33,9 @@ class RotaryConfig:
     """Radians by which each pair of dimensions turns from one position to the next; float32 values."""
     scaling: float = 1.0
     """A factor of cosines and sines (YaRN)."""
-    style: Literal["halves", "interleaved"] = "halves"
-    """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM)."""
+    style: Literal["halves", "interleaved", "alibi"] = "halves"
+    """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM). "alibi": nothing is rotated, and in the place
+    of cosines and sines stand positions, as whole 256s and the rest, both exact in any type, twice."""
     exact: bool = False
     """Cosines and sines are float32 in a model of any type, and what is rotated is rounded once (OLMo 2)."""
     query_growth: tuple[float, int] | None = None
@@ -113,6 +114,9 @@ class Rotary:
         return Angles(tables[0].index_select(0, positions), tables[1].index_select(0, positions), style)
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.config.style == "alibi":
+            parts = torch.stack((positions // 256, positions % 256), dim=1).repeat(1, 2).to(self._dtype)
+            return parts, parts
         if self._kernel is not None:
             interleaved = self.config.style == "interleaved"
             return self._kernel(positions, self._frequencies, self.config.scaling, interleaved, self._dtype)

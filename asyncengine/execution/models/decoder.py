@@ -80,6 +80,8 @@ class DecoderConfig:
     """Positions of the learned embedding, if there is one."""
     embedding: str = "model.embed_tokens"
     embedding_scale: float = 1.0
+    embedding_norm: str | None = None
+    """The norm of embeddings before the first layer (BLOOM)."""
     positions: str | None = None
     """Learned position embeddings (GPT-2, OPT)."""
     position_offset: int = 0
@@ -133,6 +135,8 @@ class Decoder(CausalLM):
                 Linear(options, [Part(config.project_in, config.width)], outer),
                 Linear(options, [Part(config.project_out, outer)], config.width),
             ]
+        named = config.embedding_norm
+        self.embedding_norm = None if named is None else Norm(options, config.norm, named, config.width)
         self.inputs: LayerInputs | None = None
         if config.layer_inputs is not None:
             self.inputs = LayerInputs(options, config.layer_inputs, config.norm, len(config.layers), config.width)
@@ -194,6 +198,8 @@ class Decoder(CausalLM):
             h = self.projections[0](h, step.adapters)
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
+        if self.embedding_norm is not None:
+            h = self.embedding_norm(h)
         return h, vectors
 
     def run_layers(
@@ -301,8 +307,8 @@ class Decoder(CausalLM):
 
     def _parts(self) -> list[tuple[Any, int | None]]:
         """Everything that has weights, and which layer it is."""
-        parts = (self.embedding, self.positions, self.inputs, *self.projections, *self.layers, self.norm, self.head,
-                 self.mtp)  # fmt: skip
+        parts = (self.embedding, self.positions, self.embedding_norm, self.inputs, *self.projections, *self.layers,
+                 self.norm, self.head, self.mtp)  # fmt: skip
         places = {id(layer): place for place, layer in enumerate(self.layers)}
         places[id(self.norm)] = len(self.layers) - 1
         return [(part, places.get(id(part))) for part in parts if part is not None]

@@ -134,6 +134,9 @@ OLDER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("lfm3", {"num_hidden_layers": 6}, ("rope_parameters", "layer_types")),
     ("olmo-hybrid", {"num_key_value_heads": None}, ("layer_types", "linear_num_key_heads", "linear_num_value_heads",
                                                     "linear_key_head_dim", "linear_value_head_dim")),
+    ("bloom", {"n_embed": 48, "num_attention_heads": 6, "seq_length": 2048}, ("n_head", "hidden_size")),
+    ("mpt", {"attn_config": {"attn_type": "multihead_attention", "alibi": True, "clip_qkv": 6.0, "softmax_scale": None},
+             "expansion_ratio": 4, "no_bias": True}, ("layer_norm_epsilon",)),
 ]  # fmt: skip
 
 
@@ -175,6 +178,8 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn of another architecture"),
         ("lfm3", {"attention_bias": True}, "use_attention_gate and attention_bias"),
         ("olmo-hybrid", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "attn_config.alibi_bias_max 16"),
         ("gpt-neo", {"attention_types": [[["global", "near"], 2]], "num_layers": 4}, "of type 'near'"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(
 NORMS = {
     "RMS": "qwen3", "RMS of heads": "olmo2", "layer": "gpt2", "layer, of two branches": "cohere",
     "layer, of heads": "stablelm, norms of heads", "layer, behind": "opt-350m",
-    "layer, two beside each other": "falcon-40b",
+    "layer, two beside each other": "falcon-40b", "layer, of embeddings": "bloom",
 }  # fmt: skip
 BACKENDS = [
     ("compiled", "float32", ("tensor_parallel", "pipeline_parallel")),

@@ -61,6 +61,7 @@ BY_TORCH = (
     "lfm2moe",
     "lfm3",
     "opt",
+    "bloom",
     "falcon-40b",
     "olmo-hybrid",
 )

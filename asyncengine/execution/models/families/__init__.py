@@ -26,7 +26,7 @@ DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 _FILES: Mapping[str, Sequence[str]] = {
     "apertus": ("apertus",),
     "cohere": ("cohere", "cohere2"),
-    "falcon": ("falcon",),
+    "falcon": ("falcon", "bloom", "mpt"),
     "gemma": ("gemma", "gemma2", "gemma3_text"),
     "gemma4": ("gemma4_text",),
     "gpt2": ("gpt2", "gpt_neo"),

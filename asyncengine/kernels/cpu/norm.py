@@ -145,21 +145,28 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilo
 
     x [..., width]; weight and bias float32 [width], whose width `fits`.
     """
-    return add_layer_norm(x, None, 1.0, weight, bias, epsilon, False)[1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = weight.shape[0]
+    normalise(
+        x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), 0, out.data_ptr(), x.numel() // width, width,
+        np.float32(1), np.float32(epsilon), kind_of(x.dtype), use_team(),
+    )  # fmt: skip
+    return out
 
 
 def add_layer_norm(
-    residual: torch.Tensor, branch: torch.Tensor | None, scale: float, weight: torch.Tensor, bias: torch.Tensor,
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, bias: torch.Tensor,
     epsilon: float, kept: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(sum, its `layer_norm`) of residual + branch * scale, all [..., width]: the norm is of the sum before it is
-    rounded. Not `kept`: the norm in place of the sum. No branch: the norm alone."""
-    residual, branch = residual.contiguous(), None if branch is None else branch.contiguous()
+    rounded. Not `kept`: the norm in place of the sum."""
+    residual, branch = residual.contiguous(), branch.contiguous()
     out = torch.empty_like(residual)
     total = torch.empty_like(residual) if kept else out
     width = weight.shape[0]
     normalise(
-        residual.data_ptr(), 0 if branch is None else branch.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+        residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), bias.data_ptr(),
         total.data_ptr(), out.data_ptr(), residual.numel() // width, width, np.float32(scale), np.float32(epsilon),
         kind_of(residual.dtype), use_team(),
     )  # fmt: skip

@@ -25,22 +25,24 @@ NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,4})\.)?(?!blk\.)(.+?)(?:\.(weight|bi
 """Names that converters give: layer, stem and suffix."""
 
 
-def _read_tables() -> Mapping[str, Mapping[str, str]]:
+def read_tables(file: str) -> Mapping[str, Mapping[str, str]]:
+    """The tables of names in a file of this package, by title."""
     tables: dict[str, dict[str, str]] = {}
-    text = (resources.files(__package__) / "names.toml").read_text(encoding="utf-8")
+    text = (resources.files(__package__) / file).read_text(encoding="utf-8")
     for title, rows in tomllib.loads(text).items():
         table = tables[title] = {}
+        under = rows.pop("under", "")
         for other in rows.pop("of", ()):
-            table |= tables[other]
+            table |= {stem: under + there for stem, there in tables[other].items()}
         for stem in rows.pop("without", ()):
             del table[stem]
         for stem, there in rows.items():
             form, words = (there, "") if isinstance(there, str) else there
-            table |= {stem.format(word): form.format(word) for word in words.split(" ")}
+            table |= {stem.replace("*", word): form.replace("*", word) for word in words.split(" ")}
     return tables
 
 
-TABLES = _read_tables()
+TABLES = read_tables("names.toml")
 """Stem in a file -> name of the module in transformers, of the tensors of each architecture's layers, and outside of
 them (names.toml)."""
 FUSED: Mapping[str, tuple[str, ...]] = {

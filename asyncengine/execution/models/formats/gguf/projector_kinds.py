@@ -18,6 +18,7 @@ import torch
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.formats.gguf.header import Header, shortest
 from asyncengine.execution.models.formats.gguf.model import GgufModel
+from asyncengine.execution.models.formats.gguf.names import read_tables
 
 _TOKENS = (8, 4096)
 """Fewest and most tokens of a picture of Qwen's where the header has no limits in pixels: clip.cpp's own."""
@@ -128,13 +129,13 @@ class Described(NamedTuple):
 class Projector:
     """One of llama.cpp's kinds of image parts."""
 
+    names: Mapping[str, str]
+    """Tensors without their endings -> their names in transformers: "#N": part N of those that are joined, "": a copy
+    of what the language model has."""
     families: Mapping[str, tuple[str, str]]
     """model_type of the language model's file alone -> (model_type of the whole, of the language model in it)."""
     tokens: Mapping[str, str]
     """Fields of config.json with the id of a token -> the token, which the vocabulary must have."""
-    names: Mapping[str, str]
-    """Tensors without their endings -> their names in transformers: "#N": part N of those that are joined, "": a copy
-    of what the language model has."""
     describe: Callable[[Tower], Described]
     restore: Callable[[Tower, str, torch.Tensor], torch.Tensor] = lambda tower, name, tensor: tensor
     """(tower, name in transformers, tensor as it is stored) -> the tensor as transformers has it."""
@@ -287,121 +288,39 @@ def _restore_pixtral(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Ten
     return tensor.reshape(heads, -1, 2, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _blocks(*names: str) -> dict[str, str]:
-    """Names of Qwen's layers; `names`: of the norm behind them, the projector's layers, and the feed-forward's."""
-    found = {"v.patch_embd": "patch_embed.proj", "v.position_embd": "pos_embed"}
-    of_layers = {"ln1": "norm1", "ln2": "norm2", "attn_qkv": "attn.qkv", "attn_out": "attn.proj"}
-    of_layers |= {f"attn_{name}": f"attn.qkv#{place}" for place, name in enumerate("qkv")}
-    of_layers |= dict(zip(("ffn_up", "ffn_down", "ffn_gate"), names[3:], strict=False))
-    found |= dict(zip(("v.post_ln", "mm.0", "mm.2"), names[:3], strict=True))
-    found |= {f"v.blk.{{}}.{stem}": f"blocks.{{}}.{name}" for stem, name in of_layers.items()}
-    return {stem: f"model.visual.{name}" for stem, name in found.items()}
-
-
-def _siglip_names(before: str) -> dict[str, str]:
-    layer = f"{before}encoder.layers.{{}}."
-    return {
-        "v.patch_embd": f"{before}embeddings.patch_embedding",
-        "v.position_embd": f"{before}embeddings.position_embedding", "v.post_ln": f"{before}post_layernorm",
-        **{f"v.blk.{{}}.attn_{name}": f"{layer}self_attn.{name}_proj" for name in ("q", "k", "v", "out")},
-        **{f"v.blk.{{}}.ln{place}": f"{layer}layer_norm{place}" for place in (1, 2)},
-        "v.blk.{}.ffn_up": f"{layer}mlp.fc1", "v.blk.{}.ffn_down": f"{layer}mlp.fc2",
-    }  # fmt: skip
-
-
-def _layers(before: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {f"v.blk.{{}}.{stem}": f"{before}.{{}}.{name}" for stem, name in names.items()}
-
-
-def _projected(**names: str) -> dict[str, str]:
-    return {f"mm.{stem}": f"model.multi_modal_projector.{name}" for stem, name in names.items()}
-
-
 PARAMETERS = ("_weight", "cls_token", "position_embeddings", "lambda_1", "lambda_2")
 """Endings of names in transformers that are whole, with no "weight" or "bias" behind them."""
 _BATCHED = ("cls_token", "position_embeddings")
 """InternVL's parameters that transformers has as a batch of one."""
+_NAMES = read_tables("projector_names.toml")
 _QWEN_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+_GEMMA_TOKENS = {
+    "image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
+    "eoi_token_index": "<end_of_image>",
+}  # fmt: skip
+_QWEN3_FAMILIES = {
+    "qwen3": ("qwen3_vl", "qwen3_vl_text"), "qwen3_5_text": ("qwen3_5", "qwen3_5_text"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "qwen3_5_moe_text"),
+}  # fmt: skip
+_INTERNVL_FAMILIES = {name: ("internvl", name) for name in ("qwen2", "qwen3", "llama")}
+_MISTRAL_FAMILIES = dict.fromkeys(("llama", "mistral"), ("mistral3", "mistral"))
+_IMAGE = {"image_token_id": "<image>"}
 PROJECTORS: Mapping[str, Projector] = {
-    "gemma3": Projector(
-        {"gemma3_text": ("gemma3", "gemma3_text")},
-        {
-            "image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
-            "eoi_token_index": "<end_of_image>",
-        },
-        _siglip_names("model.vision_tower.") | {
-            "mm.input_projection": "model.multi_modal_projector.mm_input_projection_weight",
-            "mm.soft_emb_norm": "model.multi_modal_projector.mm_soft_emb_norm",
-        },
-        _gemma3,
-    ),
-    "idefics3": Projector(
-        {"llama": ("idefics3", "llama")}, {"image_token_id": "<image>"},
-        _siglip_names("model.vision_model.") | {"mm.model.fc": "model.connector.modality_projection.proj"}, _idefics3,
-    ),
+    "gemma3": Projector(_NAMES["gemma3"], {"gemma3_text": ("gemma3", "gemma3_text")}, _GEMMA_TOKENS, _gemma3),
+    "idefics3": Projector(_NAMES["idefics3"], {"llama": ("idefics3", "llama")}, _IMAGE, _idefics3),
     "qwen2vl_merger": Projector(
-        {"qwen2": ("qwen2_vl", "qwen2_vl_text")}, _QWEN_TOKENS,
-        _blocks("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "mlp.fc1", "mlp.fc2"), _qwen2,
+        _NAMES["qwen2vl_merger"], {"qwen2": ("qwen2_vl", "qwen2_vl_text")}, _QWEN_TOKENS, _qwen2
     ),
     "qwen2.5vl_merger": Projector(
-        {"qwen2": ("qwen2_5_vl", "qwen2_5_vl_text")}, _QWEN_TOKENS,
-        _blocks("merger.ln_q", "merger.mlp.0", "merger.mlp.2", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"),
-        _qwen25,
+        _NAMES["qwen2.5vl_merger"], {"qwen2": ("qwen2_5_vl", "qwen2_5_vl_text")}, _QWEN_TOKENS, _qwen25
     ),
-    "qwen3vl_merger": Projector(
-        {
-            "qwen3": ("qwen3_vl", "qwen3_vl_text"), "qwen3_5_text": ("qwen3_5", "qwen3_5_text"),
-            "qwen3_5_moe_text": ("qwen3_5_moe", "qwen3_5_moe_text"),
-        },
-        _QWEN_TOKENS,
-        _blocks("merger.norm", "merger.linear_fc1", "merger.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2")
-        | {
-            f"v.deepstack.{{}}.{stem}": f"model.visual.deepstack_merger_list.{{}}.{name}"
-            for stem, name in (("norm", "norm"), ("fc1", "linear_fc1"), ("fc2", "linear_fc2"))
-        },
-        _qwen3,
-    ),
+    "qwen3vl_merger": Projector(_NAMES["qwen3vl_merger"], _QWEN3_FAMILIES, _QWEN_TOKENS, _qwen3),
     "internvl": Projector(
-        {"qwen2": ("internvl", "qwen2"), "qwen3": ("internvl", "qwen3"), "llama": ("internvl", "llama")},
-        {"image_token_id": "<IMG_CONTEXT>"},
-        {
-            "v.class_embd": "model.vision_tower.embeddings.cls_token",
-            "v.position_embd": "model.vision_tower.embeddings.position_embeddings",
-            "v.patch_embd": "model.vision_tower.embeddings.patch_embeddings.projection",
-        }
-        | _layers(
-            "model.vision_tower.encoder.layer",
-            {f"attn_{name}": f"attention.{name}_proj" for name in "qkv"}
-            | {f"attn_{name}_norm": f"attention.{name}_norm" for name in "qk"}
-            | {
-                "attn_out": "attention.projection_layer", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
-                "ln1": "layernorm_before", "ln2": "layernorm_after", "ls1": "lambda_1", "ls2": "lambda_2",
-            },
-        )
-        | _projected(**{"model.mlp.0": "layer_norm", "model.mlp.1": "linear_1", "model.mlp.3": "linear_2"}),
-        _internvl, _restore_internvl,
+        _NAMES["internvl"], _INTERNVL_FAMILIES, {"image_token_id": "<IMG_CONTEXT>"}, _internvl, _restore_internvl
     ),
-    "lfm2": Projector(
-        {"lfm2": ("lfm2_vl", "lfm2")}, {"image_token_id": "<image>"},
-        _siglip_names("model.vision_tower.")
-        | _projected(**{"input_norm": "layer_norm", "1": "linear_1", "2": "linear_2"}),
-        _lfm2, _restore_lfm2,
-    ),
+    "lfm2": Projector(_NAMES["lfm2"], {"lfm2": ("lfm2_vl", "lfm2")}, _IMAGE, _lfm2, _restore_lfm2),
     "pixtral": Projector(
-        {"llama": ("mistral3", "mistral"), "mistral": ("mistral3", "mistral")}, {"image_token_index": "[IMG]"},
-        {
-            "v.patch_embd": "model.vision_tower.patch_conv", "v.pre_ln": "model.vision_tower.ln_pre",
-            "v.token_embd.img_break": "",
-        }
-        | _layers(
-            "model.vision_tower.transformer.layers",
-            {f"attn_{name}": f"attention.{name}_proj" for name in "qkv"}
-            | {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
-            | {"attn_out": "attention.o_proj", "ln1": "attention_norm", "ln2": "ffn_norm"},
-        )
-        | _projected(**{"input_norm": "norm", "patch_merger": "patch_merger.merging_layer"})
-        | _projected(**{"1": "linear_1", "2": "linear_2"}),
-        _pixtral, _restore_pixtral,
+        _NAMES["pixtral"], _MISTRAL_FAMILIES, {"image_token_index": "[IMG]"}, _pixtral, _restore_pixtral
     ),
-}  # fmt: skip
+}
 """Kinds by `clip.projector_type`."""

@@ -76,6 +76,13 @@ def _gpt_oss() -> Any:
     return hf.GptOssConfig(**sizes, **windows, **bound, rope_parameters=_ROPE)
 
 
+_COMPRESSED = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+_LATENT = {
+    **_COMPRESSED, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
 _ROPE = rope("default")
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES: dict[str, MakeConfig] = {
@@ -238,6 +245,20 @@ FAMILIES: dict[str, MakeConfig] = {
         num_local_experts=6, num_experts_per_tok=2, n_shared_experts=2, n_group=2, topk_group=1,
         routed_scaling_factor=1.5,
     ),
+    "deepseek-v2": tiny("DeepseekV2Config", **_LATENT, q_lora_rank=None, topk_method="greedy"),
+    "deepseek-v3": tiny(
+        "DeepseekV3Config", **{**_LATENT, "kv_lora_rank": 32, "v_head_dim": 32}, hidden_size=WHOLE, q_lora_rank=32,
+        norm_topk_prob=True, routed_scaling_factor=1.5,
+        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.8),
+    ),
+    "glm4moelite": tiny(
+        "Glm4MoeLiteConfig", **{name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"},
+        q_lora_rank=24, mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "youtu": tiny("YoutuConfig", **_COMPRESSED, q_lora_rank=24, tie_word_embeddings=True),
+    "minicpm3": tiny(
+        "MiniCPM3Config", **_COMPRESSED, q_lora_rank=24, scale_emb=1.5, dim_model_base=32,
+    ),
     "cohere": tiny("CohereConfig", logit_scale=0.5),
     "cohere2": tiny("Cohere2Config", logit_scale=0.5, sliding_window=WINDOW, layer_types=_ALTERNATING),
     "apertus": tiny("ApertusConfig"),
@@ -305,6 +326,13 @@ OPTIONS: dict[str, MakeConfig] = {
     "olmo-hybrid, without positions": changed(
         "olmo-hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}, linear_allow_neg_eigval=False,
         attention_bias=True, tie_word_embeddings=True,
+    ),
+    "deepseek-v2, groups": changed(
+        "deepseek-v2", q_lora_rank=24, topk_method="group_limited_greedy", routed_scaling_factor=1.7,
+        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.7),
+    ),
+    "deepseek-v3, halves": changed(
+        "deepseek-v3", q_lora_rank=None, rope_interleave=False, norm_topk_prob=False, n_group=1, topk_group=1,
     ),
     "smollm3 with windows": changed(
         "smollm3", use_sliding_window=True, sliding_window=WINDOW, layer_types=None, attention_bias=True,

@@ -47,6 +47,14 @@ class LayerSpec:
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
     divided: bool = False
     """Its heads are the share of one of several processes; the others have as many each."""
+    latent: bool = False
+    """Values are the last `value_dim` numbers of the keys, and nothing else is kept of them (DeepSeek V2). One kv head.
+    """
+
+    @property
+    def kept_dims(self) -> int:
+        """Numbers that are kept of a token for each kv head."""
+        return self.key_dim if self.latent else self.key_dim + self.value_dim
 
     @property
     def windowed(self) -> bool:
@@ -135,7 +143,8 @@ class StepAttention(Protocol):
     """The operations that a layer calls in a step that was planned."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]."""
+        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]; of latent layers
+        the key alone."""
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [tokens, heads, key dim] -> [tokens, heads, value dim], over the keys and values written so far."""
@@ -179,4 +188,4 @@ def first_seen(window: int | None, chunk: int | None, positions: Int64Array) -> 
 
 def page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype) -> int:
     """Bytes one page takes over all layers, keys and values."""
-    return sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in layers) * page_size * dtype.itemsize
+    return sum(spec.num_kv_heads * spec.kept_dims for spec in layers) * page_size * dtype.itemsize

@@ -244,7 +244,7 @@ class _Memory:
         size, numbers = dtype.itemsize, tokens * spec.num_kv_heads
         # A key of an odd number of dimensions takes one more.
         self.keys = empty([numbers * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK], torch.uint8)
-        self.values = empty([numbers * spec.value_dim * size + fields.SLACK], torch.uint8)
+        self.values = empty([numbers * (spec.kept_dims - spec.key_dim) * size + fields.SLACK], torch.uint8)
         self.bytes = self.keys.numel() + self.values.numel() - 2 * fields.SLACK
 
 
@@ -259,7 +259,8 @@ class _LayerPool:
         self._sinks = None if spec.sinks is None else spec.sinks.detach().to(torch.float32).contiguous()
         self._known = np.zeros(fields.LAYER_FIELDS, dtype=np.int64)
         for field, value in (
-            (fields.POOL_KEYS, memory.keys.data_ptr()), (fields.POOL_VALUES, memory.values.data_ptr()),
+            (fields.POOL_KEYS, memory.keys.data_ptr()),
+            (fields.POOL_VALUES, 0 if spec.latent else memory.values.data_ptr()),
             (fields.PAGES, num_pages), (fields.PAGE_SIZE, page_size), (fields.LANES, lanes),
             (fields.HEADS, spec.num_heads), (fields.KV_HEADS, spec.num_kv_heads), (fields.KEY_DIM, spec.key_dim),
             (fields.VALUE_DIM, spec.value_dim), (fields.NUMBERS, self._numbers.data_ptr()),
@@ -274,6 +275,8 @@ class _LayerPool:
         """Memory of its keys, then of its values."""
         heads, memory = int(self._known[fields.KV_HEADS]), self._memory
         for part in (memory.keys, memory.values):
+            if part.numel() == fields.SLACK:
+                continue
             page_bytes = (part.numel() - fields.SLACK) // (self._pages * heads)
             yield base.PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
 
@@ -323,7 +326,8 @@ def _short_rows(step: base.StepView) -> cpu_short.ShortRows | None:
 
 def _scratch_bytes(spec: base.LayerSpec) -> int:
     rows = max(cpu_short.ROWS, spec.num_heads // spec.num_kv_heads)
-    return -(-int(fields.scratch_sizes(rows, spec.key_dim, spec.value_dim)[-1]) // 4096) * 4096
+    turned = fields.turned_size(spec.value_dim) if spec.latent else 0
+    return -(-int(fields.scratch_sizes(rows, spec.key_dim, spec.value_dim)[-1] + turned) // 4096) * 4096
 
 
 def _group_of(spec: base.LayerSpec) -> _LayerGroup:

@@ -80,6 +80,8 @@ def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int) -> 
             return (
                 f"layer {spec.index} attends to chunks of {spec.chunk} positions, no multiple of page_size={page_size}"
             )
+        if spec.latent:
+            return f"layer {spec.index} keeps latent vectors, which are attended to by other kernels than we call"
         if spec.key_dim != spec.value_dim:
             return f"layer {spec.index} has keys of {spec.key_dim} and values of {spec.value_dim} dimensions"
         if spec.key_dim not in _HEAD_DIMS:

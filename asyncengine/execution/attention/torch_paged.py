@@ -153,7 +153,9 @@ class TorchPagedBackend(AttentionBackend):
 
         sized = list(zip(layers, self._pages, strict=True))
         self._keys = [pool(spec.num_kv_heads, pages, spec.key_dim) for spec, pages in sized]
-        self._values = [pool(spec.num_kv_heads, pages, spec.value_dim) for spec, pages in sized]
+        self._values = [
+            None if spec.latent else pool(spec.num_kv_heads, pages, spec.value_dim) for spec, pages in sized
+        ]
         self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
         self._scratch_bytes = _SCRATCH_BYTES
         if device.type != "cpu":  # and a small pool leaves little room beside it
@@ -178,6 +180,8 @@ class TorchPagedBackend(AttentionBackend):
         windowed = self._layers[layer].windowed
         slots, opened = self._kv_slots[windowed], self._opened.get(windowed)
         for pool, new in ((self._keys[layer], key), (self._values[layer], value)):
+            if pool is None:
+                continue
             heads, _, _, dim = pool.shape
             if opened is not None:
                 pool.index_fill_(1, opened, 0)
@@ -198,6 +202,8 @@ class TorchPagedBackend(AttentionBackend):
         pools = []
         for spec, pages in zip(self._layers, self._pages, strict=True):
             for memory in (self._keys[spec.index], self._values[spec.index]):
+                if memory is None:
+                    continue
                 size, of_windows = memory.nbytes // (pages * spec.num_kv_heads), self._two_pools and spec.windowed
                 pools.append(PagePool(memory, size, spec.num_kv_heads, size * pages, of_windows, spec.divided))
         return pools
@@ -289,6 +295,8 @@ class TorchPagedBackend(AttentionBackend):
         """Keys and values of `pages` as [kv heads, tokens, dim], in scratch memory valid until the next call."""
         gathered = []
         for which, pool in enumerate((self._keys[layer], self._values[layer])):
+            if pool is None:
+                return gathered[0], gathered[0][..., -self._layers[layer].value_dim :]
             heads, _, _, dim = pool.shape
             flat = pool.view(heads * self._pages[layer], self.page_size * dim)
             need = pages.numel() * flat.shape[1]
@@ -306,12 +314,7 @@ class TorchPagedBackend(AttentionBackend):
         grouped = query[group.tokens].view(rows, heads, -1, spec.key_dim).transpose(0, 1)
         sinks = None if spec.sinks is None else spec.sinks.view(heads, 1, -1, 1)
         out = masked_attention(
-            spec,
-            grouped,
-            key.view(heads, rows, -1, spec.key_dim),
-            value.view(heads, rows, -1, spec.value_dim),
-            group.bias,
-            sinks,
+            spec, grouped, key.unflatten(1, (rows, -1)), value.unflatten(1, (rows, -1)), group.bias, sinks
         )
         return out.transpose(0, 1).reshape(rows, spec.num_heads, spec.value_dim)
 

@@ -1,24 +1,28 @@
-"""Attention whose keys and values come of a latent vector (DeepSeek-AI 2024, "DeepSeek-V2"), without rotation.
+"""Attention over latent vectors (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1), from which keys and values are made.
 
-Keys and values are made of the latent vector before they are written, so that the pages hold them as those of any other
-attention: the memory that the latent vector would save is not saved. Each head's key is its own part and one that all
-heads share; values are shorter than keys.
+Pages hold one vector for each token: numbers that all heads' keys share, rotated or not, and behind them the normed
+latent vector. Keys and values are never made. A head's query times the matrix of its keys is compared with latent
+vectors, and the matrix of its values is multiplied with what the head has read of them: so all heads are queries of one
+kv head, whose values are the last numbers of its keys. Prompts are computed in the same way: a token has the same bits
+however its prompt was cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.rotary import Angles
+from asyncengine.execution.layers.rotary import Angles, rotate
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import TensorSlot
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
+from asyncengine.execution.layers.weight_forms import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,49 @@ class LatentAttentionConfig:
     """The norm of the latent vector."""
     prefix: str = "self_attn."
     rotary: int | None = None
-    """It rotates nothing."""
+    """The index among the decoder's rotary embeddings of the one of the shared numbers; None: they are not rotated."""
+    query_rank: int | None = None
+    """Numbers of a latent vector that queries are made of; None: they are made of the layer's input."""
     keys_of: int | None = None
     """Its keys are not another layer's."""
     window: int | None = None
     chunk: int | None = None
 
 
+class HeadProducts:
+    """x [T, heads, inputs + behind] -> [T, heads, behind + outputs]: each head's inputs by a matrix of its own, and
+    before them the numbers behind these as they are. Matrices have the model's type, whatever others are rounded to."""
+
+    def __init__(self, options: LayerOptions, heads: int, outputs: int, inputs: int) -> None:
+        plain = replace(options, bits=None, forms={}, ranks=None)
+        self.shape, self._multiply, each = (heads, outputs, inputs), None, outputs
+        if plain.compiled:
+            from asyncengine.kernels.api import operations
+
+            self._multiply, each = operations.multiply_heads, operations.rows_of_head(outputs)
+        self.weight = plain.weight(heads * each, inputs)
+        self._each = each
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def load(self, head: int, matrix: torch.Tensor) -> None:
+        """Take a head's matrix [outputs, inputs]."""
+        self.weight.load(head * self._each, matrix)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        heads, outputs, inputs = self.shape
+        weight: Any = self.weight
+        if isinstance(weight, PackedWeight):
+            return self._multiply(x, weight.weight, outputs, inputs)
+        matrices = weight.weight.view(heads, self._each, inputs)[:, :outputs]
+        made = torch.matmul(x[..., :inputs].transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+        return torch.cat((x[..., inputs:], made), dim=-1)
+
+
 class LatentAttention:
-    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
+    """x [T, width] -> [T, width]. `index` is the place of its latent vectors in the attention backend."""
 
     gate = None
     merged = None
@@ -57,45 +95,78 @@ class LatentAttention:
     ) -> None:
         self.config, self.index, self._kernels = config, index, options.kernels
         heads, path = config.num_heads, prefix + config.prefix
-        key_dim = config.own_dim + config.shared_dim
-        self._sizes = [heads * key_dim, config.rank, config.shared_dim]
+        key_dim, rank = config.own_dim + config.shared_dim, config.query_rank
+        self._path = f"{path}kv_b_proj.weight"
+        self._sizes = [rank or heads * key_dim, config.rank, config.shared_dim]
         latent = Part(f"{path}kv_a_proj_with_mqa", config.rank + config.shared_dim)
-        own = config.own_dim + config.value_dim
-        self.share = share_of(options.ranks, even_cuts(options.ranks, heads), [own], config.value_dim)
-        """This rank's heads, whose keys and values it keeps; None: it has all of them."""
-        self.qkv = Linear(options, [Part(f"{path}q_proj", heads * key_dim), latent], width)
+        query = Part(f"{path}q_a_proj", rank) if rank else Part(f"{path}q_proj", heads * key_dim)
+        self.share = share_of(options.ranks, even_cuts(options.ranks, heads), [key_dim], config.value_dim)
+        """This rank's heads; None: it has all of them. Latent vectors are the same in all ranks."""
+        self.qkv = Linear(options, [query, latent], width)
         self.norm = Norm(options, config.norm, f"{path}kv_a_layernorm", config.rank)
         self.norms = (self.norm,)
-        self.expand = Linear(options, [Part(f"{path}kv_b_proj", heads * own)], config.rank, share=self.share)
+        self.queries: Linear | None = None
+        if rank:
+            self.norms = (self.norm, Norm(options, config.norm, f"{path}q_a_layernorm", rank))
+            self.queries = Linear(options, [Part(f"{path}q_b_proj", heads * key_dim)], rank, share=self.share)
         self.out = Linear(options, [Part(f"{path}o_proj", width)], heads * config.value_dim)
         self._heads = slice(0, heads) if self.share is None else self.share.part(heads)
         heads = self._heads.stop - self._heads.start
+        self.products = (
+            HeadProducts(options, heads, config.rank, config.own_dim),
+            HeadProducts(options, heads, config.value_dim, config.rank),
+        )
+        """Of queries before they are compared, and of what was read."""
         self.spec = LayerSpec(
-            index=index, num_heads=heads, num_kv_heads=heads, key_dim=key_dim, value_dim=config.value_dim,
-            scale=config.scale, divided=self.share is not None,
+            index=index, num_heads=heads, num_kv_heads=1, key_dim=config.shared_dim + config.rank,
+            value_dim=config.rank, scale=config.scale, latent=True,
         )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
-        config, tokens, heads = self.config, len(x), self.spec.num_heads
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
-        query, latent, shared = torch.split(projected, self._sizes, dim=-1)
-        expanded = self.expand(self.norm(self._kernels.joined(latent)), step.adapters)[
-            :, : self.expand.parts[0].outputs
-        ]
-        if self.share is not None and not self.expand.local:
-            expanded = self.share.columns(expanded)
-        own, value = torch.split(expanded.view(tokens, heads, -1), [config.own_dim, config.value_dim], dim=-1)
-        key = self._kernels.joined(own, shared[:, None].expand(-1, heads, -1))
-        step.backend.write(self.index, key, value)
-        query = query.reshape(tokens, config.num_heads, -1)[:, self._heads]
-        attended = step.backend.attend(self.index, query).flatten(1)
-        return self.out(gathered(self.share, attended), step.adapters)
+        given, latent, shared = torch.split(projected, self._sizes, dim=-1)
+        joined, heads = self._kernels.joined, self.spec.num_heads
+        key = self._rotated(joined(shared, self.norm(joined(latent)))[:, None], angles)
+        step.backend.write(self.index, key, key)
+        if self.queries is None:
+            query = given.unflatten(1, (self.config.num_heads, -1))[:, self._heads]
+        else:
+            query = self.queries.own(self.norms[1](joined(given)), step.adapters)[:, : heads * self._key_dim]
+            query = query.unflatten(1, (heads, -1))
+        attended = step.backend.attend(self.index, self._rotated(self.products[0](query), angles))
+        return self.out(gathered(self.share, self.products[1](attended).flatten(1)), step.adapters)
+
+    @property
+    def _key_dim(self) -> int:
+        return self.config.own_dim + self.config.shared_dim
+
+    def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """x [T, heads, shared dim + rank] with its shared numbers rotated, perhaps in place."""
+        if self.config.rotary is None:
+            return x
+        if self._kernels.name != "compiled":
+            return rotate(x, angles)
+        interleaved = angles.style == "interleaved"
+        self._kernels.rotate_heads(x.flatten(1), angles.cos, angles.sin, *x.shape[1:], interleaved)
+        return x
+
+    def _load(self, tensor: torch.Tensor | StoredMatrix) -> None:
+        """Take the matrix of all heads' keys and values [heads * (own dim + value dim), rank]."""
+        whole = tensor if isinstance(tensor, torch.Tensor) else dense(tensor)
+        each = whole.unflatten(0, (self.config.num_heads, -1))[self._heads]
+        for head, matrix in enumerate(each):
+            self.products[0].load(head, matrix[: self.config.own_dim].T)
+            self.products[1].load(head, matrix[self.config.own_dim :])
 
     def linears(self) -> list[Linear]:
-        return [self.qkv, self.expand, self.out]
+        return [self.qkv, *([] if self.queries is None else [self.queries]), self.out]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
-        parts: list[Linear | Norm] = [*self.linears(), self.norm]
+        parts: list[Linear | Norm] = [*self.linears(), *self.norms]
         for part in parts:
             yield from part.slots()
+        config = self.config
+        shape = (config.num_heads * (config.own_dim + config.value_dim), config.rank)
+        memory = [tensor for product in self.products for tensor in product.weight.tensors()]
+        yield self._path, TensorSlot(shape, self._load, memory=memory)

@@ -40,6 +40,8 @@ class RouterConfig:
     groups: int = 1
     """Equal parts of the experts; a row uses those `groups_kept` with the largest sum of their two best scores."""
     groups_kept: int = 1
+    groups_by_best: bool = False
+    """Those with the best score instead (DeepSeek V2)."""
     normalised: bool = True
     """Weights of a row are divided by their sum. With softmax: as if it were over the chosen alone."""
     least_sum: float = 0.0
@@ -86,7 +88,8 @@ class Router(Layer):
             self._route = routing.route
             self.settings = routing.RouteSettings(
                 config.experts, config.chosen, config.scores == "sigmoid", config.groups, config.groups_kept,
-                config.normalised, config.least_sum, config.scale, config.spread if sparse else -1.0,
+                config.groups_by_best, config.normalised, config.least_sum, config.scale,
+                config.spread if sparse else -1.0,
             )  # fmt: skip
         elif triton_missing(options.device) is None and not sparse and config.groups == 1:
             from asyncengine.kernels.api import gpu
@@ -130,7 +133,7 @@ def route(
     choice = scores if correction is None else scores + correction
     if config.groups_kept < config.groups:
         grouped = choice.view(*choice.shape[:1], config.groups, config.experts // config.groups)
-        kept = _best(grouped.topk(2, dim=-1).values.sum(-1), config.groups_kept)
+        kept = _best(grouped.topk(1 if config.groups_by_best else 2, dim=-1).values.sum(-1), config.groups_kept)
         out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, kept, False)
         choice = grouped.masked_fill(out[..., None], -torch.inf).flatten(1)
     ids = _best(choice, config.chosen)

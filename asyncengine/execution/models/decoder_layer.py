@@ -16,7 +16,7 @@ import torch
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.attention import Attention, AttentionConfig
 from asyncengine.execution.layers.basic import LayerInput, Linear, LMHead, Norm, Part
-from asyncengine.execution.layers.latent_attention import LatentAttention
+from asyncengine.execution.layers.latent_attention import HeadProducts, LatentAttention
 from asyncengine.execution.layers.mlp import MLP, MoEConfig, SideExperts, SparseMLP
 from asyncengine.execution.layers.options import LayerOptions, rounded_weight
 from asyncengine.execution.layers.rotary import Angles
@@ -62,7 +62,7 @@ class DecoderLayer:
         self.scalar_path = f"{prefix}{config.scalar}"
         self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
         moved = self.state is None or self.state.kernel is not None
-        made = all(linear.weight.compiled for linear in self.linears())
+        made = all(part.weight.compiled for part in (*self.linears(), *self._products()))
         self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
         """Whether its products are all made, and its states moved, by compiled kernels."""
 
@@ -151,6 +151,10 @@ class DecoderLayer:
         parts = (self.attention, self.state, self.mlp, self.inputs)
         return [linear for part in parts if part is not None for linear in part.linears()]
 
+    def _products(self) -> tuple[HeadProducts, ...]:
+        """Products of heads, which no adapter changes."""
+        return self.attention.products if isinstance(self.attention, LatentAttention) else ()
+
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
         inputs = [] if self.inputs is None else self.inputs.linears()
@@ -166,7 +170,7 @@ class DecoderLayer:
         """Bytes of its weights."""
         within = () if self.attention is None else self.attention.norms or ()
         states = () if self.state is None else (self.state, *self.state.norms())
-        parts: list[Any] = [*self.linears(), *self.norms(), *within, *states, *self.mixtures()]
+        parts: list[Any] = [*self.linears(), *self._products(), *self.norms(), *within, *states, *self.mixtures()]
         return sum(part.nbytes for part in parts)
 
     def mixtures(self) -> list[SparseMLP | SideExperts]:

@@ -164,7 +164,7 @@ def _add_values(
                 column += _KEYS
 
 
-_WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
+_WHOLE, _SINGLE, _PAGE, _FOUR = np.int64(0), np.float32(0), np.int32(0), np.uint64(0)
 
 
 @serial_in_order
@@ -227,10 +227,50 @@ def attend_block(
         softmax(there, place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
     to += begin * wide * size_of(operand)
     rest, count, dim, decay = there - (end - 1) * wide, end - begin, spec[fields.VALUE_DIM], state + rows * 8
+    if spec[fields.POOL_VALUES] == 0:
+        _turn_values(keys, values, count, rest, layer, scratch + places[fields.SIZE], kind)
     if by_unit:
         sum_values_by_unit(rows, to, width, values, count, rest, dim, sums, decay)
     else:
         _sum_values(rows, to, width, values, count, rest, wide, dim, sums, decay, kind, lanes, operand)
+
+
+@serial_in_order
+def _turn_values(keys: int, values: int, count: int, rest: int, layer: int, to: int, kind: Any) -> None:
+    """Write tiles of values, the last numbers of the keys in `count` tiles, from `to` on, and their addresses to
+    `values`. The last tile has `rest` keys."""
+    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    lanes, dim, size = spec[fields.LANES], spec[fields.VALUE_DIM], size_of(kind)
+    key_tiles, tiles = array(pointer(keys, _WHOLE), (count,)), array(pointer(values, _WHOLE), (count + AHEAD,))
+    for index in range(count + AHEAD):  # those behind the last one are asked for ahead
+        tiles[index] = to + index % count * lanes * dim * size
+    for index in range(count):
+        begin = key_tiles[index] + (spec[fields.KEY_DIM] - dim) * size * lanes
+        if lanes == 1:
+            tiles[index] = begin
+        elif size == 2:
+            _turn_pairs(begin, tiles[index], dim, lanes // 2, rest if index + 1 == count else lanes)
+        else:
+            given, made = (
+                array(pointer(begin, _SINGLE), (dim, lanes)),
+                array(pointer(tiles[index], _SINGLE), (lanes, dim)),
+            )
+            for key in range(lanes):
+                for place in range(dim):
+                    made[key, place] = given[place, key]
+
+
+@serial_in_order
+def _turn_pairs(source: int, out: int, dim: int, pairs: int, count: int) -> None:
+    """A tile in bfloat16: words of two dimensions of a key become words of two keys. Of `count` keys: what lies in the
+    place of others must not enter a sum."""
+    given, made = array(pointer(source, _FOUR), (dim // 2, pairs)), array(pointer(out, _FOUR), (pairs, dim // 2))
+    low, high, outer = np.uint64(0xFFFF0000), np.uint64(16), np.uint64(0xFFFF00000000FFFF)
+    for pair in range((count + 1) // 2):
+        there = np.uint64(0xFFFFFFFF) if 2 * pair + 1 == count else np.uint64(0xFFFFFFFFFFFFFFFF)
+        for place in range(dim // 2):
+            four = given[place, pair] & there
+            made[pair, place] = (four & outer) | ((four & low) << high) | ((four >> high) & low)
 
 
 @serial_in_order

@@ -14,9 +14,9 @@ TILES = SPLIT + AHEAD + 2
 SLACK = 512
 """Bytes that may be read behind the pool: a vector of values may reach beyond the last dimension."""
 
-# What is known of a layer: int64 by place. POOL_KEYS, POOL_VALUES: addresses of [kv heads, pages, page] tiles; SINKS:
-# address of float32 [heads] or 0; NUMBERS: address of float32 scale and soft-cap (0: none); WINDOW: 0 for none; LATER:
-# how many positions after its own one sees.
+# What is known of a layer: int64 by place. POOL_KEYS, POOL_VALUES: addresses of [kv heads, pages, page] tiles (0 of
+# values: they are the last VALUE_DIM numbers of the keys); SINKS: address of float32 [heads] or 0; NUMBERS: address of
+# float32 scale and soft-cap (0: none); WINDOW: 0 for none; LATER: how many positions after its own one sees.
 POOL_KEYS, POOL_VALUES, PAGES, PAGE_SIZE, LANES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SINKS, NUMBERS, WINDOW, LATER = (
     range(13)
 )
@@ -51,6 +51,11 @@ def padded(dim: int) -> int:
 def partial_size(group: int, value_dim: int) -> int:
     """Floats of a partial result of one kv head: maxima, sums of weights, sums of values (`padded`)."""
     return group * (2 + (value_dim + 63) // 64 * 64)
+
+
+def turned_size(value_dim: int) -> int:
+    """Bytes behind a thread's scratch memory for the values of a block that are taken from keys, for any type."""
+    return SCORES * value_dim * 4 + SLACK
 
 
 def scratch_sizes(rows: int, key_dim: int, value_dim: int) -> Any:

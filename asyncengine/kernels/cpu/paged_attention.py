@@ -145,6 +145,8 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
         tile[index, lane] = whole[index]
     if spec[fields.KEY_DIM] * size % 4 != 0:  # an odd number of halves
         tile[words - 1, lane] = np.uint32(array(pointer(key, _HALF), (spec[fields.KEY_DIM],))[spec[fields.KEY_DIM] - 1])
+    if spec[fields.POOL_VALUES] == 0:
+        return
     dim = spec[fields.VALUE_DIM]
     to = spec[fields.POOL_VALUES] + place * dim * size * lanes
     numbers = array(pointer(value, kind), (dim,))

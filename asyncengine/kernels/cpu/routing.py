@@ -30,6 +30,8 @@ class RouteSettings(NamedTuple):
     groups: int
     """Equal parts of the experts, of which a row uses those `kept` with the largest sum of their two best."""
     kept: int
+    by_best: bool
+    """Groups are compared by their best alone."""
     normalised: bool
     """Weights of a row are divided by their sum, or by `least` if that is larger."""
     least: float
@@ -54,8 +56,8 @@ def route(
     run(
         logits.data_ptr(), 0 if correction is None else correction.data_ptr(),
         0 if by_expert is None else by_expert.data_ptr(), ids.data_ptr(), weights.data_ptr(), rows, columns,
-        settings.experts, settings.chosen, settings.sigmoid, settings.groups, settings.kept, settings.normalised,
-        np.float32(settings.least), np.float32(settings.scale), np.float32(settings.spread),
+        settings.experts, settings.chosen, settings.sigmoid, settings.groups, settings.kept, settings.by_best,
+        settings.normalised, np.float32(settings.least), np.float32(settings.scale), np.float32(settings.spread),
     )  # fmt: skip
     return ids, weights
 
@@ -64,8 +66,8 @@ def route(
 @allocates
 def route_rows(
     logits: int, correction: int, by_expert: int, ids: int, weights: int, rows: int, columns: int, experts: int,
-    chosen: int, sigmoid: bool, groups: int, kept: int, normalised: bool, least: np.float32, scale: np.float32,
-    spread: np.float32,
+    chosen: int, sigmoid: bool, groups: int, kept: int, by_best: bool, normalised: bool, least: np.float32,
+    scale: np.float32, spread: np.float32,
 ) -> None:  # fmt: skip
     """`route` by address."""
     single = np.float32(0)
@@ -84,7 +86,7 @@ def route_rows(
         for expert in range(experts):
             choice[expert] = scores[expert] + corrections[expert] if correction != 0 else scores[expert]
         if kept < groups:
-            _keep_groups(choice, by_group, experts // groups, kept)
+            _keep_groups(choice, by_group, experts // groups, kept, by_best)
         total = np.float32(0)
         for place in range(chosen):
             best = _take_best(choice, found[row], place)
@@ -154,7 +156,9 @@ def _take_best(choice: NDArray[np.float32], taken: NDArray[np.int64], place: int
 
 
 @inline
-def _keep_groups(choice: NDArray[np.float32], by_group: NDArray[np.float32], size: int, kept: int) -> None:
+def _keep_groups(
+    choice: NDArray[np.float32], by_group: NDArray[np.float32], size: int, kept: int, by_best: bool
+) -> None:
     """All but the `kept` best groups are out of the choice."""
     for group in range(len(by_group)):
         first, second = _NONE, _NONE
@@ -164,7 +168,7 @@ def _keep_groups(choice: NDArray[np.float32], by_group: NDArray[np.float32], siz
                 first, second = value, first
             elif value > second:
                 second = value
-        by_group[group] = first + second
+        by_group[group] = first if by_best else first + second
     best = np.empty(kept, np.int64)
     for place in range(kept):
         _take_best(by_group, best, place)

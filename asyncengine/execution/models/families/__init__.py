@@ -45,6 +45,7 @@ _FILES: Mapping[str, Sequence[str]] = {
     "qwen_next": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     "gpt_oss": ("gpt_oss",),
     "glm_moe": ("glm4_moe", "glm4v_moe_text", "dots1", "ernie4_5_moe"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"),
     "kimi_linear": ("kimi_linear",),
     "lfm2": ("lfm2", "lfm2_moe", "lfm3"),
     "mamba": ("mamba2", "bamba", "falcon_h1"),

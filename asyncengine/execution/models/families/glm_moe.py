@@ -19,7 +19,7 @@ from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
 from asyncengine.execution.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of
 
 _SHARED = "mlp.shared_experts."
-_FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
+FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
 _LEAST = 1e-20
 """A sum of weights at least."""
 DEFAULTS: Defaults = {
@@ -46,12 +46,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         return _ernie(config, length)
     norm = NormConfig(epsilon=config.rms_norm_eps)
     glm = config.model_type in ("glm4_moe", "glm4v_moe_text")
-    router = RouterConfig(
-        config.n_routed_experts, config.num_experts_per_tok, "sigmoid", exact=True,
-        correction="mlp.gate.e_score_correction_bias", groups=config.n_group, groups_kept=config.topk_group,
-        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
-    )  # fmt: skip
-    mixture = _mixture(config, router, config.n_shared_experts, bias=False)
+    mixture = mixture_of(config, sigmoid_router(config), config.n_shared_experts, bias=False)
     attention = {
         "window": None if glm else windows_of(config),
         "qkv_bias": config.attention_bias,
@@ -68,7 +63,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         norm=norm,
         rotary=(rotary_of(config, length, partial=glm),),
         # a layer after the last, which predicts further tokens
-        ignored=(_FREQUENCIES, rf"(.*\.)?layers\.{config.num_hidden_layers}\..*"),
+        ignored=(FREQUENCIES, rf"(.*\.)?layers\.{config.num_hidden_layers}\..*"),
     )
     if not glm:
         return made
@@ -87,7 +82,7 @@ def _ernie(config: Any, length: int) -> DecoderConfig:
         least_sum=float(config.moe_norm_min),
     )  # fmt: skip
     bias = bool(config.use_bias)
-    mixture = replace(_mixture(config, router, config.moe_num_shared_experts, bias), aliases=((correction, other),))
+    mixture = replace(mixture_of(config, router, config.moe_num_shared_experts, bias), aliases=((correction, other),))
 
     def sparse(index: int) -> MoEConfig | None:
         within = config.moe_layer_start_index <= index <= config.moe_layer_end_index
@@ -101,11 +96,21 @@ def _ernie(config: Any, length: int) -> DecoderConfig:
         sparse=[sparse(index) for index in range(config.num_hidden_layers)],
         rotary=(replace(rotary_of(config, length, style="interleaved"), exact=True),),
         head_bias=bias,
-        ignored=(_FREQUENCIES, r".*mtp.*"),
+        ignored=(FREQUENCIES, r".*mtp.*"),
     )
 
 
-def _mixture(config: Any, router: RouterConfig, shared: int, bias: bool) -> MoEConfig:
+def sigmoid_router(config: Any) -> RouterConfig:
+    """DeepSeek V3's router."""
+    return RouterConfig(
+        config.n_routed_experts, config.num_experts_per_tok, "sigmoid", exact=True,
+        correction="mlp.gate.e_score_correction_bias", groups=config.n_group, groups_kept=config.topk_group,
+        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
+    )  # fmt: skip
+
+
+def mixture_of(config: Any, router: RouterConfig, shared: int, bias: bool) -> MoEConfig:
+    """The mixture of that router, and of `shared` experts that all rows go to."""
     act, width = activation(config), config.moe_intermediate_size
     experts = ExpertsConfig(router.experts, width, act)
     if not shared:

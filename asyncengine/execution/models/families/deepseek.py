@@ -1,0 +1,109 @@
+"""DeepSeek V2 and V3 (DeepSeek-AI 2024), with Kimi K2, which is the latter; GLM 4.7 Flash (Z.ai 2026); and two without
+experts, Youtu-LLM (Tencent 2025) and MiniCPM 3 (OpenBMB 2024). All attend to latent vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.basic import NormConfig
+from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
+from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
+from asyncengine.execution.layers.routing import RouterConfig
+from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.execution.models.families.common import activation, rotary_of
+from asyncengine.execution.models.families.glm_moe import FREQUENCIES, mixture_of, sigmoid_router
+
+_LATENT_EPSILON = 1e-6
+"""Epsilon of the norms of latent vectors, whatever config.json says of the others."""
+_DENSE = ("youtu", "minicpm3")
+DEFAULTS: Defaults = {
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {"rope_interleave": True},
+    "glm4_moe_lite": {"rope_interleave": True, "mlp_layer_types": None},
+    "youtu": {"rope_interleave": True, "tie_word_embeddings": ...},
+    "minicpm3": {"tie_word_embeddings": ..., "v_head_dim": None},
+}
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "glm4_moe_lite": {"num_local_experts": "n_routed_experts"},
+}
+
+
+def complete(config: ModelConfig) -> None:
+    config.head_dim = config.qk_rope_head_dim
+    if config.model_type == "minicpm3" and config.v_head_dim is None:
+        config.v_head_dim = config.hidden_size // config.num_attention_heads
+    if config.model_type == "glm4_moe_lite" and config.mlp_layer_types is None:
+        config.mlp_layer_types = ["dense", *["sparse"] * (config.num_hidden_layers - 1)]
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """The decoder of `DeepseekV2ForCausalLM`, `DeepseekV3ForCausalLM`, `Glm4MoeLiteForCausalLM`, `YoutuForCausalLM`,
+    `MiniCPM3ForCausalLM`."""
+    family, act = config.model_type, activation(config)
+    if config.attention_bias:
+        raise UnsupportedModel(f"family {family!r} with attention_bias=True is not written down")
+    own, shared = config.qk_nope_head_dim, config.qk_rope_head_dim
+    attention = LatentAttentionConfig(
+        config.num_attention_heads, config.kv_lora_rank, own, shared, config.v_head_dim,
+        (own + shared) ** -0.5 * _magnitude(config.rope_parameters), NormConfig(epsilon=_LATENT_EPSILON), rotary=0,
+        query_rank=config.q_lora_rank,
+    )  # fmt: skip
+    turned = family == "deepseek_v2" or getattr(config, "rope_interleave", False)
+    dense, mixture = MLPConfig(config.intermediate_size, act), None if family in _DENSE else _mixture(config)
+    return DecoderConfig(
+        vocab_size=config.vocab_size, width=config.hidden_size,
+        layers=tuple(
+            LayerConfig(attention, mixture if mixture is not None and _is_sparse(config, index) else dense)
+            for index in range(config.num_hidden_layers)
+        ),
+        norm=NormConfig(epsilon=config.rms_norm_eps), tied=bool(config.tie_word_embeddings),
+        rotary=(rotary_of(config, length, style="interleaved" if turned else "halves"),),
+        # layers after the last predict further tokens
+        ignored=(FREQUENCIES, rf"(.*\.)?layers\.{config.num_hidden_layers}\..*"),
+        **_scales(config),
+    )  # fmt: skip
+
+
+def _magnitude(parameters: Mapping[str, Any]) -> float:
+    """Factor of scores by which YaRN's attention is as sharp over long contexts as over short ones."""
+    every, factor = parameters.get("mscale_all_dim"), parameters.get("factor", 1.0)
+    if parameters.get("rope_type", "default") == "default" or not every or factor <= 1:
+        return 1.0
+    return float(0.1 * every * math.log(factor) + 1.0) ** 2
+
+
+def _is_sparse(config: Any, index: int) -> bool:
+    kinds = getattr(config, "mlp_layer_types", None)
+    return bool(index >= config.first_k_dense_replace if kinds is None else kinds[index] == "sparse")
+
+
+def _mixture(config: Any) -> MoEConfig:
+    if config.model_type != "deepseek_v2":
+        return mixture_of(config, sigmoid_router(config), config.n_shared_experts, bias=False)
+    grouped = config.topk_method == "group_limited_greedy"
+    if not grouped and config.topk_method != "greedy":
+        raise UnsupportedModel(f"family 'deepseek_v2' with topk_method={config.topk_method!r} is not written down")
+    router = RouterConfig(
+        config.n_routed_experts, config.num_experts_per_tok, exact=True, groups=config.n_group if grouped else 1,
+        groups_kept=config.topk_group if grouped else 1, groups_by_best=True, normalised=False,
+        scale=float(config.routed_scaling_factor),
+    )  # fmt: skip
+    return mixture_of(config, router, config.n_shared_experts, bias=False)
+
+
+def _scales(config: Any) -> dict[str, float]:
+    """MiniCPM's factors of embeddings, branches and logits."""
+    if config.model_type != "minicpm3":
+        return {}
+    depth, base = getattr(config, "scale_depth", None), getattr(config, "dim_model_base", None)
+    return {
+        "embedding_scale": float(config.scale_emb),
+        "residual_scale": 1.0 if depth is None else depth / math.sqrt(config.num_hidden_layers),
+        "logit_scale": 1.0 if base is None else base / config.hidden_size,
+    }

@@ -1,0 +1,93 @@
+"""Products of each head with a matrix of its own: what latent attention has around its pages.
+
+Matrices of all heads lie one below the other as one packed weight, each from a panel of its own on. What multiplies
+panels is that of `packed`: a row's result depends neither on the rows beside it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
+
+_EVEN = 16
+"""Rows whose arithmetic takes as long as reading a panel."""
+_ROWS = 256
+"""Rows that are computed at once."""
+
+
+def rows_of_head(outputs: int) -> int:
+    """Rows of the packed weight for each head."""
+    return -(-outputs // WIDTH) * WIDTH
+
+
+def multiply_heads(x: torch.Tensor, panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """[rows, heads, behind + outputs] of x [rows, heads, inputs + behind]: each head's `inputs` times its matrix
+    [outputs, inputs], and before them the numbers behind these as they are.
+
+    `panels`: a packed weight [heads * rows_of_head(outputs), inputs] of x's type. In x a head's numbers are neighbours.
+    """
+    rows, heads, width = x.shape
+    size, made = x.element_size(), rows_of_head(outputs)
+    out = torch.empty((rows, heads, width - inputs + outputs), dtype=x.dtype)
+    scratch = torch.empty((heads, min(rows, _ROWS), inputs + (made if made > outputs else 0)), dtype=x.dtype)
+    steps = x.stride(0) * size, x.stride(1) * size
+    for first in range(0, rows, _ROWS):
+        count = min(rows - first, _ROWS)
+        multiply_each(
+            x.data_ptr() + first * steps[0], *steps, panels.data_ptr(), out.data_ptr() + first * out.stride(0) * size,
+            scratch.data_ptr(), count, heads, inputs, width - inputs, outputs, kind_of(x.dtype), size, use_team(),
+        )  # fmt: skip
+    return out
+
+
+@serial_in_order
+def multiply_each(
+    x: int, row_size: int, head_size: int, panels: int, out: int, scratch: int, rows: int, heads: int, inputs: int,
+    behind: int, outputs: int, kind: np.generic, size: int, team: int,
+) -> None:  # fmt: skip
+    """`multiply_heads` by address; steps of x in bytes."""
+    pieces = pieces_of(heads * inputs * outputs * size * reads_worth(rows, _EVEN), heads, team)
+    parallel_for(
+        _heads_part, team, pieces,
+        (x, row_size, head_size, panels, out, scratch, rows, heads, inputs, behind, outputs, kind, size),
+    )  # fmt: skip
+
+
+@serial_in_order
+def _heads_part(
+    piece: int, pieces: int, worker: int,
+    x: int, row_size: int, head_size: int, panels: int, out: int, scratch: int, rows: int, heads: int, inputs: int,
+    behind: int, outputs: int, kind: np.generic, size: int,
+) -> None:  # fmt: skip
+    count = (outputs + WIDTH - 1) // WIDTH
+    whole = count * WIDTH == outputs
+    own, made, step = inputs * size, 0 if whole else count * WIDTH * size, (behind + outputs) * size
+    for head in range(heads * piece // pieces, heads * (piece + 1) // pieces):
+        source, target = x + head * head_size, out + head * step
+        gathered = scratch + head * rows * (own + made)
+        _copy(source + own, row_size, target, heads * step, rows, behind * size)
+        _copy(source, row_size, gathered, own, rows, own)
+        to, across = target + behind * size, heads * step
+        if not whole:
+            to, across = gathered + rows * own, made
+        arguments = (0, 1, worker, gathered, panels + head * count * WIDTH * own, 0, to, across, rows, own, count, kind,
+                     size)  # fmt: skip
+        call(multiply_part, arguments)
+        if not whole:
+            _copy(to, made, target + behind * size, heads * step, rows, outputs * size)
+
+
+@serial_in_order
+def _copy(source: int, source_size: int, target: int, target_size: int, rows: int, size: int) -> None:
+    """Rows of `size` bytes, an even number."""
+    for row in range(rows):
+        given = array(pointer(source + row * source_size, np.uint16(0)), (size // 2,))
+        taken = array(pointer(target + row * target_size, np.uint16(0)), (size // 2,))
+        for index in range(size // 2):
+            taken[index] = given[index]

@@ -245,7 +245,9 @@ FAMILIES: dict[str, MakeConfig] = {
         num_local_experts=6, num_experts_per_tok=2, n_shared_experts=2, n_group=2, topk_group=1,
         routed_scaling_factor=1.5,
     ),
-    "deepseek-v2": tiny("DeepseekV2Config", **_LATENT, q_lora_rank=None, topk_method="greedy"),
+    "deepseek-v2": tiny(
+        "DeepseekV2Config", **_LATENT, hidden_size=WHOLE, q_lora_rank=None, topk_method="greedy",
+    ),
     "deepseek-v3": tiny(
         "DeepseekV3Config", **{**_LATENT, "kv_lora_rank": 32, "v_head_dim": 32}, hidden_size=WHOLE, q_lora_rank=32,
         norm_topk_prob=True, routed_scaling_factor=1.5,
@@ -253,12 +255,10 @@ FAMILIES: dict[str, MakeConfig] = {
     ),
     "glm4moelite": tiny(
         "Glm4MoeLiteConfig", **{name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"},
-        q_lora_rank=24, mlp_layer_types=["sparse", "dense", "sparse"],
+        hidden_size=WHOLE, q_lora_rank=24, mlp_layer_types=["sparse", "dense", "sparse"],
     ),
     "youtu": tiny("YoutuConfig", **_COMPRESSED, q_lora_rank=24, tie_word_embeddings=True),
-    "minicpm3": tiny(
-        "MiniCPM3Config", **_COMPRESSED, q_lora_rank=24, scale_emb=1.5, dim_model_base=32,
-    ),
+    "minicpm3": tiny("MiniCPM3Config", **_COMPRESSED, q_lora_rank=24, scale_emb=1.5, dim_model_base=32),
     "cohere": tiny("CohereConfig", logit_scale=0.5),
     "cohere2": tiny("Cohere2Config", logit_scale=0.5, sliding_window=WINDOW, layer_types=_ALTERNATING),
     "apertus": tiny("ApertusConfig"),

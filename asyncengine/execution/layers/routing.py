@@ -88,8 +88,8 @@ class Router(Layer):
             self._route = routing.route
             self.settings = routing.RouteSettings(
                 config.experts, config.chosen, config.scores == "sigmoid", config.groups, config.groups_kept,
-                config.groups_by_best, config.normalised, config.least_sum, config.scale,
-                config.spread if sparse else -1.0,
+                config.normalised, config.least_sum, config.scale, config.spread if sparse else -1.0,
+                config.groups_by_best,
             )  # fmt: skip
         elif triton_missing(options.device) is None and not sparse and config.groups == 1:
             from asyncengine.kernels.api import gpu

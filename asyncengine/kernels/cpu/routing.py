@@ -30,8 +30,6 @@ class RouteSettings(NamedTuple):
     groups: int
     """Equal parts of the experts, of which a row uses those `kept` with the largest sum of their two best."""
     kept: int
-    by_best: bool
-    """Groups are compared by their best alone."""
     normalised: bool
     """Weights of a row are divided by their sum, or by `least` if that is larger."""
     least: float
@@ -39,6 +37,8 @@ class RouteSettings(NamedTuple):
     """A factor of the weights."""
     spread: float = -1.0
     """The spread of sparsemixer (`layers.routing.RouterConfig`); below 0: scores are of all logits."""
+    by_best: bool = False
+    """Groups are compared by their best score alone."""
 
 
 def route(

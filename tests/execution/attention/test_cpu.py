@@ -41,6 +41,8 @@ SHAPES = {
     "chunks and a window": replace(BASE, chunk=64, window=40),
     "soft-cap": replace(BASE, softcap=3.0),
     "sinks": replace(BASE, sinks=torch.tensor([0.5, -1.0, 2.0, 40.0])),
+    "latent": replace(BASE, num_heads=16, num_kv_heads=1, key_dim=576, value_dim=512, latent=True),
+    "latent, of uneven sizes": replace(BASE, num_heads=5, num_kv_heads=1, key_dim=50, value_dim=44, latent=True),
     "all": replace(BASE, window=70, softcap=1.1, sinks=torch.tensor([3.0, -1.0, 0.2, 0.0])),
 }
 STEPS = [
@@ -108,10 +110,11 @@ def test_other_pages(page_size: int) -> None:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2**-5)):
         if dtype == torch.bfloat16 and page_size == 1:
             continue  # lanes of one: float32 covers them
-        pair = Pair(SHAPES["all"], dtype, page_size)
-        for step in STEPS:
-            found, expected = pair.step(step)
-            assert float((found - expected).abs().max()) < limit
+        for shape in ("all", "latent, of uneven sizes"):
+            pair = Pair(SHAPES[shape], dtype, page_size)
+            for step in STEPS:
+                found, expected = pair.step(step)
+                assert float((found - expected).abs().max()) < limit
 
 
 BLOCKS = ((0, 3, 30), (0, 30, 41), (1, 0, 20), (2, 28, 40), (4, 60, 61))

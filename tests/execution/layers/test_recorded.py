@@ -59,6 +59,7 @@ BESIDE = [
     ("mamba2", "float32", None), ("mamba2", "bfloat16", "int4"), ("nemotron-3, whole", "bfloat16", None),
     ("nemotron-3, whole", "bfloat16", "int4"), ("gemma4moe", "bfloat16", None), ("llama4", "bfloat16", "int8"),
     ("llama4", "float32", None), ("phimoe, whole", "bfloat16", None), ("kimi-linear, whole", "bfloat16", "int8"),
+    ("deepseek-v2", "bfloat16", "int8"), ("deepseek-v3", "bfloat16", None), ("youtu", "float32", None),
     ("kimi-linear, whole", "float32", "int8"), ("gpt-oss", "bfloat16", "int4"), ("qwen3moe", "float32", None),
 ]  # fmt: skip
 """Experts beside what all rows share (gated; with a router in float32; behind a dense layer; in a hybrid), a state

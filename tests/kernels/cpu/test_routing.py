@@ -18,6 +18,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "least sum": {"least_sum": 0.6},
     "sigmoid": {"scores": "sigmoid", "scale": 2.5, "correction": "c"},
     "groups": {"scores": "sigmoid", "groups": 4, "groups_kept": 2, "correction": "c", "normalised": False},
+    "best groups": {"groups": 4, "groups_kept": 2, "groups_by_best": True, "normalised": False},
     "factors": {"by_expert": "f"},
     "sparsemixer": {"scores": "sparsemixer", "spread": 0.4},
 }
@@ -33,6 +34,7 @@ def both(form: str, logits: torch.Tensor, chosen: int = 3) -> list[tuple[torch.T
     settings = routing.RouteSettings(
         EXPERTS, chosen, config.scores == "sigmoid", config.groups, config.groups_kept, config.normalised,
         config.least_sum, config.scale, config.spread if config.scores == "sparsemixer" else -1.0,
+        config.groups_by_best,
     )  # fmt: skip
     wider = torch.nn.functional.pad(logits, (0, 3), value=99.0)  # the last columns are no experts'
     return [route(logits, correction, factors, config), routing.route(wider, correction, factors, settings)]

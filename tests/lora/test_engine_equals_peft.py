@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.adapter_engine import slots_of
 from support.long import LONG
-from support.lora_zoo import Zoo, random_prompts
+from support.lora_zoo import Zoo, quiet, random_prompts
+from support.tiny_models import make_checkpoint, make_model
 
-from asyncengine import AsyncEngine, SamplingParams
+from asyncengine import AdapterError, AsyncEngine, SamplingParams
 
 from .lora_engine import assert_given_back, load
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
-FAMILIES = ["llama", "gemma2", "phi3", "qwen3moe"]
+FAMILIES = ["llama", "gemma2", "phi3", "qwen3moe", "deepseek-v3"]
 WANT = 6
 PROMPTS = random_prompts([37, 37])
 """Prompts longer than two pages and than the window of families that have one; the first two pages are the same."""
@@ -66,3 +68,17 @@ async def test_greedy_equals_peft(family: str, zoos: Any) -> None:
             if title.startswith("chunks of 1"):
                 alone = [(await answers(engine, [job]))[0] for job in jobs[:9:2]]
                 assert alone == expected[:9:2], "alone"
+
+
+async def test_the_matrix_of_keys_and_values_of_latent_vectors_takes_none(tmp_path: Path) -> None:
+    """It is multiplied with queries, and with what they have read (docs/models.md); transformers' modules take one."""
+    config = peft.LoraConfig(r=4, target_modules=["kv_b_proj", "o_proj"])
+    with quiet():
+        peft.get_peft_model(make_model("deepseek-v3"), config).save_pretrained(tmp_path / "adapter")
+    base = make_checkpoint("deepseek-v3", tmp_path / "model")
+    settings = {"kv_cache_memory": "4MB", "dtype": "float32", "num_threads": 1, "max_loras": 1}
+    async with await AsyncEngine.from_pretrained(base, **settings) as engine:
+        with pytest.raises(AdapterError, match=r"kv_b_proj.*|no such module"):
+            await engine.load_adapter("one", tmp_path / "adapter")
+    async with await AsyncEngine.from_pretrained(base, fuse=False, **settings) as engine:
+        await engine.load_adapter("one", tmp_path / "adapter")

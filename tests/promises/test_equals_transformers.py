@@ -31,9 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-ONE_OF_EACH = ("llama", "gemma3", "gpt-oss", "llama4", "mixtral", "qwen3.5", "mamba2", "kimi-linear")
+ONE_OF_EACH = ("llama", "gemma3", "gpt-oss", "llama4", "mixtral", "qwen3.5", "mamba2", "kimi-linear", "deepseek-v3")
 """Families whose schedules differ: dense, with windows, sinks, chunks, experts, states beside attention and alone,
-and latent attention. Each goes through two of the settings. What else families differ in is compared by
+and latent pages. Each goes through two of the settings. What else families differ in is compared by
 tests/execution/runner/test_families.py, for all chunk sizes; the long form runs them through whole engines as well,
 preempted."""
 OTHERS = "chunks of 16, cache on, preempted"

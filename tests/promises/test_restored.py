@@ -83,10 +83,12 @@ async def ask(path: Path, **settings: Any) -> tuple[list[list[Any]], list[int], 
 
 FAMILIES = {
     "qwen3": {}, "llama": {"quantization": "int4"}, "mistral": {}, "gemma3": {}, "gpt-oss": {}, "qwen3moe": {},
-    "qwen3.5": {}, "falcon-h1": {}, "lfm2": {}, "gguf": {"dtype": "auto"}, "starcoder2": {"attention_backend": "torch"},
+    "qwen3.5": {}, "falcon-h1": {}, "lfm2": {}, "deepseek-v3": {}, "gguf": {"dtype": "auto"},
+    "starcoder2": {"attention_backend": "torch"},
 }  # fmt: skip
-ONE_OF_EACH = ("llama", "gemma3", "qwen3moe", "qwen3.5", "falcon-h1", "starcoder2")
-"""Families that the short form asks: pages of one pool and of two, experts, states of two kinds, torch's layout.
+ONE_OF_EACH = ("llama", "gemma3", "qwen3moe", "qwen3.5", "falcon-h1", "deepseek-v3", "starcoder2")
+"""Families that the short form asks: pages of one pool and of two, experts, states of two kinds, latent pages, torch's
+layout.
 test_prefix_files.py imports those of GGUF files."""
 
 

@@ -97,6 +97,7 @@ def _config(index: int, base: Any, everything: bool) -> Any:
 
     table = base.get_input_embeddings()
     linears = [path for path, part in base.named_modules() if isinstance(part, torch.nn.Linear)]
+    linears = [path for path in linears if not path.endswith("kv_b_proj")]  # is no product of its own here
     tables = [path for path, part in base.named_modules() if part is table]
     chance = random.Random(index)
     rank = RANKS[index % len(RANKS)]

@@ -8,6 +8,7 @@ import pytest
 from support.panels import use_panels
 from support.picture_models import save_picture_model
 from support.tiny_models import make_checkpoint
+from transformers import AutoConfig
 
 from asyncengine import Engine
 from asyncengine.config import EngineConfig
@@ -36,6 +37,29 @@ def test_needs_are_those_of_the_loaded_model(settings: dict[str, object]) -> Non
     assert needs.dtype == str(loaded.dtype).removeprefix("torch.")
     assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
     assert needs.total(10) == needs.weight_bytes + 10 * needs.kv_bytes_per_token + needs.step_bytes
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+"""Sizes of DeepSeek V2, V2-Lite and V3, which have 128, 16 and 128 heads."""
+
+
+@pytest.mark.parametrize(("heads", "times"), [(16, 8.9), (128, 71.1)])
+def test_latent_pages_hold_one_vector_of_a_token(heads: int, times: float, tmp_path: Path) -> None:
+    """Of transformers' modules, whole keys and values are kept."""
+    shape = {"hidden_size": 512, "num_hidden_layers": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "n_routed_experts": 8}
+    AutoConfig.for_model("deepseek_v3", **LATENT, **shape, **sizes).save_pretrained(tmp_path)
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="bfloat16", load_format="dummy")
+    found = [read_needs(str(tmp_path), config.replace(fuse=fuse)).kv_bytes_per_token for fuse in (True, False)]
+    assert found == [2 * 2 * (512 + 64), 2 * 2 * heads * (128 + 64 + 128)]
+    assert found[1] / found[0] == pytest.approx(times, rel=0.01)
+    for fuse, expected in zip((True, False), found, strict=True):
+        loaded = load_model(str(tmp_path), config.replace(fuse=fuse))
+        assert page_bytes(loaded.layers, 1, loaded.dtype) == expected
+    needs = read_needs(str(tmp_path), config)
+    with Engine.from_pretrained(tmp_path, config=config.replace(kv_cache_memory=needs.kv_bytes(4096))) as engine:
+        assert engine.info.num_pages == pytest.approx(4096 / engine.info.page_size, abs=1)
+        assert engine.info.kv_cache_bytes == pytest.approx(needs.kv_bytes(4096), rel=0.01)
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"quantization": "int8"}], ids=str)

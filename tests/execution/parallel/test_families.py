@@ -37,7 +37,7 @@ SOME = [
     ("gemma4", "int4", 2), ("falcon-h1", "bfloat16", 2), ("qwen3next, plain", "int8", 2), ("lfm2", "bfloat16", 2),
     ("stablelm, norms of heads", "float32", 2), ("olmoe", "float32", 2), ("gpt2", "int8", 2), ("qwen2", "float32", 4),
     ("qwen3.5", "bfloat16", 4), ("falcon-40b", "int8", 2), ("lfm3", "int8", 2), ("olmo-hybrid", "float32", 2),
-    ("bloom", "bfloat16", 3), ("mpt", "float32", 2),
+    ("bloom", "bfloat16", 3), ("mpt", "float32", 2), ("deepseek-v2", "float32", 2), ("deepseek-v3", "int8", 2),
 ]  # fmt: skip
 WHOLE = {"hunyuanmoe": FORMS}
 """Forms in which a family cannot be split: it runs through transformers' modules."""

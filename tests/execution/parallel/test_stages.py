@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(
 SOME = [
     ("qwen3", "bfloat16", "int8"), ("gemma4", "float32", None), ("nemotron-h", "float32", None),
     ("opt-350m", "float32", None), ("qwen3.5moe", "bfloat16", "int4"), ("gpt2", "bfloat16", None),
+    ("deepseek-v3", "bfloat16", None),
 ]  # fmt: skip
 EVERY = [(family, "bfloat16", None) for family in FAMILIES if family != "hunyuanmoe"]  # transformers' modules
 (TOKENS,) = prompts([24], VOCAB)

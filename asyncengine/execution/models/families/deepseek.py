@@ -101,9 +101,8 @@ def _scales(config: Any) -> dict[str, float]:
     """MiniCPM's factors of embeddings, branches and logits."""
     if config.model_type != "minicpm3":
         return {}
-    depth, base = getattr(config, "scale_depth", None), getattr(config, "dim_model_base", None)
     return {
         "embedding_scale": float(config.scale_emb),
-        "residual_scale": 1.0 if depth is None else depth / math.sqrt(config.num_hidden_layers),
-        "logit_scale": 1.0 if base is None else base / config.hidden_size,
+        "residual_scale": config.scale_depth / math.sqrt(config.num_hidden_layers),
+        "logit_scale": config.dim_model_base / config.hidden_size,
     }

@@ -247,11 +247,13 @@ def _sizes(
     if described.structure is None:
         from asyncengine.execution.models.fallback.model import count_elements
 
-        # transformers' own module has keys and values of one width in every layer
+        # transformers' own module has keys and values of one width in every layer, or those of its latent attention
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        latent = getattr(text, "kv_lora_rank", None)
+        widths = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim if latent else 2 * width
         elements = count_elements(described.hf_config, config, described.dtype)
-        per_token = text.num_hidden_layers * heads * 2 * width * kind.itemsize
+        per_token = text.num_hidden_layers * heads * widths * kind.itemsize
         return _plain(elements, described, described.bits), per_token, (), ()
     if isinstance(described.structure, EncoderConfig):
         encoder, weights = outline_encoder(described, config)

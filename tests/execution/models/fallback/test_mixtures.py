@@ -75,7 +75,7 @@ def test_compressed_attention_equals_transformers(name: str, tmp_path: Path, mon
     monkeypatch.setitem(FAMILIES, name, COMPRESSED[name])
     model = make_model(name)
     model.save_pretrained(tmp_path)
-    loaded = load_model(str(tmp_path), CONFIG)
+    loaded = load_model(str(tmp_path), CONFIG.replace(fuse=False))
     assert isinstance(loaded.model, TransformersModel)
     assert (loaded.layers[0].key_dim, loaded.layers[0].value_dim) == (24, 12)
     texts = prompts([30, 9], VOCAB)

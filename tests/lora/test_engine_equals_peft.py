@@ -19,7 +19,7 @@ from .lora_engine import assert_given_back, load
 
 peft = pytest.importorskip("peft")
 
-FAMILIES = ["llama", "gemma2", "phi3", "qwen3moe", "deepseek-v3"]
+FAMILIES = ["llama", "gemma2", "phi3", "qwen3moe", "youtu"]
 WANT = 6
 PROMPTS = random_prompts([37, 37])
 """Prompts longer than two pages and than the window of families that have one; the first two pages are the same."""
@@ -74,8 +74,8 @@ async def test_the_matrix_of_keys_and_values_of_latent_vectors_takes_none(tmp_pa
     """It is multiplied with queries, and with what they have read (docs/models.md); transformers' modules take one."""
     config = peft.LoraConfig(r=4, target_modules=["kv_b_proj", "o_proj"])
     with quiet():
-        peft.get_peft_model(make_model("deepseek-v3"), config).save_pretrained(tmp_path / "adapter")
-    base = make_checkpoint("deepseek-v3", tmp_path / "model")
+        peft.get_peft_model(make_model("youtu"), config).save_pretrained(tmp_path / "adapter")
+    base = make_checkpoint("youtu", tmp_path / "model")
     settings = {"kv_cache_memory": "4MB", "dtype": "float32", "num_threads": 1, "max_loras": 1}
     async with await AsyncEngine.from_pretrained(base, **settings) as engine:
         with pytest.raises(AdapterError, match=r"kv_b_proj.*|no such module"):

@@ -106,9 +106,9 @@ def _config(index: int, base: Any, everything: bool) -> Any:
         targets = chance.sample([path for path in linears if "layers" in path], 4)
     elif index == 0:
         targets = linears + tables
-    elif index == 1:  # where there are experts, peft makes of "all-linear" more than linears
-        experts = any("experts" in path for path, _ in base.named_parameters())
-        names = r".*\.[qkvo]_proj" if experts else "all-linear"
+    elif index == 1:  # where there are experts or latent vectors, peft makes of "all-linear" more than is a linear here
+        more = any("experts" in path or "kv_b_proj" in path for path, _ in base.named_parameters())
+        names = r".*\.[qkvo](_b)?_proj" if more else "all-linear"
         return peft.LoraConfig(target_modules=names, **settings)
     else:  # also parts of what is merged when it runs: q without k, up without gate
         targets = [path for path in linears + tables if chance.random() < 0.6]

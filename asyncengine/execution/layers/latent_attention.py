@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.options import LayerOptions
@@ -93,6 +94,8 @@ class LatentAttention:
     def __init__(
         self, options: LayerOptions, config: LatentAttentionConfig, prefix: str, width: int, index: int
     ) -> None:
+        if config.rank % 2 or config.shared_dim % 2:
+            raise UnsupportedModel(f"latent vectors of {config.rank} and {config.shared_dim} numbers: must be even")
         self.config, self.index, self._kernels = config, index, options.kernels
         heads, path = config.num_heads, prefix + config.prefix
         key_dim, rank = config.own_dim + config.shared_dim, config.query_rank
@@ -116,7 +119,7 @@ class LatentAttention:
             HeadProducts(options, heads, config.rank, config.own_dim),
             HeadProducts(options, heads, config.value_dim, config.rank),
         )
-        """Of queries before they are compared, and of what was read."""
+        """Products of queries before they are compared, and of what was read."""
         self.spec = LayerSpec(
             index=index, num_heads=heads, num_kv_heads=1, key_dim=config.shared_dim + config.rank,
             value_dim=config.rank, scale=config.scale, latent=True,

@@ -41,7 +41,7 @@ class RouterConfig:
     """Equal parts of the experts; a row uses those `groups_kept` with the largest sum of their two best scores."""
     groups_kept: int = 1
     groups_by_best: bool = False
-    """Those with the best score instead (DeepSeek V2)."""
+    """Groups with the best single score instead (DeepSeek V2)."""
     normalised: bool = True
     """Weights of a row are divided by their sum. With softmax: as if it were over the chosen alone."""
     least_sum: float = 0.0

@@ -45,7 +45,7 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, 
 
 @pytest.mark.parametrize(("heads", "times"), [(16, 8.9), (128, 71.1)])
 def test_latent_pages_hold_one_vector_of_a_token(heads: int, times: float, tmp_path: Path) -> None:
-    """Of transformers' modules, whole keys and values are kept."""
+    """Whole keys and values are kept where transformers' modules run."""
     shape = {"hidden_size": 512, "num_hidden_layers": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "n_routed_experts": 8}
     AutoConfig.for_model("deepseek_v3", **LATENT, **shape, **sizes).save_pretrained(tmp_path)

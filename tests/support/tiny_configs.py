@@ -257,7 +257,10 @@ FAMILIES: dict[str, MakeConfig] = {
         "Glm4MoeLiteConfig", **{name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"},
         hidden_size=WHOLE, q_lora_rank=24, mlp_layer_types=["sparse", "dense", "sparse"],
     ),
-    "youtu": tiny("YoutuConfig", **_COMPRESSED, q_lora_rank=24, tie_word_embeddings=True),
+    "youtu": tiny(
+        "YoutuConfig", num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        q_lora_rank=64, tie_word_embeddings=True,
+    ),
     "minicpm3": tiny("MiniCPM3Config", **_COMPRESSED, q_lora_rank=24, scale_emb=1.5, dim_model_base=32),
     "cohere": tiny("CohereConfig", logit_scale=0.5),
     "cohere2": tiny("Cohere2Config", logit_scale=0.5, sliding_window=WINDOW, layer_types=_ALTERNATING),

@@ -65,8 +65,9 @@ def oracle(folder: Path, rounded: bool = False) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("llama", kind) for kind in KINDS), ("qwen3", "awq"), ("gemma3", "awq"), ("qwen3", "w8a8"), ("gemma3", "w8a8")],
-)
+    [*(("llama", kind) for kind in KINDS), ("qwen3", "awq"), ("gemma3", "awq"), ("qwen3", "w8a8"), ("gemma3", "w8a8"),
+     ("youtu", "awq"), ("youtu", "fp8 blocks")],
+)  # fmt: skip
 def test_logits_are_those_of_the_dequantized_model(family: str, kind: str, pair: Pair) -> None:
     folder, dense = pair(family, kind)
     loaded = load(folder, dtype="float32")

@@ -184,7 +184,7 @@ that page names; all else is refused by name. [Adding a family](howto/add_a_mode
 Where every layer has a sliding window or a chunk (Mistral 0.1, Phi-3, Starcoder 2), a running request gives back the
 pages that nobody will see any more, and `engine.info.window` says how far it sees. Where only some have one (Gemma,
 gpt-oss, Llama 4), these have pages of their own that are given back alike: [windows](howto/windows.md). Pages of
-DeepSeek V2 and V3 and of others with latent attention hold one vector of a token: [latent pages](howto/latent_pages.md).
+DeepSeek V2 and V3 and of others with latent attention hold one vector a token: [latent pages](howto/latent_pages.md).
 
 | family | served by | |
 |---|---|---|

@@ -57,6 +57,7 @@ BY_TORCH = (
     "gpt-oss",
     "qwen3.5moe",
     "kimi-linear",
+    "deepseek-v3",
     "falcon-h1",
     "lfm2moe",
     "lfm3",

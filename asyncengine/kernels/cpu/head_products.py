@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.calls import call, team_kernel
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
 from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
 from asyncengine.kernels.cpu.team import use_team
-from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
+from asyncengine.kernels.cpu.team_loops import reads_worth
 
 _EVEN = 16
 """Rows whose arithmetic takes as long as reading a panel."""
@@ -46,29 +46,19 @@ def multiply_heads(x: torch.Tensor, panels: torch.Tensor, outputs: int, inputs: 
     return out
 
 
+@team_kernel(
+    lambda rows, heads, inputs, outputs, size: (heads, heads * inputs * outputs * size * reads_worth(rows, _EVEN))
+)
 @serial_in_order
 def multiply_each(
-    x: int, row_size: int, head_size: int, panels: int, out: int, scratch: int, rows: int, heads: int, inputs: int,
-    behind: int, outputs: int, kind: np.generic, size: int, team: int,
+    first: int, last: int, x: int, row_size: int, head_size: int, panels: int, out: int, scratch: int, rows: int,
+    heads: int, inputs: int, behind: int, outputs: int, kind: np.generic, size: int,
 ) -> None:  # fmt: skip
-    """`multiply_heads` by address; steps of x in bytes."""
-    pieces = pieces_of(heads * inputs * outputs * size * reads_worth(rows, _EVEN), heads, team)
-    parallel_for(
-        _heads_part, team, pieces,
-        (x, row_size, head_size, panels, out, scratch, rows, heads, inputs, behind, outputs, kind, size),
-    )  # fmt: skip
-
-
-@serial_in_order
-def _heads_part(
-    piece: int, pieces: int, worker: int,
-    x: int, row_size: int, head_size: int, panels: int, out: int, scratch: int, rows: int, heads: int, inputs: int,
-    behind: int, outputs: int, kind: np.generic, size: int,
-) -> None:  # fmt: skip
+    """`multiply_heads` by address, of heads from `first` to `last`; steps of x in bytes."""
     count = (outputs + WIDTH - 1) // WIDTH
     whole = count * WIDTH == outputs
     own, made, step = inputs * size, 0 if whole else count * WIDTH * size, (behind + outputs) * size
-    for head in range(heads * piece // pieces, heads * (piece + 1) // pieces):
+    for head in range(first, last):
         source, target = x + head * head_size, out + head * step
         gathered = scratch + head * rows * (own + made)
         _copy(source + own, row_size, target, heads * step, rows, behind * size)
@@ -76,7 +66,7 @@ def _heads_part(
         to, across = target + behind * size, heads * step
         if not whole:
             to, across = gathered + rows * own, made
-        arguments = (0, 1, worker, gathered, panels + head * count * WIDTH * own, 0, to, across, rows, own, count, kind,
+        arguments = (0, 1, 0, gathered, panels + head * count * WIDTH * own, 0, to, across, rows, own, count, kind,
                      size)  # fmt: skip
         call(multiply_part, arguments)
         if not whole:

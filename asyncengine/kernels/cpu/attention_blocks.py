@@ -14,7 +14,7 @@ from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax, s
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, serial_in_order, widen
-from asyncengine.kernels.cpu.vectors import LINE, LONG, UNIT, WIDE, load, size_of
+from asyncengine.kernels.cpu.vectors import LANES, LINE, LONG, UNIT, WIDE, load, size_of
 
 # The two products of attention by the CPU's matrix unit (Intel's AMX), for tiles of sixteen keys in bfloat16.
 
@@ -164,7 +164,7 @@ def _add_values(
                 column += _KEYS
 
 
-_WHOLE, _SINGLE, _PAGE, _FOUR = np.int64(0), np.float32(0), np.int32(0), np.uint64(0)
+_WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 
 
 @serial_in_order
@@ -248,29 +248,24 @@ def _turn_values(keys: int, values: int, count: int, rest: int, layer: int, to: 
         begin = key_tiles[index] + (spec[fields.KEY_DIM] - dim) * size * lanes
         if lanes == 1:
             tiles[index] = begin
-        elif size == 2:
-            _turn_pairs(begin, tiles[index], dim, lanes // 2, rest if index + 1 == count else lanes)
+        elif lanes == LANES and dim % LANES == 0:
+            tile.turn_tile(begin, tiles[index], dim // LANES, kind)
         else:
-            given, made = (
-                array(pointer(begin, _SINGLE), (dim, lanes)),
-                array(pointer(tiles[index], _SINGLE), (lanes, dim)),
-            )
-            for key in range(lanes):
-                for place in range(dim):
-                    made[key, place] = given[place, key]
+            _turn_numbers(begin, tiles[index], dim, lanes, 2 if size == 2 else 1, kind)
+    if size == 2 and lanes > 1 and rest % 2 == 1:  # what lies in the place of another key must not enter a sum
+        words = array(pointer(tiles[count - 1] + rest // 2 * dim * 4, np.uint32(0)), (dim,))
+        for index in range(dim):
+            words[index] = words[index] & np.uint32(0xFFFF)
 
 
 @serial_in_order
-def _turn_pairs(source: int, out: int, dim: int, pairs: int, count: int) -> None:
-    """A tile in bfloat16: words of two dimensions of a key become words of two keys. Of `count` keys: what lies in the
-    place of others must not enter a sum."""
-    given, made = array(pointer(source, _FOUR), (dim // 2, pairs)), array(pointer(out, _FOUR), (pairs, dim // 2))
-    low, high, outer = np.uint64(0xFFFF0000), np.uint64(16), np.uint64(0xFFFF00000000FFFF)
-    for pair in range((count + 1) // 2):
-        there = np.uint64(0xFFFFFFFF) if 2 * pair + 1 == count else np.uint64(0xFFFFFFFFFFFFFFFF)
-        for place in range(dim // 2):
-            four = given[place, pair] & there
-            made[pair, place] = (four & outer) | ((four & low) << high) | ((four >> high) & low)
+def _turn_numbers(source: int, out: int, dim: int, lanes: int, step: int, kind: Any) -> None:
+    """`turn_tile` of any sizes. `step`: neighbours in a word, 2 in bfloat16, else 1."""
+    given = array(pointer(source, kind), (dim // step, lanes, step))
+    made = array(pointer(out, kind), (lanes // step, dim, step))
+    for key in range(lanes):
+        for place in range(dim):
+            made[key // step, place, key % step] = given[place // step, key, place % step]
 
 
 @serial_in_order

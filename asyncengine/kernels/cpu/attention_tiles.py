@@ -90,6 +90,31 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
     return sum_values
 
 
+@emitted(INT64, INT64, INT64, KIND)
+def turn_tile(builder: Any, source: Any, out: Any, blocks: Any, kind: Any) -> None:
+    """A tile of sixteen values, of `blocks` times sixteen dimensions, from one of keys, by rounds of perfect shuffles.
+    In bfloat16 pairs of keys are turned whole, and then the two numbers between the outer ones change places."""
+    pairs = kind == _HALF
+    count = 8 if pairs else 16
+    vector = ir.VectorType(LONG if pairs else WORD, count)
+    numbers = [place // 2 + place % 2 * count for place in range(2 * count)]
+    halves = [ir.Constant(ir.VectorType(WORD, count), numbers[first : first + count]) for first in (0, count)]
+    sixteenths = ir.VectorType(ir.IntType(16), 32)
+    inner = ir.Constant(ir.VectorType(WORD, 32), [place // 4 * 4 + (0, 2, 1, 3)[place % 4] for place in range(32)])
+    with cgutils.for_range(builder, blocks) as loop:
+        begin = builder.add(source, builder.mul(loop.index, LONG(count * vectors.LINE)))
+        rows = [load(builder, builder.add(begin, LONG(row * vectors.LINE)), vector) for row in range(count)]
+        for _ in range(count.bit_length() - 1):
+            both = zip(rows[: count // 2], rows[count // 2 :], strict=True)
+            rows = [builder.shuffle_vector(*pair, half) for pair in both for half in halves]
+        if pairs:
+            spread = [builder.bitcast(row, sixteenths) for row in rows]
+            rows = [builder.shuffle_vector(row, row, inner) for row in spread]
+        for place, row in enumerate(rows):
+            target = vectors.at(builder, out, builder.mul(blocks, LONG(vectors.LINE)), place, LONG(0))
+            store(builder, row, builder.add(target, builder.mul(loop.index, LONG(vectors.LINE))))
+
+
 def _write_scores(
     builder: Any, rows: int, lanes: int, held: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any,
     out_size: Any,

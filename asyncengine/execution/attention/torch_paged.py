@@ -293,7 +293,7 @@ class TorchPagedBackend(AttentionBackend):
 
     def _gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of `pages` as [kv heads, tokens, dim], in scratch memory valid until the next call."""
-        gathered = []
+        gathered: list[torch.Tensor] = []
         for which, pool in enumerate((self._keys[layer], self._values[layer])):
             if pool is None:
                 return gathered[0], gathered[0][..., -self._layers[layer].value_dim :]
@@ -314,7 +314,7 @@ class TorchPagedBackend(AttentionBackend):
         grouped = query[group.tokens].view(rows, heads, -1, spec.key_dim).transpose(0, 1)
         sinks = None if spec.sinks is None else spec.sinks.view(heads, 1, -1, 1)
         out = masked_attention(
-            spec, grouped, key.unflatten(1, (rows, -1)), value.unflatten(1, (rows, -1)), group.bias, sinks
+            spec, grouped, torch.unflatten(key, 1, (rows, -1)), torch.unflatten(value, 1, (rows, -1)), group.bias, sinks
         )
         return out.transpose(0, 1).reshape(rows, spec.num_heads, spec.value_dim)
 

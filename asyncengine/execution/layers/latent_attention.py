@@ -58,13 +58,13 @@ class HeadProducts:
 
     def __init__(self, options: LayerOptions, heads: int, outputs: int, inputs: int) -> None:
         plain = replace(options, bits=None, forms={}, ranks=None)
-        self.shape, self._multiply, each = (heads, outputs, inputs), None, outputs
+        self.shape, self._each = (heads, outputs, inputs), outputs
+        self._multiply: Any = None
         if plain.compiled:
             from asyncengine.kernels.api import operations
 
-            self._multiply, each = operations.multiply_heads, operations.rows_of_head(outputs)
-        self.weight = plain.weight(heads * each, inputs)
-        self._each = each
+            self._multiply, self._each = operations.multiply_heads, operations.rows_of_head(outputs)
+        self.weight = plain.weight(heads * self._each, inputs)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +96,8 @@ class LatentAttention:
     ) -> None:
         if config.rank % 2 or config.shared_dim % 2:
             raise UnsupportedModel(f"latent vectors of {config.rank} and {config.shared_dim} numbers: must be even")
-        self.config, self.index, self._kernels = config, index, options.kernels
+        self.config, self.index = config, index
+        self._kernels: Any = options.kernels
         heads, path = config.num_heads, prefix + config.prefix
         key_dim, rank = config.own_dim + config.shared_dim, config.query_rank
         self._path = f"{path}kv_b_proj.weight"
@@ -107,7 +108,7 @@ class LatentAttention:
         """This rank's heads; None: it has all of them. Latent vectors are the same in all ranks."""
         self.qkv = Linear(options, [query, latent], width)
         self.norm = Norm(options, config.norm, f"{path}kv_a_layernorm", config.rank)
-        self.norms = (self.norm,)
+        self.norms: tuple[Norm, ...] = (self.norm,)
         self.queries: Linear | None = None
         if rank:
             self.norms = (self.norm, Norm(options, config.norm, f"{path}q_a_layernorm", rank))
@@ -132,10 +133,10 @@ class LatentAttention:
         key = self._rotated(joined(shared, self.norm(joined(latent)))[:, None], angles)
         step.backend.write(self.index, key, key)
         if self.queries is None:
-            query = given.unflatten(1, (self.config.num_heads, -1))[:, self._heads]
+            query = torch.unflatten(given, 1, (self.config.num_heads, -1))[:, self._heads]
         else:
             query = self.queries.own(self.norms[1](joined(given)), step.adapters)[:, : heads * self._key_dim]
-            query = query.unflatten(1, (heads, -1))
+            query = torch.unflatten(query, 1, (heads, -1))
         attended = step.backend.attend(self.index, self._rotated(self.products[0](query), angles))
         return self.out(gathered(self.share, self.products[1](attended).flatten(1)), step.adapters)
 
@@ -156,7 +157,7 @@ class LatentAttention:
     def _load(self, tensor: torch.Tensor | StoredMatrix) -> None:
         """Take the matrix of all heads' keys and values [heads * (own dim + value dim), rank]."""
         whole = tensor if isinstance(tensor, torch.Tensor) else dense(tensor)
-        each = whole.unflatten(0, (self.config.num_heads, -1))[self._heads]
+        each = torch.unflatten(whole, 0, (self.config.num_heads, -1))[self._heads]
         for head, matrix in enumerate(each):
             self.products[0].load(head, matrix[: self.config.own_dim].T)
             self.products[1].load(head, matrix[self.config.own_dim :])

@@ -62,7 +62,8 @@ class DecoderLayer:
         self.scalar_path = f"{prefix}{config.scalar}"
         self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
         moved = self.state is None or self.state.kernel is not None
-        made = all(part.weight.compiled for part in (*self.linears(), *self._products()))
+        products: list[Linear | HeadProducts] = [*self.linears(), *self._products()]
+        made = all(part.weight.compiled for part in products)
         self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
         """Whether its products are all made, and its states moved, by compiled kernels."""
 

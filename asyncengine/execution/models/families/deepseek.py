@@ -97,7 +97,7 @@ def _mixture(config: Any) -> MoEConfig:
     return mixture_of(config, router, config.n_shared_experts, bias=False)
 
 
-def _scales(config: Any) -> dict[str, float]:
+def _scales(config: Any) -> dict[str, Any]:
     """MiniCPM's factors of embeddings, branches and logits."""
     if config.model_type != "minicpm3":
         return {}

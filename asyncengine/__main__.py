@@ -3,7 +3,7 @@
 
 def script() -> None:
     """Run the command in a process of its own, with Ctrl-C heard before its imports begin."""
-    from asyncengine.integrations.cli.starting import end_at_interrupt
+    from asyncengine.integrations.cli.exits import end_at_interrupt
 
     end_at_interrupt()
     from asyncengine.integrations.cli import main

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer
-from asyncengine.integrations.cli.errors import FAILED, CliError
+from asyncengine.integrations.cli.exits import FAILED, CliError
 from asyncengine.integrations.cli.inputs import given_adapters
 from asyncengine.integrations.cli.loading import open_async_engine
 from asyncengine.integrations.cli.options import engine_config

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from asyncengine.assembly.stores import folder_of
-from asyncengine.integrations.cli.errors import FAILED, CliError
+from asyncengine.integrations.cli.exits import FAILED, CliError
 from asyncengine.integrations.cli.fit import size
 from asyncengine.integrations.cli.text import write, write_json
 from asyncengine.kvcache.store.disk import SystemDisk

@@ -20,7 +20,7 @@ from rich.console import Console
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_model
 from asyncengine.errors import InvalidParameter, UnsupportedModel
-from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.exits import CliError
 from asyncengine.integrations.cli.loading import on_thread, open_async_engine
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import read_text, write, write_json

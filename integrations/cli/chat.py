@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncengine.config import CHAT_TEMPLATES
 from asyncengine.errors import AdapterError, InvalidParameter, QueueFull, RequestFailed
-from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.exits import CliError
 from asyncengine.integrations.cli.inputs import check_reads_images, chosen_adapter, given_adapters, image_part
 from asyncengine.integrations.cli.loading import open_engine
 from asyncengine.integrations.cli.options import MOST_TOKENS, engine_config, sampling_params, say_stopped, start_limited

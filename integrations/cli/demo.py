@@ -29,7 +29,7 @@ from rich.text import Text
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer
 from asyncengine.config import EngineConfig
-from asyncengine.integrations.cli.errors import FAILED, CliError
+from asyncengine.integrations.cli.exits import FAILED, CliError
 from asyncengine.integrations.cli.loading import on_thread, open_async_engine
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import printable, write_json

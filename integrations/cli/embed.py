@@ -18,7 +18,7 @@ from numpy.lib.format import write_array_header_1_0
 
 from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.exits import CliError
 from asyncengine.integrations.cli.loading import open_engine
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.outputs import Embeddings

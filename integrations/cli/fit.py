@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from asyncengine.checks import as_integer
 from asyncengine.config import EngineConfig, ModelSettings
-from asyncengine.integrations.cli.errors import FAILED
+from asyncengine.integrations.cli.exits import FAILED
 from asyncengine.integrations.cli.loading import on_thread
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import write, write_json

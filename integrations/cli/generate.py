@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncengine.grammar import Grammar
 from asyncengine.info import ModelInfo
-from asyncengine.integrations.cli.errors import FAILED, CliError
+from asyncengine.integrations.cli.exits import FAILED, CliError
 from asyncengine.integrations.cli.inputs import check_reads_images, chosen_adapter, given_adapters, image_part
 from asyncengine.integrations.cli.loading import open_engine
 from asyncengine.integrations.cli.options import engine_config, sampling_params, say_stopped, start_limited

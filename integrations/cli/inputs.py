@@ -10,7 +10,7 @@ from asyncengine.config import AdapterSettings
 from asyncengine.demo import resolve_adapter
 from asyncengine.errors import AdapterError
 from asyncengine.info import ModelInfo
-from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.exits import CliError
 from asyncengine.lora.checkpoint.files import find_folder, read_config
 
 

@@ -19,10 +19,9 @@ from asyncengine import __version__
 from asyncengine.checks import Settings
 from asyncengine.config import GROUPS
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, nearest
-from asyncengine.integrations.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
+from asyncengine.integrations.cli.exits import FAILED, INTERRUPTED, USAGE, CliError, interruptible
 from asyncengine.integrations.cli.inputs import name_and_path
 from asyncengine.integrations.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, add_flags, literal
-from asyncengine.integrations.cli.starting import interruptible
 from asyncengine.integrations.cli.text import drop_output, prepare_streams
 from asyncengine.integrations.http.settings import ServerSettings
 from asyncengine.sampling_params import SamplingParams

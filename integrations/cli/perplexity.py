@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from asyncengine.checks import as_integer
-from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.exits import CliError
 from asyncengine.integrations.cli.loading import open_engine
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import read_text, write, write_json

@@ -17,7 +17,7 @@ from typing import Any
 from asyncengine.config import EngineConfig
 from asyncengine.engine_group import EngineGroup
 from asyncengine.execution.models.hub import short_name
-from asyncengine.integrations.cli.errors import FAILED, INTERRUPTED, CliError
+from asyncengine.integrations.cli.exits import FAILED, INTERRUPTED, CliError
 from asyncengine.integrations.cli.inputs import given_adapters
 from asyncengine.integrations.cli.loading import check_paths
 from asyncengine.integrations.cli.options import given

@@ -22,7 +22,7 @@ import pytest
 
 from asyncengine import EngineConfig
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.cli.errors import CliError
+from asyncengine.integrations.cli.exits import CliError
 from asyncengine.integrations.cli.main import build_parser, main
 from asyncengine.integrations.cli.serve import read_plan
 from asyncengine.integrations.http.server import bind

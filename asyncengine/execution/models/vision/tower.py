@@ -44,7 +44,7 @@ class _Pixels:
         self._settings, self._image, self._made = settings, image, made
 
     def __call__(self) -> Mapping[str, Any]:
-        return self._made or _PROCESSORS[self._settings].inputs(self._image)
+        return self._made or _PROCESSORS[self._settings].process(self._image)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Pixels, (self._settings, self._image)
@@ -63,11 +63,7 @@ class ImageProcessor:
         """
         self._config = config
         self._token_bytes = token_bytes
-        self._processor: Any
-        if self.family.processor is not None:
-            self._processor = self.family.processor(source)
-        else:
-            self._processor = _transformers_processor(source)
+        self._processor: Any = (self.family.processor or _transformers_processor)(source)
         self._options = self.family.processing(config)
         self.block = self.family.block(config, self._processor)
         """Most tokens of a picture that attend to each other both ways; 0: none do."""
@@ -99,7 +95,7 @@ class ImageProcessor:
             made = self._made(image)
             grid = None if self.family.grid is None else self.family.grid(made, self._config)
             known = self.family.placed(made, self._config, self._text_of), grid
-            inputs = self._inputs(made)
+            inputs = self.process(image, made)
         text, grid = self._known[digest] = known
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
@@ -107,15 +103,13 @@ class ImageProcessor:
         pixels = _Pixels(self._settings, image, inputs)
         return PromptImage(digest, count, count * self._token_bytes, pixels, grid), text
 
-    def inputs(self, image: Image) -> Mapping[str, Any]:
-        """Arguments of the tower for a picture (RGB), by name."""
-        return self._inputs(self._made(image))
+    def process(self, image: Image, made: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Arguments of the tower for a picture (RGB), by name, of what the processor has `made` of it."""
+        made = made or self._made(image)
+        return {name: made[name] for name in ("pixel_values", *self.family.inputs)}
 
     def _made(self, image: Image) -> Mapping[str, Any]:
         return self._processor(images=[image], return_tensors="np", **self._options)
-
-    def _inputs(self, made: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {name: made[name] for name in ("pixel_values", *self.family.inputs)}
 
     def _text_of(self, field: str) -> str:
         return self._texts[_id_of(self._config, field)]

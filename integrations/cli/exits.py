@@ -1,5 +1,7 @@
-"""Ctrl-C while a command starts: Python is at imports for a third of a second, where an interrupt would be a traceback
-from anywhere, or lost in a callback."""
+"""The ends of a command: exit codes, the error for what only the command line can get wrong, Ctrl-C while it starts.
+
+Python is at imports for a third of a second: an interrupt would be a traceback from anywhere, or lost in a callback.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import os
 import signal
 from types import FrameType
 
-from asyncengine.integrations.cli.errors import INTERRUPTED
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class CliError(Exception):
+    """Shown as one line on stderr; the process ends with `code`."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        self.code = code
+        super().__init__(message)
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -255,7 +255,7 @@ def test_a_rollout_pushes_weights_when_the_step_moves(engine: Engine, model: Any
 
 peft_cases = {
     "served": ({"target_modules": "all-linear", "r": 4}, True),
-    "DoRA": ({"target_modules": ["q_proj", "down_proj"], "r": 4, "use_dora": True}, False),
+    "DoRA": ({"target_modules": ["q_proj", "down_proj"], "r": 4, "use_dora": True}, True),
     "modules_to_save": ({"target_modules": ["q_proj"], "r": 4, "modules_to_save": ["norm"]}, False),
 }
 

@@ -14,12 +14,11 @@ import os, signal, sys
 from asyncengine.kernels.compile_ahead import CompilerProcess
 
 first, second = CompilerProcess(), CompilerProcess()
-assert first.becomes_ready()
-assert second.becomes_ready()
+assert first.hear() == second.hear() == "ready"
 if os.fork() == 0:  # holds the pipes of both open, so that neither hears of its input's end
     sys.stdin.read()
     os._exit(0)
-print(first.pid, second.pid, flush=True)
+print(first._program.pid, second._program.pid, flush=True)
 signal.pause()
 """
 

@@ -263,7 +263,7 @@ def test_a_reading_of_windows_needs_those_in_sight() -> None:
     # behind page 4 one sees pages 2 and 3; behind page 6, pages 3 to 5, of which the fourth is missing
     found: list[Hit] = []
     for store, cached in ((prefixes, 0), (prefixes, 16), (prefixes, 20), (plain, 0)):
-        request: Any = SimpleNamespace(tokens=PROMPT)
+        request: Any = SimpleNamespace(tokens=PROMPT, keys=PROMPT)
         store.find(Wanted(request, ("", ""), 29, cached), Hit(), found.append)
     assert [hit.pages for hit in found] == [4, 0, 6, 7]
 

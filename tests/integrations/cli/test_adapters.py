@@ -80,7 +80,7 @@ def test_what_cannot_be_loaded_is_named_in_one_line(
     edit_config(broken, use_dora=True)
     assert main([*ASK, "--adapter", f"mine={broken}"]) == 2
     shown = capsys.readouterr()
-    assert "use_dora: DoRA is not supported" in shown.err
+    assert "use_dora: the file has model.layers.0.self_attn.q_proj without DoRA magnitudes" in shown.err
     assert shown.err.count("\n") == 1
     assert shown.out == ""
 

@@ -462,3 +462,6 @@ OPTIONS: dict[str, MakeConfig] = {
 """Options that change the forward: the families' own tiny models have some already. With longrope, transformers changes
 the frequencies while a sequence grows, and leaves cached keys as they are; its forward over all tokens knows one set,
 as the decoder does."""
+
+if not hasattr(hf, "Lfm3Config"):  # transformers before 5.24
+    del FAMILIES["lfm3"], OPTIONS["lfm3-plain"]

@@ -42,7 +42,7 @@ def write(folder: Path, content: dict[str, Any]) -> str:
         ("gpt-oss", "layer_types", "warp", WINDOWS),
         ("llama4", "layer_types", "sliding_attention", "full_attention, chunked_attention"),
         ("lfm2", "layer_types", "sliding_attention", "conv, full_attention"),
-        ("lfm2moe", "layer_types", "warp", f"conv, {WINDOWS}"),
+        ("lfm2moe", "layer_types", "warp", "conv, full_attention"),
         ("qwen3next", "layer_types", "warp", GATED),
         ("qwen3.5", "layer_types", "hybrid", GATED),
         ("qwen3.5moe", "layer_types", "warp", GATED),

@@ -86,7 +86,8 @@ def _kernel(options: LayerOptions, conv: CausalConv) -> Any:
     return ShortConvKernel(conv.weight, conv.bias)
 
 
-KINDS = ("conv", "full_attention", "sliding_attention")
+_KINDS = ("conv", "full_attention")
+KINDS = {"lfm2": _KINDS, "lfm2_moe": _KINDS, "lfm3": (*_KINDS, "sliding_attention")}
 _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
@@ -107,7 +108,7 @@ def complete(config: ModelConfig) -> None:
         layers = range(config.num_hidden_layers)
         config.intermediate_size = config.get("block_ff_dim", config.intermediate_size)
         attend = config.get("full_attn_idxs", layers)
-        config.layer_types = config.layer_types or [KINDS[layer in attend] for layer in layers]
+        config.layer_types = config.layer_types or [_KINDS[layer in attend] for layer in layers]
     elif config.model_type == "lfm3":
         kinds = ["sliding_attention", "conv", "full_attention", "conv"]
         layers = range(config.num_hidden_layers)
@@ -122,7 +123,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `Lfm2ForCausalLM`, `Lfm2MoeForCausalLM` and `Lfm3ForCausalLM`."""
     norm = NormConfig(epsilon=config.norm_eps)
     third, sparse = config.model_type == "lfm3", config.model_type == "lfm2_moe"
-    kinds = layer_types_of(config, KINDS if third else KINDS[:2])
+    kinds = layer_types_of(config, KINDS[config.model_type])
     attention: dict[str, Any] = {
         "out": "self_attn.out_proj",
         "head_norm": norm,
@@ -155,7 +156,7 @@ def _third(config: Any, length: int, kinds: Sequence[str], norm: NormConfig) -> 
     gate, bias = "self_attn.gate_proj" if config.use_attention_gate else None, bool(config.attention_bias)
     if gate and bias:
         raise UnknownLayers("family 'lfm3' with use_attention_gate and attention_bias does not run here")
-    turned = [kind for kind in KINDS[1:] if kind in kinds]
+    turned = [kind for kind in KINDS["lfm3"][1:] if kind in kinds]
     attention = {
         "head_norm": norm, "lone_gate": gate, "qkv_bias": bias, "out_bias": bias,
         "window": [config.sliding_window if kind == "sliding_attention" else None for kind in kinds],

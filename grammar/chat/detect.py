@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat.families import TOOL_FORMATS
-from asyncengine.grammar.chat.formats import REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.grammar.chat.families import REASONING_MARKERS, TOOL_FORMATS
+from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
 from asyncengine.grammar.marks import NUMBER
 from asyncengine.text.tokenizer import TextTokenizer
 

@@ -115,24 +115,3 @@ class Reasoning:
     """Stands in a template of this kind too."""
     others: tuple[str, str] = ("", "")
     """Marks that may stand in the place of `answer` and `answer_end`."""
-
-
-REASONING_MARKERS = (
-    Reasoning("<think>", "</think>", "<response>", "</response>", sign="<response></response>"),
-    Reasoning("<think>", "</think>"),
-    Reasoning("<think:opensource>", "</think:opensource>"),
-    Reasoning("[THINK]", "[/THINK]"),
-    Reasoning("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", sign="Here are my reasoning steps:"),
-    Reasoning("<thinking>", "</thinking>", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
-    Reasoning("<thinking>", "</thinking>"),
-    Reasoning("<reasoning>", "</reasoning>"),
-    Reasoning("<seed:think>", "</seed:think>"),
-    Reasoning("<|think:start|>", "<|think:end|>"),
-    Reasoning("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    Reasoning("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
-    Reasoning("<|inner_prefix|>", "<|inner_suffix|>"),
-    Reasoning("<|channel>thought", "<channel|>"),
-    Reasoning("\u25c1think\u25b7", "\u25c1/think\u25b7"),
-)
-"""Markers in use; of several that fit a template, the first counts."""

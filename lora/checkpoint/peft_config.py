@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import AdapterError
@@ -95,11 +95,6 @@ def _index_in(found: regex.Match[str] | None) -> int | None:
     return None if found is None else int(found["index"][:9])
 
 
-_USED = (
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias", "init_lora_weights", "use_dora", "lora_bias",
-    "modules_to_save", "trainable_token_indices", "ensure_weight_tying", "alora_invocation_tokens",
-)  # fmt: skip
 _IGNORED = (
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
@@ -189,6 +184,9 @@ class PeftConfig:
         key = self.patterns.first_key(self.alpha_pattern, module, "alpha_pattern")
         alpha = self.lora_alpha if key is None else self.alpha_pattern[key]
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+_USED = {field.name for field in fields(PeftConfig)} - {"base_name", "patterns"} | {"peft_type", "init_lora_weights"}
 
 
 def read_peft_config(raw: Mapping[str, Any]) -> PeftConfig:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from asyncengine.execution.sampling.device_sampler import DeviceSampler
 from asyncengine.execution.sampling.logit_processors import SlotParams
 from asyncengine.execution.sampling.masks import FilledMasks
-from asyncengine.execution.sampling.sampler import DeviceSampler, Sampler
+from asyncengine.execution.sampling.sampler import Sampler
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row

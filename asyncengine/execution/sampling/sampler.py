@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,36 +19,11 @@ import torch
 from asyncengine.execution.device.transfer import Int64Array, Readback, upload
 from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotParams, SlotTables
 from asyncengine.execution.sampling.masks import FilledMasks
-from asyncengine.kernels.api import RowSampler, compiler_missing, triton_missing
+from asyncengine.kernels.api import compiler_missing, triton_missing
 from asyncengine.step import Row
 
-# Sampling by kernels on a GPU: the parameters of slots, kept there, and a token for each row.
-
-
-class DeviceSampler(RowSampler):
-    """Chooses a token for each of up to `max_rows` rows by the parameters of their slots."""
-
-    def __init__(self, params: SlotParams, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        super().__init__(len(params.temperature), max_rows, vocab_size, device)
-        self.params, self._device = params, device
-        self._version = -1
-
-    def refresh(self) -> None:
-        """Send the parameters of slots, if some have changed; before a graph is replayed, never part of one."""
-        if self._version != self.params.version:
-            self._version = self.params.version
-            self.settings[:-1].copy_(upload(self.params.packed(), self._device))
-
-    def choose(
-        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample into new memory, (tokens, best) as `sample` writes them. Launches only what these slots need."""
-        self.refresh()
-        where = upload(np.stack((slots, positions)), self._device)
-        tokens, best = torch.empty_like(where[0]), torch.empty(len(slots), device=self._device)
-        self.sample(logits, where[0], where[1], tokens, best, bool(self.params.truncated[slots].any()))
-        return tokens, best
-
+if TYPE_CHECKING:
+    from asyncengine.execution.sampling.device_sampler import DeviceSampler
 
 _BLOCK = 512
 _KERNEL_TYPES = (torch.bfloat16, torch.float32)
@@ -102,6 +77,8 @@ class Sampler:
         self.on_device: DeviceSampler | None = None
         """Samples by kernels alone, in a CUDA graph too; None: there are none for this device."""
         if triton_missing(device) is None:
+            from asyncengine.execution.sampling.device_sampler import DeviceSampler
+
             self.on_device = DeviceSampler(self._params, max_num_seqs, vocab_size, device)
         if compiler_missing(torch.float32, device) is None:
             from asyncengine.kernels.api import SamplerKernel

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DEMO_EMBEDDER", "DEMO_MODEL", "DEMO_RERANKER", "DEMO_VISION", "AdapterError", "AdapterInUse", "AdapterInfo",

@@ -22,6 +22,7 @@ from asyncengine.execution.attention.base import StepView
 from asyncengine.execution.attention.factory import make_backend
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.loading import LoadedModel, load_model
+from benchmarks.peers.shapes import read_expanded
 
 PAGE = 16
 CHAT = (
@@ -71,13 +72,9 @@ class Divergence:
 def write_float32(file: Path, folder: Path) -> None:
     """Write a folder in Hugging Face's format with the file's model, its weights in float32 as transformers reads
     them."""
-    from safetensors.torch import save_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.config.__dict__.pop("quantization_config", None)  # transformers refuses to save with it
-    model.config.save_pretrained(folder)
-    save_model(model, str(folder / "model.safetensors"), {"format": "pt"})
+    read_expanded(file, torch.float32).save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 

@@ -72,6 +72,8 @@ def parse() -> argparse.Namespace:
     add("--quantization", nargs="+", choices=tuple(LLAMA_TYPES), default=["none"],
         help="int8, int4: this engine's, beside llama.cpp's q8_0 and q4_0; others: both read one file")  # fmt: skip
     add("--gguf", metavar="FILE", help="a real model in the place of random weights; this engine and llama.cpp read it")
+    add("--expanded", action="store_true",
+        help="of --gguf: all systems get its numbers in --dtype, as a checkpoint and as a GGUF file")  # fmt: skip
     add("--threads", type=int, default=None, help="for each system; default: the cores this process may use")
     add("--only", nargs="+", metavar="SYSTEM", choices=names, help=f"of {', '.join(names)}; this engine always runs")
     add("--skip", nargs="+", metavar="SYSTEM", choices=names, default=[])
@@ -114,7 +116,7 @@ def choose_systems(options: argparse.Namespace) -> list[System]:
     """This engine always, for it is what the others are compared with."""
     chosen = [system.name for system in BASE if not options.only or system.name in options.only]
     kept = [name for name in chosen if name not in options.skip]
-    form = Path(options.gguf).stem.rpartition(".")[2].lower() if options.gguf else ""
+    form = Path(options.gguf).stem.rpartition(".")[2].lower() if options.gguf and not options.expanded else ""
     return [
         system for system in (readers(form) if form else systems(options.quantization))
         if (system.driver == "engine" and not system.chat) or any(system.name.startswith(name) for name in kept)
@@ -128,15 +130,18 @@ def prepare(options: argparse.Namespace, folder: Path) -> Run:
     logs = folder / "logs"
     for made in (cache, logs):
         made.mkdir(parents=True, exist_ok=True)
-    if not options.gguf:
-        write_checkpoint(shape, options.dtype, cache)
+    as_stored = bool(options.gguf) and not options.expanded
+    if not as_stored:
+        write_checkpoint(shape, options.dtype, cache, options.gguf)
     places = Places(dict(options.python), find_server(options.llama_server))
     run = Run(
         shape, settings_of(options, cache, folder, places), places, [], Results(options.repeats), logs, {},
         MachineLock(options.lock), options.limit, options.patience,
     )  # fmt: skip
     run.company, run.beside = options.company, options.beside
-    weights = Path(options.gguf).stat().st_size if options.gguf else weight_bytes(cache)
+    if options.gguf:
+        run.weights = f"of {Path(options.gguf).name}"
+    weights = Path(options.gguf).stat().st_size if as_stored else weight_bytes(cache)
     run.room = int(1.5 * weights) + run.settings.kv_bytes + 2 * 2**30
     for system in choose_systems(options):
         version, reason = look_for(system, places)
@@ -146,7 +151,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Run:
         else:
             run.facts[system.name] = {"version": version}
         run.systems.append(system)
-    if options.gguf:
+    if as_stored:
         run.ggufs = dict.fromkeys((system.quantization for system in run.systems), str(Path(options.gguf).resolve()))
         return run
     needed = {system.quantization for system in run.systems if system.gguf and system.name not in run.absent}

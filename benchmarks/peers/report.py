@@ -105,7 +105,7 @@ def _heads(run: Run, first: str) -> list[str]:
 
 def _tables(run: Run, chosen: Sequence[Workload]) -> list[tuple[str, list[str], list[list[str]], str]]:
     names = [system.name for system in shown(run)]
-    title = f"{run.shape.name}, random weights, {run.settings.dtype}, {run.settings.threads} threads, greedy"
+    title = f"{run.shape.name}, {run.weights}, {run.settings.dtype}, {run.settings.threads} threads, greedy"
     lines = table.rows(run.results, figures(chosen), names, base(run))
     found = [(title, _heads(run, "work"), lines, CAPTION)]
     least = shares(run, chosen)

@@ -55,6 +55,7 @@ class Run:
     logs: Path
     ggufs: dict[str, str]
     """GGUF file by quantization."""
+    weights: str = "random weights"
     lock: MachineLock = field(default_factory=lambda: MachineLock(None))
     limit: float = 600.0
     """Seconds for one answer of a worker."""

@@ -79,19 +79,38 @@ SHAPES: dict[str, Shape | MixedShape] = {
 """`tiny` only shows that everything runs."""
 
 
-def write_checkpoint(shape: Shape | MixedShape, dtype: str, folder: Path) -> Path:
-    """Random weights, the same at every call, with a tokenizer; written once, then found again."""
+def write_checkpoint(shape: Shape | MixedShape, dtype: str, folder: Path, gguf: str | None = None) -> Path:
+    """Random weights, the same at every call, or those of a GGUF file, with a tokenizer of numbers; written once, then
+    read again.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     done = folder / "complete"
     if not done.exists():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape.config(dtype), dtype=getattr(torch, dtype))
+        kept = getattr(torch, dtype)
+        if gguf is None:
+            model = AutoModelForCausalLM.from_config(shape.config(dtype), dtype=kept)
+        else:
+            model = read_expanded(Path(gguf).resolve(), kept)
         model.save_pretrained(folder, max_shard_size="100GB")
         write_tokenizer(shape.vocab, folder)
         done.write_text(dtype, encoding="utf-8")
     return folder
+
+
+def read_expanded(file: Path, dtype: Any) -> Any:
+    """The model in a GGUF file as transformers reads it, its weights dense."""
+    import transformers
+
+    settings: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # from 5.24 on it keeps the file's blocks unless told otherwise
+        settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    made = transformers.AutoModelForCausalLM
+    model = made.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype, **settings)
+    model.config.__dict__.pop("quantization_config", None)
+    return model
 
 
 def write_tokenizer(vocab: int, folder: Path) -> None:

@@ -119,7 +119,8 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "llama_index/__init__.py" not in names
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
-    assert {"asyncengine/py.typed", "asyncengine/assembly/gguf_text/harmony.jinja"} <= set(names)
+    shipped = {"py.typed", "__init__.pyi", "assembly/gguf_text/harmony.jinja"}
+    assert {f"asyncengine/{file}" for file in shipped} <= set(names)
     assert {f"asyncengine/integrations/http/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(
         names
     )

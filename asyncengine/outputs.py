@@ -123,13 +123,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished sample of a request with n > 1."""
+    """One finished sample of a request."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[LogprobEntry] | None = None
     error: str | None = None
+    """What went wrong, or why the engine aborted it ("the engine was put to sleep or paused"); None: nothing did."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
     schema_error: str | None = None
@@ -157,36 +158,17 @@ class Sample:
         return self.weight_versions[-1][0]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request. What a `Sample` has as well is that of sample 0."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Sample):
+    """A finished request. What a `Sample` has is that of sample 0."""
 
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
     usage: Usage
     timings: Timings
     request_id: str
-    logprobs: list[LogprobEntry] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """Per prompt position; None at the first."""
     samples: list[Sample] = field(default_factory=list)
     """All samples, `n` of them, sample 0 first."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    reasoning: str = ""
-    schema_error: str | None = None
-    broken_calls: list[ToolCall] = field(default_factory=list)
-    stop: str | None = None
-    steered_from: int | None = None
-    weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
-    routed_experts: NDArray[np.integer] | None = field(default=None, compare=False)
-    error: str | None = None
-    """Why the engine aborted it ("the engine was put to sleep or paused"); None: it did not."""
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that gave the last token of sample 0, as `Sample.weight_version`."""
-        return self.weight_versions[-1][0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from asyncengine.engine.validation import PreparedRequest
@@ -127,27 +128,11 @@ class Assembler:
         prompt_logprobs = None
         if spec.params.prompt_logprobs:
             prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(spec.prompt_len)]
-
         return Completion(
-            text=samples[0].text,
-            token_ids=samples[0].token_ids,
-            finish_reason=samples[0].finish_reason,
-            usage=self.usage,
-            timings=self.timings,
-            request_id=spec.request_id,
-            logprobs=samples[0].logprobs,
-            prompt_logprobs=prompt_logprobs,
+            **{field.name: getattr(samples[0], field.name) for field in fields(Sample)},
+            usage=self.usage, timings=self.timings, request_id=spec.request_id, prompt_logprobs=prompt_logprobs,
             samples=samples,
-            tool_calls=samples[0].tool_calls,
-            reasoning=samples[0].reasoning,
-            schema_error=samples[0].schema_error,
-            broken_calls=samples[0].broken_calls,
-            stop=samples[0].stop,
-            steered_from=samples[0].steered_from,
-            weight_versions=samples[0].weight_versions,
-            routed_experts=samples[0].routed_experts,
-            error=samples[0].error,
-        )
+        )  # fmt: skip
 
     def _sample(self, index: int) -> Sample:
         output = self._outputs[index]

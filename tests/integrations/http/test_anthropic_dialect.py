@@ -98,7 +98,14 @@ def test_a_stop_string_of_the_models_own_is_no_stop_sequence() -> None:
 def test_a_whole_answer_goes_back_as_it_came() -> None:
     calls = [ToolCall("call_1", "add", '{"a": 1}')]
     completion = Completion(
-        "I look.", [1], "tool_calls", USAGE, Timings(0, 0, 0), "r", tool_calls=calls, reasoning="Let me see."
+        "I look.",
+        [1],
+        "tool_calls",
+        usage=USAGE,
+        timings=Timings(0, 0, 0),
+        request_id="r",
+        tool_calls=calls,
+        reasoning="Let me see.",
     )
     whole = Writer(turn(user(text("hi"))), ANSWERED).whole(completion)
     from anthropic.types import Message

@@ -267,7 +267,7 @@ CHUNKS = [
     Chunk("", [4], "tool_calls"),
 ]
 COMPLETION = Completion(
-    "He", [1, 2, 3, 4], "tool_calls", Usage(2, 4, 1, 1), Timings(0.25, 0.5, 1), "r",
+    "He", [1, 2, 3, 4], "tool_calls", usage=Usage(2, 4, 1, 1), timings=Timings(0.25, 0.5, 1), request_id="r",
     samples=[Sample("He", [1, 2, 3, 4], "tool_calls", tool_calls=[ToolCall("c1", "add", '{"a":1}')], reasoning="Hm.",
                     broken_calls=[ToolCall("c2", "add", '{"a"')])],
 )  # fmt: skip

@@ -241,7 +241,9 @@ def test_a_whole_answer_is_the_stream_s_last_word() -> None:
         broken_calls=[ToolCall("c2", "look", '{"a')],
     )  # fmt: skip
     writer = dialect.Writer(read(), Answered("1f", "m", 7))
-    completion = Completion("Found.", [1], "length", USAGE, Timings(None, None, 0.0), "r", samples=[sample])
+    completion = Completion(
+        "Found.", [1], "length", usage=USAGE, timings=Timings(None, None, 0.0), request_id="r", samples=[sample]
+    )
     whole = writer.whole(completion)
     Response.model_validate(whole, strict=True)
     events = [

@@ -6,27 +6,11 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine import (
-    DEMO_EMBEDDER,
-    DEMO_MODEL,
-    DEMO_RERANKER,
-    DEMO_VISION,
-    AsyncEngine,
-    Engine,
-    EngineConfig,
-    EngineHandle,
-    ModelInfo,
-    shared_engine,
-)
+from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
+from asyncengine.demo import bundled_name
 from asyncengine.errors import EngineClosed
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
-BUNDLED = {
-    str(DEMO_MODEL): "demo",
-    str(DEMO_EMBEDDER): "demo-embed",
-    str(DEMO_RERANKER): "demo-rerank",
-    str(DEMO_VISION): "demo-vision",
-}
 
 
 class EngineSource:
@@ -84,7 +68,7 @@ class EngineSource:
         if self.model:
             return self.model
         if isinstance(engine, EngineHandle):
-            return BUNDLED.get(engine.spec[0], engine.spec[0])
+            return bundled_name(engine.spec[0]) or engine.spec[0]
         try:
             return engine.info.name
         except EngineClosed:  # not started yet

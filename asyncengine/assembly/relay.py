@@ -4,7 +4,6 @@ there, from which their output comes back as `RequestOutput`s, each with everyth
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from asyncengine.config import EngineConfig
@@ -263,7 +262,7 @@ class Outbox(Inbox[RelayMailbox | RequestOutput]):
 
     def tell(self, frontend: Frontend, event: SessionEvent) -> None:
         """Post news of a session to the engine, whose clock is another."""
-        frontend.loop.inbox.post(replace(event, at=frontend.loop.clock.now()))
+        frontend.loop.inbox.post(event._replace(at=frontend.loop.clock.now()))
 
     def take_outputs(self) -> list[RequestOutput]:
         """Everything new, of each request once."""

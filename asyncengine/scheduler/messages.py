@@ -7,44 +7,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.seams import GrammarMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(NamedTuple):
     """The consumer of `ticket` has left. Unknown and finished tickets are ignored."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopText:
+class StopText(NamedTuple):
     """The text of `ticket` is complete (a stop string matched); its request ends with reason "stop"."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Suspend:
+class Suspend(NamedTuple):
     """The consumer of `ticket` has as much unread output as it may: the request leaves the steps until `Resume`."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(NamedTuple):
     """The consumer of `ticket` reads again. `at`: the clock reading from which the time to its next token counts."""
 
     ticket: int
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarReady:
+class GrammarReady(NamedTuple):
     """The grammar of `ticket` compiled, or failed with `error`: that ends the one request.
 
     An error that is an exception is what the caller's call raises.
@@ -55,8 +49,7 @@ class GrammarReady:
     error: Exception | str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterReady:
+class AdapterReady(NamedTuple):
     """The adapter that `ticket` claimed, known by its `digest`, is in host memory, or could not be loaded."""
 
     ticket: int
@@ -66,15 +59,13 @@ class AdapterReady:
     """The tokens of a prompt from which on it acts; none: it acts everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(NamedTuple):
     """No more requests will come. `deadline`: clock reading at which what still runs is aborted; None: never."""
 
     deadline: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixFound:
+class PrefixFound(NamedTuple):
     """So many of the first pages of `ticket`, those in the cache included, can be had by `read` sooner than by
     computing; 0: nothing can. It waits for that until the clock reads `until`."""
 
@@ -85,8 +76,7 @@ class PrefixFound:
     """Function that the `RestoreOrder` is for (`engine.prefix_sources.Hit`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixLoaded:
+class PrefixLoaded(NamedTuple):
     """The reading of this `number` has ended: it filled the first `pages` of its pages, and perhaps the state after the
     last of them."""
 
@@ -95,8 +85,7 @@ class PrefixLoaded:
     state: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ImportPrefix:
+class ImportPrefix(NamedTuple):
     """Pages are wanted for `tokens`, full pages of the namespace of `adapter_digest` and `salt`, which a file has.
     Answered by a `RestoreOrder` of this `number`."""
 
@@ -111,8 +100,7 @@ UpdateMode = Literal["wait", "recompute"]
 """Whether requests end before the model's weights change, or go on with the new ones (`scheduler.weight_updates`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(NamedTuple):
     """The model's weights are to change, by the update of this `number`."""
 
     number: int
@@ -123,8 +111,7 @@ PauseMode = Literal["finish", "keep", "abort"]
 """Whether requests end before the engine pauses, stay where they are, or are aborted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(NamedTuple):
     """No step is to run after those of requests that `mode` lets end, until the engine resumes. In one order with
     weight updates, by a `number` of the same."""
 
@@ -132,8 +119,7 @@ class Pause:
     mode: PauseMode = "finish"
 
 
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
+class ResetPrefixCache(NamedTuple):
     """All that is cached with the cache salt `salt` (None: with any) and used by no request is dropped. Answered under
     this `number`, of the same as those of weight updates."""
 
@@ -141,29 +127,25 @@ class ResetPrefixCache:
     salt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WithdrawUpdate:
+class WithdrawUpdate(NamedTuple):
     """The update, pause or reset of this `number` is not wanted any more. Ignored if it has happened."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class PinPrefix:
+class PinPrefix(NamedTuple):
     """The prompt of `ticket`, which comes next, is to stay in the cache when its request ends (`KVCache.pin`)."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnpinPrefix:
+class UnpinPrefix(NamedTuple):
     """The prompt of `ticket` need not stay any longer. Ignored if it is not pinned."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEvent:
+class SessionEvent(NamedTuple):
     """News of a session: it is to be closed `seconds` after its last request, or will be back then, or is closed."""
 
     name: str

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
@@ -29,15 +29,7 @@ from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.seams import AdapterAdmission, Executor, GrammarMatcher
 from asyncengine.step import StepResult
 
-_MESSAGES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        RequestSpec, messages.Abort, messages.StopText, messages.Suspend, messages.Resume, messages.GrammarReady,
-        messages.AdapterReady, messages.PrefixFound, messages.PrefixLoaded, messages.Drain, messages.UpdateWeights,
-        messages.Pause, messages.ResetPrefixCache, messages.WithdrawUpdate, messages.PinPrefix, messages.UnpinPrefix,
-        messages.ImportPrefix, messages.SessionEvent,
-    )
-}  # fmt: skip
+_MESSAGES: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.Message)}
 
 
 @dataclass(slots=True)
@@ -164,23 +156,23 @@ def _with_matcher(
     if not isinstance(message, messages.GrammarReady) or message.error is not None:
         return message
     if message.matcher is not None:
-        return replace(message, matcher=message.matcher.fresh())
+        return message._replace(matcher=message.matcher.fresh())
     if matchers is None:
         raise ValueError("this recording was saved without its matchers: pass `matchers` to make them")
-    return replace(message, matcher=matchers(asked[message.ticket]))
+    return message._replace(matcher=matchers(asked[message.ticket]))
 
 
 def _message_to_json(message: messages.Message) -> list[Any]:
-    if isinstance(message, messages.GrammarReady | messages.AdapterReady) and message.error is not None:
-        message = replace(message, error=str(message.error))
-    if isinstance(message, messages.GrammarReady):
-        message = replace(message, matcher=None)
-    if isinstance(message, messages.PrefixFound):
-        message = replace(message, read=None)
-    fields = asdict(message)
     if isinstance(message, RequestSpec):  # a scheduler knows nothing of the pixels
-        fields["images"] = [[*span[1:], span.image.digest.hex(), *_sizes(span.image)] for span in message.images]
-    return [type(message).__name__, fields]
+        images = [[*span[1:], span.image.digest.hex(), *_sizes(span.image)] for span in message.images]
+        return [type(message).__name__, {**asdict(message), "images": images}]
+    if isinstance(message, messages.GrammarReady | messages.AdapterReady) and message.error is not None:
+        message = message._replace(error=str(message.error))
+    if isinstance(message, messages.GrammarReady):
+        message = message._replace(matcher=None)
+    if isinstance(message, messages.PrefixFound):
+        message = message._replace(read=None)
+    return [type(message).__name__, message._asdict()]
 
 
 def _sizes(image: PromptImage) -> tuple[int, int, tuple[int, int] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -390,19 +391,10 @@ async def _close_all(engines: Mapping[str, AsyncEngine], *, drain: bool = False,
 
 
 async def _all_of(calls: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    errors: list[BaseException] = []
-
-    async def run(call: Callable[[], Awaitable[object]]) -> None:
-        try:
-            await call()
-        except Exception as error:  # the others go on all the same
-            errors.append(error)
-
-    async with anyio.create_task_group() as tasks:
-        for call in calls:
-            tasks.start_soon(run, call)
-    if errors:
-        raise errors[0]
+    ended = await asyncio.gather(*(call() for call in calls), return_exceptions=True)  # one that fails ends no other
+    for outcome in ended:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -7,7 +7,8 @@ else anything: the request never reached the scheduler.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Self
 
 _LONGEST_NAME, _LONGEST_VALUE, _LONGEST_LIMIT = 80, 80, 1000
@@ -85,6 +86,18 @@ class InvalidParameter(EngineError, ValueError):
             return cls(name, elsewhere[meant])
         guess = nearest(name, known)
         return cls(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else ""))
+
+
+@contextmanager
+def naming(theirs: Set[str], ours: str) -> Iterator[None]:
+    """Have errors about one of the parameters `theirs`, or a part of it, name the caller's field `ours`."""
+    try:
+        yield
+    except InvalidParameter as error:
+        field, bracket, rest = error.field.partition("[")
+        if field in theirs and field != ours:
+            raise type(error)(ours + bracket + rest, error.limit, error.value) from None
+        raise
 
 
 class ContextLengthExceeded(InvalidParameter):

@@ -130,7 +130,7 @@ class Sample:
     finish_reason: FinishReason
     logprobs: list[LogprobEntry] | None = None
     error: str | None = None
-    """What went wrong, or why the engine aborted it ("the engine was put to sleep or paused"); None: nothing did."""
+    """An error in words, or why the engine aborted it ("the engine was put to sleep or paused"); None: it was not."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
     schema_error: str | None = None

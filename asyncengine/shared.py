@@ -169,6 +169,13 @@ class EngineHandle:
         self._release.atexit = False  # every hosted engine closes itself at exit, and waits for its last step
 
     @property
+    def name(self) -> str:
+        """The model's path or hub id, or the name of a bundled one."""
+        from asyncengine.demo import bundled_name
+
+        return bundled_name(self.spec[0]) or self.spec[0]
+
+    @property
     def loaded(self) -> bool:
         """True if the engine is in memory now (using the handle loads it)."""
         return self._shared.usable

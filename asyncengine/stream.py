@@ -246,12 +246,12 @@ async def submitted(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
         first = [await anext(stream)]
     except StopAsyncIteration:
         first = []
-    return _continued(first, stream)
 
+    async def continued() -> AsyncGenerator[T, None]:
+        async with aclosing(stream):  # type: ignore[type-var]  # generators and token streams have it
+            for item in first:
+                yield item
+            async for item in stream:
+                yield item
 
-async def _continued(first: list[T], stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    async with aclosing(stream):  # type: ignore[type-var]  # generators and token streams have it
-        for item in first:
-            yield item
-        async for item in stream:
-            yield item
+    return continued()

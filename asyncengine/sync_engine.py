@@ -17,7 +17,7 @@ from asyncengine.engine.prefix_files import HeldPrefix
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.engine_base import EngineBase
-from asyncengine.errors import InvalidParameter, WrongLoop
+from asyncengine.errors import InvalidParameter, WrongLoop, naming
 from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,
@@ -161,7 +161,7 @@ class Engine(EngineBase):
         streams, done = list[SyncTokenStream](), list[Completion]()
         try:
             for index, item in enumerate(as_items(f"{name}s", items)):
-                with _named(f"{name}s[{index}]"):
+                with naming({"prompt", "messages"}, f"{name}s[{index}]"):
                     streams.append(start(item))
             with counted("answering", len(streams)) if progress is True else nullcontext(lambda _: None) as advance:
                 for stream in streams:
@@ -316,15 +316,3 @@ class Engine(EngineBase):
         self._check_thread()
         timeout = as_seconds("timeout", timeout)
         return self.core.profile(steps).run_blocking(folder, self.info.name, timeout)
-
-
-@contextmanager
-def _named(item: str) -> Iterator[None]:
-    """Name `item`, a prompt or a chat of several, in errors about a prompt or messages."""
-    try:
-        yield
-    except InvalidParameter as error:
-        field, bracket, rest = error.field.partition("[")
-        if type(error) is InvalidParameter and field in ("prompt", "messages"):
-            raise InvalidParameter(item + bracket + rest, error.limit, error.value) from None
-        raise

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
-from asyncengine.demo import bundled_name
 from asyncengine.errors import EngineClosed
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
@@ -68,7 +67,7 @@ class EngineSource:
         if self.model:
             return self.model
         if isinstance(engine, EngineHandle):
-            return bundled_name(engine.spec[0]) or engine.spec[0]
+            return engine.name
         try:
             return engine.info.name
         except EngineClosed:  # not started yet

@@ -11,7 +11,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from asyncengine.cache_news import PrefixCacheReset
-from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_items, as_switch
+from asyncengine.checks import MAX_INT64, MIN_INT64, as_choice, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.decisions import DecisionPrompts
@@ -339,9 +339,8 @@ class Frontend:
     ) -> Future[int]:
         """See `AsyncEngine.update_weights`. Cancelling the future takes it back, as long as nothing was written."""
         self.client.check_open()
-        _check_choice("mode", mode, get_args(UpdateMode))
-        if not isinstance(partial, bool):
-            raise InvalidParameter("partial", "must be True or False", partial)
+        as_choice("mode", mode, get_args(UpdateMode))
+        as_switch("partial", partial)
         if weights is None:
             raise InvalidParameter("weights", "must be a path, or tensors by name", weights)
         return self._write(weights, mode, partial, version, wakes=False)
@@ -385,9 +384,9 @@ class Frontend:
         """See `AsyncEngine.sleep`. Cancelling the future takes it back, as long as it has not begun."""
         self.client.check_open()
         for name, given in (("weights", weights), ("cache", cache)):
-            _check_choice(name, given, get_args(Keep))
-        _check_choice("mode", mode, get_args(PauseMode))
-        _check_choice("requests", requests, get_args(Meanwhile))
+            as_choice(name, given, get_args(Keep))
+        as_choice("mode", mode, get_args(PauseMode))
+        as_choice("requests", requests, get_args(Meanwhile))
         if not isinstance(self.loop, EngineLoop):
             raise UnsupportedModel("a fleet of several engines does not sleep: give its replicas back instead")
         drops, release = (weights == "drop", cache == "drop"), None
@@ -441,9 +440,3 @@ class Frontend:
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
         return snapshot(self.loop, self.adapters, self._threads(), self.started_at)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        *others, last = (f'"{choice}"' for choice in choices)
-        raise InvalidParameter(name, f"must be {', '.join(others)} or {last}", value)

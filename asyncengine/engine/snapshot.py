@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from asyncengine.engine.loop import EngineLoop
@@ -18,9 +19,8 @@ def snapshot(
     loop: EngineLoop, adapters: AdapterRegistry | None, threads: ThreadStats, started_at: float
 ) -> EngineStats:
     """From any thread: nothing is locked, so counts may be a step apart from each other."""
-    scheduler, meter = loop.scheduler, loop.meter
+    scheduler, meter, counters = loop.scheduler, loop.meter, loop.scheduler.counters
     running = list(scheduler.running.values())
-    counters = scheduler.counters
     stored = [source.store.counts for source in loop.sources.tiers if isinstance(source, PrefixStore)]
     tables = [table for r in running if (table := r.table) is not None]
     return EngineStats(
@@ -34,24 +34,13 @@ def snapshot(
         },
         finished=loop.finished(),
         pages=scheduler.kv.counts(tables),
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        generated_tokens=counters.generated_tokens,
-        forced_tokens=counters.forced_tokens,
-        computed_tokens=counters.computed_tokens,
-        passes=counters.passes,
-        preemptions=counters.preemptions,
-        steps=counters.steps,
-        first_token=Summary.of(list(meter.first_token)),
-        inter_token=Summary.of(list(meter.inter_token)),
-        step=Summary.of(list(meter.step)),
-        loop_lag=Summary.of(list(meter.loop_lag)),
+        **{name: count for name, count in asdict(counters).items() if not name.startswith("left_queue")},
+        **{name: Summary.of(list(getattr(meter, name))) for name in ("first_token", "inter_token", "step", "loop_lag")},
         uptime=loop.clock.now() - started_at,
         adapters={} if adapters is None else adapters.counts(),
         threads=threads,
         window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
-        restored_tokens=counters.restored_tokens,
         stored=stored[0] if stored else StoreCounts(),
         speculation=_speculation(scheduler.speculation),
         state="awake" if loop.asleep is None else loop.asleep.state,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
 import anyio.to_thread
 
-from asyncengine.errors import InvalidParameter, RequestFailed
+from asyncengine.errors import RequestFailed, naming
 from asyncengine.outputs import Chunk, Completion, Timings, Usage
 from asyncengine.stream import TokenStream
 
@@ -62,7 +61,7 @@ class Several:
     async def __aenter__(self) -> Self:
         try:
             for number, prompt in enumerate(self._prompts):
-                with naming("prompt", f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"):
+                with naming({"prompt"}, f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"):
                     await self._submit(prompt)
         except BaseException:
             self.abort()
@@ -117,18 +116,6 @@ class Several:
             prompt_logprobs=[entry for each in scored for entry in each] if scored else None,
             samples=[sample for each in done for sample in each.samples],
         )  # fmt: skip
-
-
-@contextmanager
-def naming(theirs: str, ours: str) -> Iterator[None]:
-    """Have errors about the engine's parameter `theirs`, or a part of it, name the request's field `ours`."""
-    try:
-        yield
-    except InvalidParameter as error:
-        if error.field.split("[")[0] == theirs != ours:
-            name = ours + error.field.removeprefix(theirs)
-            raise type(error)(name, error.limit, error.value) from None
-        raise
 
 
 def _added(usages: Sequence[Usage | None]) -> Usage | None:

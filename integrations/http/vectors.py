@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import InvalidParameter, naming
 from asyncengine.integrations.http.dialects.completions import read_prompts
 from asyncengine.integrations.http.dialects.openai_chat import read_messages, template_variables
 from asyncengine.integrations.http.fields import TABLES, Values
@@ -28,7 +28,6 @@ from asyncengine.integrations.http.generating import IGNORED, Endpoint, identifi
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import facts_of, measured
-from asyncengine.integrations.http.several import naming
 from asyncengine.outputs import Embeddings, Usage
 
 TRUNCATED = "x-asyncengine-truncated"
@@ -98,7 +97,7 @@ def _usage(usage: Usage) -> dict[str, int]:
 async def _embed(values: Values, target: Target) -> Made:
     own = values["own"]
     messages, limit = own.get("messages"), own.get("truncate_prompt_tokens", 0)
-    with naming("prompt", "input"):
+    with naming({"prompt"}, "input"):
         texts = read_prompts(own.get("input")) if messages is None else []
     cut = own.get("truncate", False) or limit == -1
     if messages is not None:  # a chat's text, as vLLM has it
@@ -110,7 +109,7 @@ async def _embed(values: Values, target: Target) -> Made:
         texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
     if limit > 0:
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
-    with naming("texts", "input"):
+    with naming({"texts"}, "input"):
         made = await target.engine.embed(
             texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
         )
@@ -139,7 +138,7 @@ async def _rerank(values: Values, target: Target) -> Made:
     whole = documents
     if most:
         documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
-    with naming("documents", name):
+    with naming({"documents"}, name):
         made = await target.engine.rerank(
             own["query"], documents, truncate=own.get("truncate", True), adapter=target.adapter, **values["options"]
         )
@@ -203,7 +202,7 @@ async def _detokenize(values: Values, target: Target) -> Made:
     ids = values["own"]["tokens"]
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", "must be a list of token ids", ids)
-    with naming("token_ids", "tokens"):
+    with naming({"token_ids"}, "tokens"):
         text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
     return {"prompt": text, "content": text}, (), None
 

@@ -128,7 +128,7 @@ async def test_a_refused_update_changes_nothing():
     async with engine_of() as engine:
         with pytest.raises(ModelNotFound, match=r"lacks the tensor model\.norm\.weight"):
             await engine.update_weights("missing")
-        with pytest.raises(InvalidParameter, match='mode: must be "wait" or "recompute"'):
+        with pytest.raises(InvalidParameter, match="mode: must be one of 'wait', 'recompute'"):
             await engine.update_weights(1, mode="abort")  # type: ignore[arg-type]
         assert (await engine.generate(prompt(0), greedy(9))).token_ids == answer(prompt(0), 9)
 

@@ -68,4 +68,5 @@ from asyncengine.stream import TokenStream as TokenStream
 from asyncengine.stream import submitted as submitted
 from asyncengine.sync_engine import Engine as Engine
 
+__all__: list[str]
 __version__: str

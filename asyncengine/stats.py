@@ -173,5 +173,10 @@ class Meter:
     loop_lag: deque[float] = field(default_factory=_window)
     finished: dict[str, int] = field(default_factory=dict)
 
+    def summaries(self) -> dict[str, Any]:
+        """Distributions of the samples, by their names in `EngineStats`."""
+        names = ("first_token", "inter_token", "step", "loop_lag")
+        return {name: Summary.of(list(getattr(self, name))) for name in names}
+
     def count_end(self, reason: FinishReason) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1

@@ -9,7 +9,7 @@ from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.kvcache.store.counts import StoreCounts
 from asyncengine.speculation.planner import SpeculationCounters
-from asyncengine.stats import EngineStats, ImageStats, SpeculationStats, Summary, ThreadStats
+from asyncengine.stats import EngineStats, ImageStats, SpeculationStats, ThreadStats
 
 if TYPE_CHECKING:
     from asyncengine.lora.registry import AdapterRegistry
@@ -21,6 +21,7 @@ def snapshot(
     """From any thread: nothing is locked, so counts may be a step apart from each other."""
     scheduler, meter, counters = loop.scheduler, loop.meter, loop.scheduler.counters
     running = list(scheduler.running.values())
+    totals = {name: count for name, count in asdict(counters).items() if not name.startswith("left_queue")}
     stored = [source.store.counts for source in loop.sources.tiers if isinstance(source, PrefixStore)]
     tables = [table for r in running if (table := r.table) is not None]
     return EngineStats(
@@ -34,8 +35,8 @@ def snapshot(
         },
         finished=loop.finished(),
         pages=scheduler.kv.counts(tables),
-        **{name: count for name, count in asdict(counters).items() if not name.startswith("left_queue")},
-        **{name: Summary.of(list(getattr(meter, name))) for name in ("first_token", "inter_token", "step", "loop_lag")},
+        **totals,
+        **meter.summaries(),
         uptime=loop.clock.now() - started_at,
         adapters={} if adapters is None else adapters.counts(),
         threads=threads,

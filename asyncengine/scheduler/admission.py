@@ -42,16 +42,13 @@ class Frontiers(Protocol):
 
     def add(self, request: Request) -> None:
         """`request` runs from now on."""
-        ...
 
     def foresee(self, request: Request, namespace: Namespace, limit: int, leader: Request | None = None) -> None:
         """`request` waits, and may find up to `limit` tokens cached in `namespace`: see that what it will need is left
         behind by those that run, or by `leader` if the others know."""
-        ...
 
     def awaits(self, request: Request, table: PageTable) -> bool:
         """Whether `request`, which could start with `table`, should rather wait."""
-        ...
 
 
 def frontiers(kv: KVCache, running: Iterable[Request]) -> Frontiers:

@@ -46,31 +46,17 @@ def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
     each = {replica.name: stats for replica in list(dispatcher.replicas.values()) if (stats := replica.stats)}
     running = [request.begun for request in list(dispatcher.requests.values())]
     requests = {"waiting": running.count(False), "running": sum(running), "grammar_queue": 0, "adapter_queue": 0}
-    meter, none = dispatcher.loop.meter, Summary.of(())
     zeros: dict[str, Any] = {item.name: 0 for item in fields(EngineStats) if item.type == "int"}
     own = EngineStats(
-        requests=requests,
-        finished=dispatcher.loop.finished(),
-        pages=PageCounts(),
-        first_token=Summary.of(list(meter.first_token)),
-        inter_token=Summary.of(list(meter.inter_token)),
-        step=none,
-        loop_lag=none,
-        uptime=dispatcher.clock.now() - started_at,
-        adapters=dispatcher.adapters.counts(),
-        **zeros,
-    )
+        requests=requests, finished=dispatcher.loop.finished(), pages=PageCounts(),
+        uptime=dispatcher.clock.now() - started_at, adapters=dispatcher.adapters.counts(),
+        **dispatcher.loop.meter.summaries(), **zeros,
+    )  # fmt: skip
     return FleetStats(
-        **sum_stats(each, own),
-        replicas=each,
-        loads=dispatcher.router.loads(),
-        lost=dispatcher.lost,
-        resumed=dispatcher.resumed,
-        matched_pages=dispatcher.matched_pages,
-        roles=dispatcher.router.roles(),
-        prefilled=dispatcher.prefills.pulled,
-        prefills_failed=dict(dispatcher.prefills.failed),
-    )
+        **sum_stats(each, own), replicas=each, loads=dispatcher.router.loads(), lost=dispatcher.lost,
+        resumed=dispatcher.resumed, matched_pages=dispatcher.matched_pages, roles=dispatcher.router.roles(),
+        prefilled=dispatcher.prefills.pulled, prefills_failed=dict(dispatcher.prefills.failed),
+    )  # fmt: skip
 
 
 def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, Any]:

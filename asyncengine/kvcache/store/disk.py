@@ -20,7 +20,6 @@ class Disk(Protocol):
 
     def open(self, path: str, *, create: bool = False) -> int:
         """A descriptor of a file, for reading and, if that is allowed, writing; made if it is not there (`create`)."""
-        ...
 
     def close(self, descriptor: int) -> None: ...
 
@@ -28,11 +27,9 @@ class Disk(Protocol):
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill `buffers` one behind the other; the number of bytes that there were."""
-        ...
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write `buffers` one behind the other; the number of bytes written, which may be fewer than there are."""
-        ...
 
     def ftruncate(self, descriptor: int, size: int) -> None: ...
 
@@ -40,7 +37,6 @@ class Disk(Protocol):
 
     def lock(self, descriptor: int) -> bool:
         """Take the file's lock until it is closed. False: another process has it."""
-        ...
 
     def listdir(self, folder: str) -> list[str]: ...
 
@@ -48,7 +44,6 @@ class Disk(Protocol):
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are on the disk."""
-        ...
 
 
 class SystemDisk:

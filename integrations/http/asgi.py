@@ -26,7 +26,7 @@ from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.integrations.http.fields import Fields
-from asyncengine.integrations.http.generating import BODY, Endpoint, counting, generating, identified
+from asyncengine.integrations.http.generating import BODY, Endpoint, count, generating, identified, read_fields
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import Requests, facts_of, path_of
@@ -141,11 +141,17 @@ def make_app(serving: Serving) -> Starlette:
 
 def routes(serving: Serving) -> list[BaseRoute]:
     """Every path of the app."""
+
+    async def count_tokens(request: Request) -> Response:
+        fields = await read_fields(request, serving)
+        turn = anthropic_messages.read(fields, counting=True)
+        return JSONResponse({"input_tokens": await count(serving, turn, fields)})
+
     served = {
-        "/v1/chat/completions": generating(serving, openai_chat),
-        "/v1/completions": generating(serving, completions),
-        "/v1/messages": generating(serving, anthropic_messages),
-        "/v1/messages/count_tokens": counting(serving, partial(anthropic_messages.read, counting=True)),
+        "/v1/chat/completions": generating(serving, openai_chat.read, openai_chat.Writer),
+        "/v1/completions": generating(serving, completions.read, completions.Writer),
+        "/v1/messages": generating(serving, anthropic_messages.read, anthropic_messages.Writer),
+        "/v1/messages/count_tokens": count_tokens,
     }
 
     async def models(request: Request) -> Response:

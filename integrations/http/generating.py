@@ -6,11 +6,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 import anyio.to_thread
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from asyncengine.integrations.http.answer import Answer, AnswerWriter
 from asyncengine.integrations.http.body import read_json
@@ -29,34 +28,16 @@ BODY = "asyncengine.body"
 MakeWriter = Callable[[Turn, Answered], AnswerWriter]
 
 
-class Dialect(Protocol):
-    """A module of `http.dialects`."""
-
-    @property
-    def Writer(self) -> MakeWriter: ...  # noqa: N802
-    def read(self, fields: Fields) -> Turn: ...
-
-
 Headers = tuple[tuple[str, str], ...]
 Endpoint = Callable[[Request], Awaitable[Response | Answer]]
 
 
-def generating(serving: Serving, dialect: Dialect) -> Endpoint:
-    """The endpoint of a dialect whose requests need nothing but their body."""
+def generating(serving: Serving, read: Callable[[Fields], Turn], writer: MakeWriter) -> Endpoint:
+    """The endpoint of a dialect's requests which need nothing but their body."""
 
     async def endpoint(request: Request) -> Answer:
         fields = await read_fields(request, serving)
-        return await answer(serving, dialect.Writer, dialect.read(fields), fields)
-
-    return endpoint
-
-
-def counting(serving: Serving, read: Callable[[Fields], Turn]) -> Endpoint:
-    """The endpoint that says how many tokens the prompt of a request would have."""
-
-    async def endpoint(request: Request) -> Response:
-        fields = await read_fields(request, serving)
-        return JSONResponse({"input_tokens": await count(serving, read(fields), fields)})
+        return await answer(serving, writer, read(fields), fields)
 
     return endpoint
 

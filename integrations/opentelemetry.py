@@ -7,7 +7,10 @@ current where the request was made: a handler's, an agent's, LangChain's. Prompt
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from operator import attrgetter
 from typing import Any
 
 from asyncengine import AsyncEngine, Engine
@@ -23,26 +26,8 @@ except ImportError as error:
 
 NANO = 1e9
 FAILURES = {"error", "engine_dead", "timeout"}
-METRICS = {
-    "s": (
-        "inference.duration", "inference.time_to_first_chunk", "inference.time_per_output_chunk", "embeddings.duration",
-    ),
-    "{token}": (
-        "inference.operation.input_tokens", "inference.operation.output_tokens", "embeddings.operation.input_tokens",
-    ),
-}  # fmt: skip
-"""Histograms by their unit, in `gen_ai.client`."""
+NAMES = tomllib.loads((resources.files(__package__) / "opentelemetry.toml").read_text(encoding="utf-8"))
 BOUNDARIES = {"s": [0.01 * 2**n for n in range(14)], "{token}": [4**n for n in range(14)]}
-USAGE = ("input_tokens", "output_tokens", "cache_read.input_tokens", "cache_write.input_tokens")
-"""Token counts: attributes in `gen_ai.usage`, and counters in `gen_ai.client.inference.usage`."""
-CALLS = {"chat", "text_completion", "generate_content", "embeddings"}
-"""Operations of spans around a request by an instrumentation that follows the conventions: it makes the metrics."""
-COUNTING = {
-    "gen_ai.operation.name": CALLS,
-    "openinference.span.kind": {"LLM", "EMBEDDING", "RERANKER"},
-    "langfuse.observation.type": {"generation", "embedding"},
-}
-"""Attributes, and values of them, of spans that have the tokens of a request that is made within."""
 SUPPRESS_ALL, SUPPRESS_MODEL = "suppress_instrumentation", "suppress_language_model_instrumentation"
 """Keys of a context by which instrumentations of other libraries ask those below to keep still."""
 
@@ -75,9 +60,9 @@ def trace(
         began = ended - int(seconds * NANO)
         used = token_counts(event, page_size)
         around: Mapping[str, Any] = getattr(get_current_span(), "attributes", None) or {}
-        if not context.get_value(SUPPRESS_MODEL) and around.get("gen_ai.operation.name") not in CALLS:
+        if not context.get_value(SUPPRESS_MODEL) and around.get("gen_ai.operation.name") not in NAMES["calls"]:
             metrics.record(event, attributes, used)
-        counted = any(around.get(key) in values for key, values in COUNTING.items())
+        counted = any(around.get(key) in values for key, values in NAMES["counting"].items())
         if usage or (usage is None and not counted and not context.get_value(SUPPRESS_MODEL)):
             attributes |= {f"gen_ai.usage.{count}": value for count, value in used.items()}
         title = f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
@@ -103,11 +88,11 @@ class Metrics:
             name: meter.create_histogram(
                 f"gen_ai.client.{name}", unit, explicit_bucket_boundaries_advisory=BOUNDARIES[unit]
             )
-            for unit, names in METRICS.items()
+            for unit, names in NAMES["metrics"].items()
             for name in names
         }
         self._counters = {
-            name: meter.create_counter(f"gen_ai.client.inference.usage.{name}", "{token}") for name in USAGE
+            name: meter.create_counter(f"gen_ai.client.inference.usage.{name}", "{token}") for name in NAMES["usage"]
         }
         self._modality = modality
 
@@ -135,7 +120,7 @@ class Metrics:
 
 
 def token_counts(done: RequestDone | VectorsDone, page_size: int | None) -> dict[str, int]:
-    """Values of `USAGE`. `page_size`: tokens of a page of the prefix cache; None: there is none."""
+    """Token counts by their names. `page_size`: tokens of a page of the prefix cache; None: there is none."""
     found = {"input_tokens": done.prompt_tokens, "cache_read.input_tokens": done.cached_tokens}
     if isinstance(done, RequestDone):
         found["output_tokens"] = done.generated_tokens
@@ -147,24 +132,13 @@ def token_counts(done: RequestDone | VectorsDone, page_size: int | None) -> dict
 def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
     """The attributes of the span of a request for text, but for its token counts."""
     params, failed = done.params, FAILURES & {*done.finish_reasons}
-    return known_attributes({
+    return known_attributes("request", done, {
         "gen_ai.operation.name": "chat" if done.is_chat else "text_completion",
         "gen_ai.request.model": done.adapter or model,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k or None,
-        "gen_ai.request.seed": params.seed,
-        "gen_ai.request.frequency_penalty": params.frequency_penalty,
-        "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.stop_sequences": params.stop or None,
         "gen_ai.request.choice.count": None if params.n == 1 else params.n,
-        "gen_ai.conversation.id": done.session,
-        "asyncengine.session.away": done.away,
-        "gen_ai.response.id": done.request_id,
         "gen_ai.response.model": model,
-        "gen_ai.response.finish_reasons": done.finish_reasons,
-        "gen_ai.response.time_to_first_chunk": done.timings.first_token,
         "error.type": min(failed, default=None),
     })  # fmt: skip
 
@@ -172,19 +146,15 @@ def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
 def vectors_attributes(done: VectorsDone, model: str) -> dict[str, Any]:
     """The attributes of the span of a call for vectors, but for its token counts. The conventions have no operation
     for reranking and classifying: these are called as their calls."""
-    return known_attributes({
-        "gen_ai.operation.name": "embeddings" if done.call == "embed" else done.call,
-        "gen_ai.request.model": done.adapter or model,
-        "gen_ai.embeddings.dimension.count": done.dimensions,
-        "gen_ai.response.id": done.request_id,
-        "gen_ai.response.model": model,
-        "asyncengine.texts": done.texts,
-        "error.type": done.error,
-    })  # fmt: skip
+    called = "embeddings" if done.call == "embed" else done.call
+    named = {"gen_ai.request.model": done.adapter or model, "gen_ai.response.model": model}
+    return known_attributes("vectors", done, {"gen_ai.operation.name": called, **named})
 
 
-def known_attributes(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that are known, and the one that all spans have."""
+def known_attributes(table: str, done: RequestDone | VectorsDone, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a table of opentelemetry.toml and `more`, as far as they are known, and the one that all spans
+    have."""
+    found = {name: attrgetter(path)(done) for name, path in NAMES[table].items()} | more
     known = {name: value for name, value in found.items() if value is not None}
     return {"gen_ai.provider.name": "asyncengine", **known}
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
 from itertools import accumulate
+from operator import attrgetter
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -152,28 +153,16 @@ class Metrics(Collector):
 
 def observations(done: RequestDone) -> Iterator[tuple[str, float, int]]:
     """(histogram, value, how often it is counted) of one request that has ended."""
-    times, params = done.timings, done.params
-    yield "vllm:e2e_request_latency_seconds", times.total, 1
-    yield "vllm:request_prompt_tokens", done.prompt_tokens, 1
-    yield "vllm:request_generation_tokens", done.generated_tokens, 1
-    yield "vllm:request_params_n", params.n, 1
-    if params.max_tokens is not None:
-        yield "vllm:request_params_max_tokens", params.max_tokens, 1
-    if times.prepared is not None:
-        yield "asyncengine:request_preparation_time_seconds", times.prepared, 1
-    if times.queued is None:
-        return
-    yield "vllm:request_queue_time_seconds", times.queued - (times.prepared or 0.0), 1
-    yield "vllm:request_inference_time_seconds", times.total - times.queued, 1
-    if times.first_token is None:
-        return
-    yield "vllm:time_to_first_token_seconds", times.first_token, 1
-    yield "vllm:request_prefill_time_seconds", times.first_token - times.queued, 1
-    decoding = times.total - times.first_token
-    yield "vllm:request_decode_time_seconds", decoding, 1
-    gaps = done.generated_tokens - params.n  # samples are generated side by side, each has a first token
-    if gaps > 0:
-        mean = decoding * params.n / gaps
+    for row in HISTOGRAMS:
+        numbers = [attrgetter(path)(done) for path in row.value.split(" - ") if path]
+        if numbers and None not in numbers:
+            yield row.name, numbers[0] - sum(numbers[1:]), 1
+    times, samples = done.timings, done.params.n
+    if times.queued is not None:
+        yield "vllm:request_queue_time_seconds", times.queued - (times.prepared or 0.0), 1
+    gaps = done.generated_tokens - samples  # these are generated side by side, each has a first token
+    if times.first_token is not None and gaps > 0:
+        mean = (times.total - times.first_token) * samples / gaps
         yield "vllm:request_time_per_output_token_seconds", mean, 1
         yield "vllm:inter_token_latency_seconds", mean, gaps
 

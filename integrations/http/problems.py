@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 from asyncengine import errors
 
@@ -24,33 +24,20 @@ class Problem(Exception):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-STATUSES: Mapping[type[errors.EngineError], tuple[int, str]] = {
-    errors.ContextLengthExceeded: (400, "context_length_exceeded"),
-    errors.AdapterNotFound: (404, "model_not_found"),
-    errors.AdapterInUse: (409, "adapter_in_use"),
-    errors.GrammarTimeout: (400, "grammar_timeout"),
-    errors.InvalidParameter: (400, "invalid_value"),
-    errors.ModelNotFound: (404, "model_not_found"),
-    errors.QueueFull: (429, "queue_full"),
-    errors.EngineAsleep: (503, "engine_asleep"),
-    errors.EngineClosed: (503, "engine_unavailable"),
-    errors.EngineDead: (503, "engine_unavailable"),
-    errors.OutOfMemory: (503, "out_of_memory"),
-    errors.RequestTimeout: (504, "timeout"),
-    errors.EngineError: (500, "engine_error"),
-}
-"""Status and code of each kind of error; the first that fits counts."""
+_LINES = (resources.files(__package__) / "problems.txt").read_text(encoding="utf-8").splitlines()
+STATUSES = [tuple(map(str.strip, line.split("|"))) for line in _LINES if line and line[0] != ";"]
+"""Name, status and code of each kind of error; the first that fits counts."""
 
 
 def problem_of(error: BaseException) -> Problem:
     """The status and the parts of an error. One that nobody foresaw is logged, and says nothing of its inside."""
     if isinstance(error, Problem):
         return error
-    for kind, (status, code) in STATUSES.items():
-        if isinstance(error, kind):
-            field = "model" if kind is errors.ModelNotFound else None
+    for kind, status, code in STATUSES:
+        if isinstance(error, getattr(errors, kind)):
+            field = "model" if kind == "ModelNotFound" else None
             field = error.field if isinstance(error, errors.InvalidParameter) else field
-            again = (("retry-after", "1"),) if kind in (errors.QueueFull, errors.EngineAsleep) else ()
-            return Problem(status, str(error), field, code, again)
+            again = (("retry-after", "1"),) if kind in ("QueueFull", "EngineAsleep") else ()
+            return Problem(int(status), str(error), field, code, again)
     log.error("a request failed for a reason that nobody foresaw", exc_info=error)
     return Problem(500, "the server failed; its log says more", None, "internal_error")

@@ -66,16 +66,10 @@ async def _sweep(
             say(f"{streams} streams")
             load = replace(load, concurrency=streams, rounds=args.rounds, output_len=args.output_len)
             rows.append(await measure(engine, load))
-        setup = {
-            "model": engine.info.name,
-            "dtype": engine.info.dtype,
-            "device": engine.info.device,
-            "input_len": args.input_len,
-            "output_len": args.output_len,
-            "hosting": "owned" if args.owned else "hosted",
-            "adapters": list(given_adapters(args)),
-        }
-        return setup, rows
+        setup: dict[str, Any] = {"model": engine.info.name, "dtype": engine.info.dtype, "device": engine.info.device}
+        setup |= {"input_len": args.input_len, "output_len": args.output_len}
+        hosting = "owned" if args.owned else "hosted"
+        return {**setup, "hosting": hosting, "adapters": list(given_adapters(args))}, rows
 
 
 def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None:
@@ -196,14 +190,8 @@ async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
     finally:
         probing.cancel()
     after, seconds = engine.stats(), time.perf_counter() - began
-    return Measured(
-        load.concurrency,
-        load.concurrency * load.rounds,
-        tokens,
-        seconds,
-        Summary.of(first),
-        Summary.of(gaps),
-        Summary.of(lag),
-        after.preemptions - before.preemptions,
-        (after.generated_tokens - before.generated_tokens) / max(1, after.passes - before.passes),
-    )
+    summaries = Summary.of(first), Summary.of(gaps), Summary.of(lag)
+    preempted, passes = after.preemptions - before.preemptions, max(1, after.passes - before.passes)
+    per_pass = (after.generated_tokens - before.generated_tokens) / passes
+    requests = load.concurrency * load.rounds
+    return Measured(load.concurrency, requests, tokens, seconds, *summaries, preempted, per_pass)

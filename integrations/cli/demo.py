@@ -77,14 +77,17 @@ Ask = Callable[[Line], Awaitable[object]]
 """Asks a line's question and fills in its answer."""
 
 
-async def answer(engine: AsyncEngine | Fleet, line: Line, text: str = "", adapter: str | None = None) -> Usage:
-    """Stream the answer to the line's question, about `text`, into the line. Returns its token counts."""
+async def answer(engine: AsyncEngine | Fleet, line: Line, text: str = "", **options: Any) -> Usage:
+    """Stream the answer to the line's question, about `text`, into the line, or the calls of tools that it is. Returns
+    its token counts."""
     messages = [{"role": "system", "content": f"Answer from this text:\n\n{text}"}] if text else []
     chat = [*messages, {"role": "user", "content": line.question}]
-    async with engine.stream_chat(chat, GREEDY, adapter=adapter) as stream:
+    async with engine.stream_chat(chat, GREEDY, **options) as stream:
         async for chunk in stream:
             line.answer += chunk.text
-        return (await stream.result()).usage
+        done = await stream.result()
+        line.answer += ", ".join(f"{call.name}({call.arguments})" for call in done.tool_calls)
+        return done.usage
 
 
 class Show:
@@ -159,9 +162,6 @@ def board(lines: Sequence[Line]) -> Table:
 ADAPTERS = {"pirate": "demo/pirate", "json": "demo/json"}
 DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False}
 """One thread: matrices this small gain nothing from a second one. A small cache: its pages can be counted by eye."""
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"name": "get_weather", "description": "Get the current weather for a city.", "parameters": CITY}
-PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["age"]}
 LEAVERS = 16
 SOON = 0.002
 """Seconds between two looks at the page counts."""
@@ -268,26 +268,15 @@ class Scenes:
         await self._play("retrieval", [Line(*each) for each in FOR_RETRIEVAL], ask)
 
     async def forms(self) -> None:
-        call = Line("What is the weather in Oslo?", 'get_weather({"city": "Oslo"})', "tool call")
-        text = "Extract the name and age as JSON.\n\nIda Lund is 34 years old."
-        lines = [call, Line(text, '{"name": "Ida Lund", "age": 34}', "JSON schema")]
-
-        async def ask(line: Line) -> None:
-            messages = [{"role": "user", "content": line.question}]
-            if line is call:
-                done = await self.engine.chat(messages, GREEDY, tools=[{"type": "function", "function": WEATHER}])
-                line.answer = ", ".join(f"{each.name}({each.arguments})" for each in done.tool_calls)
-            else:
-                line.answer = (await self.engine.chat(messages, GREEDY, response_format=PERSON)).text
-
-        await self._play("forms", lines, ask)
+        options = {Line(*each["line"]): each["options"] for each in SCENES["forms"]["asked"]}
+        await self._play("forms", list(options), lambda line: answer(self.engine, line, **options[line]))
 
     async def three_voices(self) -> None:
         asked = ABOUT_ARCHIVE[1], ABOUT_ARCHIVE[8], SMALL_JOBS[1], SMALL_JOBS[2]
 
         async def ask(line: Line) -> None:
             text = ARCHIVE if line.question in dict(ABOUT_ARCHIVE) else ""
-            await answer(self.engine, line, text, line.note if line.note in ADAPTERS else None)
+            await answer(self.engine, line, text, adapter=line.note if line.note in ADAPTERS else None)
 
         lines = [Line(question, right, voice) for question, right in asked for voice in ("base", *ADAPTERS)]
         await self._play("three_voices", lines, ask)
@@ -324,18 +313,15 @@ def _summary(engine: AsyncEngine, scenes: list[dict[str, Any]]) -> dict[str, Any
     stats, answers = engine.stats(), [line for scene in scenes for line in scene["answers"]]
     times = {"first_token": stats.first_token, "inter_token": stats.inter_token, "step": stats.step}
     counts = ("finished", "prompt_tokens", "cached_tokens", "hit_rate", "preemptions", "tokens_per_pass")
+    tokens, seconds = stats.generated_tokens, sum(scene["seconds"] for scene in scenes)
     return {
-        "model": engine.info.name,
-        "dtype": engine.info.dtype,
-        "requests": sum(stats.finished.values()),
+        "model": engine.info.name, "dtype": engine.info.dtype, "requests": sum(stats.finished.values()),
         **{name: getattr(stats, name) for name in counts},
-        "right_answers": sum(line["right"] for line in answers),
-        "checked_answers": len(answers),
-        "output_tokens": stats.generated_tokens,
-        "tokens_per_second": stats.generated_tokens / sum(scene["seconds"] for scene in scenes),
+        "right_answers": sum(line["right"] for line in answers), "checked_answers": len(answers),
+        "output_tokens": tokens, "tokens_per_second": tokens / seconds,
         **{f"{name}_ms": {"p50": one.p50 * 1000, "p99": one.p99 * 1000} for name, one in times.items()},
         "scenes": scenes,
-    }
+    }  # fmt: skip
 
 
 def _table(summary: dict[str, Any]) -> Table:

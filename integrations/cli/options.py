@@ -30,9 +30,6 @@ SAMPLING_FIELDS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
 )  # fmt: skip
-_MAX_TOKENS = (
-    f"Most tokens to generate [{MOST_TOKENS}, for some answers have no end; less where the context is shorter]"
-)
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str]) -> None:

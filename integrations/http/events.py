@@ -17,21 +17,20 @@ class Event:
 
 
 @dataclass(slots=True)
-class Text(Event):
-    """Text of the answer. `logprobs` and `token_ids` are those of the whole delivery, thoughts and calls included."""
+class Piece(Event):
+    """Text of either kind. `logprobs` and `token_ids` are those of the whole delivery, thoughts and calls included."""
 
     text: str
     logprobs: Sequence[LogprobEntry] = ()
     token_ids: Sequence[int] = ()
 
 
-@dataclass(slots=True)
-class Thinking(Event):
+class Text(Piece):
+    """Text of the answer."""
+
+
+class Thinking(Piece):
     """Text of the reasoning before an answer."""
-
-    text: str
-    logprobs: Sequence[LogprobEntry] = ()
-    token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)

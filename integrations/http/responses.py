@@ -112,17 +112,14 @@ WAITING = 16
 def routes(serving: Serving) -> list[BaseRoute]:
     """Paths of the Responses API."""
     api, one = _Responses(serving), "/v1/responses/{id}"
-    paths: list[tuple[str, Endpoint, str]] = [
-        ("/v1/responses", api.create, "POST"),
-        ("/v1/responses/input_tokens", api.input_tokens, "POST"),
-        ("/v1/responses/compact", api.compact, "POST"),
-        (one, api.retrieve, "GET"),
-        (one, api.delete, "DELETE"),
-        (f"{one}/cancel", api.cancel, "POST"),
-        (f"{one}/input_items", api.input_items, "GET"),
-    ]
-    made = [Route(path, endpoint, methods=[method]) for path, endpoint, method in paths]
-    return [*made, WebSocketRoute("/v1/responses", api.converse)]
+    posts: dict[str, Endpoint] = {
+        "/v1/responses": api.create, "/v1/responses/input_tokens": api.input_tokens,
+        "/v1/responses/compact": api.compact, f"{one}/cancel": api.cancel,
+    }  # fmt: skip
+    gets: dict[str, Endpoint] = {one: api.retrieve, f"{one}/input_items": api.input_items}
+    made = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+    made += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+    return [*made, Route(one, api.delete, methods=["DELETE"]), WebSocketRoute("/v1/responses", api.converse)]
 
 
 class _Keeping(dialect.Writer):

@@ -154,8 +154,8 @@ def vectors_attributes(done: VectorsDone, model: str) -> dict[str, Any]:
 def known_attributes(table: str, done: RequestDone | VectorsDone, more: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of a table of opentelemetry.toml and `more`, as far as they are known, and the one that all spans
     have."""
-    found = {name: attrgetter(path)(done) for name, path in NAMES[table].items()} | more
-    known = {name: value for name, value in found.items() if value is not None}
+    found = {name: attrgetter(path)(done) for name, path in NAMES[table].items()}
+    known = {name: value for name, value in {**found, **more}.items() if value is not None}
     return {"gen_ai.provider.name": "asyncengine", **known}
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.execution.attention import base, cpu_short
+from asyncengine.execution.attention import base, cpu_plan
 from asyncengine.execution.device.arena import Empty, ordinary
 from asyncengine.execution.device.shared_gather import SharedPools
-from asyncengine.execution.device.transfer import Int64Array
 from asyncengine.kernels.api import PagedAttention, team
 from asyncengine.kernels.api import attention_fields as fields
 
@@ -71,7 +70,7 @@ class CompiledBackend(base.AttentionBackend):
             self._pools.append(_LayerPool(spec, pages, page_size, self._kernels.lanes, memory, of_windows))
         self.kv_bytes = sum(memory.bytes for memory in known.values())
         self._groups = {_group_of(spec): spec for spec in layers}
-        self._plans = {group: cpu_short.StepPlan() for group in self._groups}
+        self._plans = {group: cpu_plan.StepPlan() for group in self._groups}
         self._planned = [self._plans[_group_of(spec)] for spec in layers]
         self._scratch_size = max((_scratch_bytes(spec) for spec in layers), default=0)
         self._widest = max((spec.value_dim for spec in layers), default=0)
@@ -83,13 +82,12 @@ class CompiledBackend(base.AttentionBackend):
         self._threads, self._piece, workers = team.team_threads()
         if self._scratch.numel() < workers * self._scratch_size:
             self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
-        near, far, rows = step.for_windows(), step, None
-        if step.blocks:
-            far = step.for_others()
-        else:
-            rows = _short_rows(step)
+        near, far = step.for_windows(), step.for_others()
+        rows = cpu_plan.StepRows.of(step)
+        others = rows._replace(blocks=far.blocks)
         for group, spec in self._groups.items():
-            self._plan_group(self._plans[group], spec, near if spec.windowed else far, rows)
+            views = (near, rows) if spec.windowed else (far, others)
+            self._plan_group(self._plans[group], spec, *views)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._kernels.write(_dense(key), _dense(value), self._pools[layer].address, self._planned[layer].step)
@@ -149,68 +147,16 @@ class CompiledBackend(base.AttentionBackend):
     # -- planning ------------------------------------------------------------------------------------------------
 
     def _plan_group(
-        self, plan: cpu_short.StepPlan, spec: base.LayerSpec, step: base.StepView, rows: cpu_short.ShortRows | None
+        self, plan: cpu_plan.StepPlan, spec: base.LayerSpec, step: base.StepView, rows: cpu_plan.StepRows
     ) -> None:
-        least = self._piece // _BYTES
-        if rows is not None and (work := cpu_short.short_items(spec, rows, self._threads)) is not None:
-            pieces = cpu_short.short_pieces(work.costs, spec.num_kv_heads, self._threads, least)
-            if pieces is not None:
-                self._have_partials(spec, work.partials)
-                plan.fill(
-                    work, pieces, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
-                )
-                return
-        items, joins = self._items(spec, step)
-        heads = spec.num_heads // spec.num_kv_heads
-        cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (
-            cpu_short.LOAD + heads * items[:, fields.COUNT]
-        ) + cpu_short.START
-        self._have_partials(spec, int(joins[:, 2].sum()))
-        bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, least)
-        plan.refer_to(
-            items, joins, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
-        )
-
-    def _have_partials(self, spec: base.LayerSpec, count: int) -> None:
-        """Memory for so many partial results of one kv head each."""
-        if count:
+        work = cpu_plan.items_of(spec, rows, self._threads)
+        if work.partials:  # of one kv head each
             group = spec.num_heads // spec.num_kv_heads
-            need = count * spec.num_kv_heads * fields.partial_size(group, self._widest)
+            need = work.partials * spec.num_kv_heads * fields.partial_size(group, self._widest)
             if self._partials.numel() < need:
                 self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
-
-    def _items(self, spec: base.LayerSpec, step: base.StepView) -> tuple[Int64Array, Int64Array]:
-        """Items to compute, [items, ITEM_FIELDS], and results to join, [joins, 3]."""
-        decodes = np.flatnonzero(step.counts == 1)
-        positions = step.starts[decodes]
-        begins = np.maximum(base.first_seen(spec.window, spec.chunk, positions), spec.first)
-        first = begins // fields.SPLIT
-        parts = positions // fields.SPLIT - first + 1
-        if not self._worth_splitting(spec, step, positions + 1 - begins):
-            parts = np.ones_like(parts)
-        which = np.repeat(np.arange(len(decodes)), parts)
-        turn = np.arange(len(which)) - (np.cumsum(parts) - parts)[which]
-        several = parts[which] > 1
-        items = np.zeros((len(which), fields.ITEM_FIELDS), dtype=np.int64)
-        items[:, fields.TOKEN] = step.qo_indptr[decodes][which]
-        items[:, fields.COUNT] = 1
-        items[:, fields.POSITION] = positions[which]
-        items[:, fields.ROW] = decodes[which]
-        from_split = (first[which] + turn) * fields.SPLIT
-        items[:, fields.BEGIN] = np.maximum(begins[which], from_split)
-        ends = positions[which] + 1
-        items[:, fields.END] = np.where(several, np.minimum(ends, from_split + fields.SPLIT), ends)
-        items[:, fields.PARTIAL] = np.where(several, np.cumsum(several) - 1, -1)
-        starts = np.flatnonzero(several & (turn == 0))
-        joins = np.stack((items[starts, fields.TOKEN], items[starts, fields.PARTIAL], parts[which[starts]]), axis=1)
-        chunks = [_chunk_items(spec, step, row) for row in np.flatnonzero(step.counts > 1).tolist()]
-        return np.concatenate((items, *chunks)), np.ascontiguousarray(joins)
-
-    def _worth_splitting(self, spec: base.LayerSpec, step: base.StepView, keys: Int64Array) -> bool:
-        """True if whole decode rows are too few or too uneven for the threads. The results are the same."""
-        if len(keys) == 0 or self._threads == 1 or len(keys) < len(step.counts):
-            return False
-        return int(keys.max()) * self._threads * cpu_short.EVEN > int(keys.sum()) * spec.num_kv_heads
+        bounds = cpu_plan.even_pieces(work.costs, spec.num_kv_heads, self._threads, self._piece // _BYTES)
+        plan.fill(work, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size)
 
 
 class CompiledSequences:
@@ -281,51 +227,8 @@ class _LayerPool:
             yield base.PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
 
 
-def _chunk_items(spec: base.LayerSpec, step: base.StepView, row: int) -> Int64Array:
-    """One prompt chunk, cut into pieces of a few queries; all of a piece are of one chunk of the layer's attention."""
-    size = max(cpu_short.ROWS * spec.num_kv_heads // spec.num_heads, 1)
-    count, start = int(step.counts[row]), int(step.starts[row])
-    offsets = np.arange(0, count, size)
-    if spec.chunk is not None:
-        following = -(-(start + 1) // spec.chunk) * spec.chunk
-        offsets = np.union1d(offsets, np.arange(following - start, count, spec.chunk))
-    blocks = [(max(first - start, 0), end - start) for own, first, end in step.blocks if own == row]
-    for bounds in blocks:
-        offsets = np.union1d(offsets, [each for each in bounds if each < count])
-    counts = np.diff(offsets, append=count)
-    items = np.zeros((len(offsets), fields.ITEM_FIELDS), dtype=np.int64)
-    items[:, fields.TOKEN] = step.qo_indptr[row] + offsets
-    items[:, fields.COUNT] = counts
-    items[:, fields.POSITION] = start + offsets
-    items[:, fields.ROW] = row
-    items[:, fields.BEGIN] = np.maximum(base.first_seen(spec.window, spec.chunk, start + offsets), spec.first)
-    items[:, fields.END] = np.minimum(start + offsets + counts + spec.later, start + count)
-    items[:, fields.PARTIAL] = -1
-    for first, end in blocks:
-        inside = (offsets >= first) & (offsets < end)
-        items[inside, fields.BEYOND] = items[inside, fields.END] = start + end
-    return items
-
-
-def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int64Array:
-    """[pieces + 1] bounds of the units of each piece, which go head by head over all items; a piece costs `least`."""
-    ends = np.cumsum(cost)
-    total = int(ends[-1]) * heads
-    pieces = 1 if threads == 1 else max(1, min(threads * team.PER_THREAD, total // max(1, least), len(cost) * heads))
-    wanted = np.arange(pieces + 1) * total // pieces
-    head, rest = np.divmod(wanted, int(ends[-1]))
-    return head * len(cost) + np.searchsorted(ends, rest, side="right")
-
-
-def _short_rows(step: base.StepView) -> cpu_short.ShortRows | None:
-    """None: a step of many tokens."""
-    if step.kv_slots.numel() > cpu_short.FEW:
-        return None
-    return cpu_short.ShortRows(step.starts.tolist(), step.counts.tolist(), step.qo_indptr.tolist())
-
-
 def _scratch_bytes(spec: base.LayerSpec) -> int:
-    rows = max(cpu_short.ROWS, spec.num_heads // spec.num_kv_heads)
+    rows = max(cpu_plan.ROWS, spec.num_heads // spec.num_kv_heads)
     turned = fields.turned_size(spec.value_dim) if spec.latent else 0
     return -(-int(fields.scratch_sizes(rows, spec.key_dim, spec.value_dim)[-1] + turned) // 4096) * 4096
 

@@ -1,4 +1,4 @@
-"""Plans of short steps, made item by item, against those worked out with arrays: the same results."""
+"""Plans of steps of any rows: by any number of threads the same results, at one address."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler here", allow_module_level=True)
 
-from asyncengine.execution.attention import cpu_short
 from asyncengine.execution.attention.cpu import CompiledBackend
-from asyncengine.execution.attention.cpu_short import FEW, StepPlan
+from asyncengine.execution.attention.cpu_plan import StepPlan
 
 SPECS = {
     "plain": LayerSpec(0, 4, 2, 16, 16, 0.25),
@@ -54,34 +53,26 @@ def filled(spec: LayerSpec) -> CompiledBackend:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_short_plans_give_the_bits_of_those_by_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_no_bit(name: str) -> None:
     """One backend for all steps: what a longer plan left behind is not seen. Long rows are split among threads."""
     spec, draw, filling = SPECS[name], random.Random(name), torch.Generator().manual_seed(2)
-    backends, short = [filled(spec), filled(spec)], []
-    fill = StepPlan.fill
-    monkeypatch.setattr(StepPlan, "fill", lambda self, *given: short.append(1) or fill(self, *given))
-    for _ in range(100):
-        step, found = random_step(draw), []
-        shape = (step.kv_slots.numel(), spec.num_heads, 16)
-        query = torch.randn(shape, generator=filling)
-        with team_of(draw.choice([1, 2, 4]), draw.choice([2**10, 2**14, 2**17])):
-            for backend, few in zip(backends, (FEW, 0), strict=True):
-                monkeypatch.setattr(cpu_short, "FEW", few)
-                backend.plan(step)
-                found.append(backend.attend(0, query))
-        assert torch.equal(*found)
-    assert 60 < len(short) <= 100
+    backend, alone = filled(spec), filled(spec)
+    for _ in range(60):
+        step = random_step(draw)
+        query = torch.randn((step.kv_slots.numel(), spec.num_heads, 16), generator=filling)
+        with team_of(draw.choice([2, 4]), draw.choice([2**10, 2**14, 2**17])):
+            backend.plan(step)
+            found = backend.attend(0, query)
+        alone.plan(step)
+        assert torch.equal(found, alone.attend(0, query))
 
 
 def test_plans_are_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group has its plans at one address: a record (`layers.recorded`) reads every step there, short or long."""
+    """Each group has its plans at one address: a record (`layers.recorded`) reads every step there."""
     near = replace(SPECS["window"], index=1, window=600)
     backend = CompiledBackend([SPECS["one kv head"], near], 60, 16, torch.float32)
-    draw, filled = random.Random(7), set()
-    for name in ("fill", "refer_to"):
-        own = getattr(StepPlan, name)
-        monkeypatch.setattr(StepPlan, name, lambda plan, *given, own=own: filled.add(plan.step) or own(plan, *given))
+    draw, filled, fill = random.Random(7), set(), StepPlan.fill
+    monkeypatch.setattr(StepPlan, "fill", lambda plan, *given: filled.add(plan.step) or fill(plan, *given))
     for _ in range(50):
-        monkeypatch.setattr(cpu_short, "FEW", draw.choice((FEW, 0)))
         backend.plan(random_step(draw))
     assert len(filled) == 2

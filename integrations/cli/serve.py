@@ -85,7 +85,8 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
             allow_adapters=settings.allow_adapters or settings.insecure,
             telemetry=settings.telemetry,
         )  # fmt: skip
-        ready = f"serving {', '.join(group)} at {server.address_of(listener)} (Ctrl-C stops it)"
+        address = server.address_of(listener, "https" if settings.ssl_certfile else "http")
+        ready = f"serving {', '.join(group)} at {address} (Ctrl-C stops it)"
         running = server.Server(served, settings, lambda: print(ready, flush=True))
         return await server.until_stopped(running, listener, group)
 
@@ -107,7 +108,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
         _add(plan, name, {"keep_alive": keep_alive, **common, "model": model})
     if not plan.models:
         raise CliError("models: name a MODEL, or several, or a --config FILE with [models.NAME]")
-    plan.aliases |= dict(args.alias)
+    plan.aliases |= dict(args.alias) | ({"": settings.default_model} if settings.default_model else {})
     if adapters := given_adapters(args):
         if len(plan.models) > 1:
             raise CliError("adapter: say in a --config FILE to which of several models it belongs")
@@ -118,7 +119,8 @@ def read_plan(args: argparse.Namespace) -> Plan:
         known += own if isinstance(own := setup.get("adapters"), Mapping) else ()
     for name, meant in plan.aliases.items():
         if meant not in known:
-            raise CliError(f"alias {name!r}: must be another name of {' or '.join(map(repr, known))}, got {meant!r}")
+            what = f"alias {name!r}" if name else "default_model"
+            raise CliError(f"{what}: must be another name of {' or '.join(map(repr, known))}, got {meant!r}")
     return plan
 
 

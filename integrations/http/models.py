@@ -124,7 +124,8 @@ class Models:
         if name is None:
             able_to = (task, "auto", "generate") if task == "decide" else (task, "auto")
             able = [each for each in self.group if self.group.task_of(each) in able_to]
-            able = [usual] if (usual := self._aliases.get("*")) in able else able
+            usual = self._aliases.get("", self._aliases.get("*"))
+            able = [usual] if usual in able else able
             if len(able) != 1:
                 raise Problem(400, f"must say which model: {_listed(able)}", "model", "model_required")
             return able[0], None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -120,7 +122,7 @@ class Server(uvicorn.Server):
             app, http=Connection, lifespan="auto", server_header=False,
             log_config=None, log_level=settings.log_level, access_log=False,
             h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=int(IDLE_SECONDS),
-            ws_max_size=settings.max_body,
+            ws_max_size=settings.max_body, ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
         )  # fmt: skip
         super().__init__(config)
         self.drain_timeout = settings.drain_timeout
@@ -183,7 +185,16 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`."""
+    """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`, for a
+    certificate that cannot be used as well."""
+    try:
+        if settings.ssl_certfile or settings.ssl_keyfile:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(settings.ssl_certfile or "", settings.ssl_keyfile)
+    except OSError as error:
+        raise InvalidParameter("ssl_certfile", f"cannot be used: {error}", settings.ssl_certfile) from error
+    if settings.uds is not None:
+        return _bind_unix(settings.uds)
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -200,10 +211,25 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def _bind_unix(path: str) -> socket.socket:
+    """A Unix socket, in place of one that a server left there which is gone. Raises `InvalidParameter`."""
+    try:
+        listener, probe = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+        with probe:
+            if probe.connect_ex(path) == errno.ECONNREFUSED:
+                os.unlink(path)
+        listener.bind(path)
+    except (OSError, AttributeError) as error:  # the latter on a system that has none
+        raise InvalidParameter("uds", f"cannot be listened on: {error}", path) from error
+    return listener
+
+
+def address_of(listener: socket.socket, scheme: str = "http") -> str:
     """The base URL at which a socket is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if isinstance(name := listener.getsockname(), str):
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def allow_many_connections() -> None:

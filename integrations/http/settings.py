@@ -32,6 +32,12 @@ class ServerSettings(Settings):
     """Address to listen on. Others than this machine's own need a key, or `insecure`."""
     port: Annotated[int, integer_in(0, 65535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on, in place of an address."""
+    ssl_certfile: str | None = None
+    """File with a certificate and its chain (PEM): requests come over TLS, at https."""
+    ssl_keyfile: str | None = None
+    """File with the private key, where it is not in `ssl_certfile`."""
     api_key: Annotated[Sequence[str], _texts] = ()
     """A key of which requests must show one. `ps` shows flags to everybody: better a file, or ASYNCENGINE_API_KEY."""
     api_key_file: str | None = None
@@ -56,6 +62,8 @@ class ServerSettings(Settings):
     Without the flag all are loaded at the start; those of a configuration file are kept for "5m"."""
     telemetry: bool = False
     """Make spans of OpenTelemetry for requests, for the tracer provider that `opentelemetry-instrument` sets up."""
+    default_model: str | None = None
+    """Model that answers requests which name none; None: the only one that can."""
     drain_timeout: Seconds = 30.0
     """Seconds that requests have to end after SIGTERM."""
     log_level: Literal["error", "warning", "info", "debug"] = "warning"
@@ -67,7 +75,7 @@ class ServerSettings(Settings):
     def local(self) -> bool:
         """Only programs of this machine reach it."""
         try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+            return self.uds is not None or self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
 
@@ -75,7 +83,7 @@ class ServerSettings(Settings):
     def hosts(self) -> tuple[str, ...] | None:
         """Host names to which it answers; None: all. Where neither a key nor an address keeps others away, a web page
         can have its own host name resolve to this machine, and then ask with the rights of its visitor's browser."""
-        if self.insecure or not self.local:
+        if self.insecure or self.uds or not self.local:  # no web page reaches a Unix socket
             return None
         return ("localhost", "127.0.0.1", "[::1]", f"[{self.host}]" if ":" in self.host else self.host)
 

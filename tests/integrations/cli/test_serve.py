@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ if sys.platform == "win32":
     pytest.skip("signals are others there", allow_module_level=True)
 
 PATIENCE = 120.0
+CERTIFICATE = Path(__file__).parents[2] / "support" / "localhost.pem"
+"""A certificate for localhost that signs itself, with its key."""
 SMALL = ("--max-num-seqs", "4", "--num-threads", "1", "--grammar-backend", "none")
 HELLO = [{"role": "user", "content": "hello"}]
 ENDLESS = {"model": "demo", "messages": HELLO, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -74,7 +77,7 @@ class Served:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("serving "), self.process.communicate(timeout=PATIENCE)
-        self.url = next(word for word in line.split() if word.startswith("http:"))
+        self.url = next(word for word in line.split() if word.startswith(("http:", "https:", "unix:")))
         return line
 
     def end(self) -> tuple[int, str]:
@@ -155,6 +158,54 @@ def test_a_profile_of_an_idle_engine_holds_nothing_up() -> None:
         assert made.result().json()["traceEvents"]
         assert served.end()[0] == 0
         assert time.monotonic() - began < 25
+
+
+def test_over_tls() -> None:
+    with Served("demo", "--keep-alive", "5m", "--ssl-certfile", str(CERTIFICATE)) as served:
+        served.ready()
+        assert served.url.startswith("https://127.0.0.1:")
+        with httpx.Client(verify=ssl.create_default_context(cafile=str(CERTIFICATE))) as client:
+            assert client.get(f"{served.url}/v1/models").json()["data"][0]["id"] == "demo"
+            body = {"messages": HELLO, "max_tokens": 4, "stream": True}
+            with client.stream("POST", f"{served.url}/v1/chat/completions", json=body, timeout=PATIENCE) as answer:
+                assert list(answer.iter_lines())[-2] == "data: [DONE]"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(served.url.replace("https", "http"))
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == (0, "stopped\n")
+
+
+def test_over_a_unix_socket(tmp_path: Path) -> None:
+    """A file that was left there is replaced, one at which somebody listens is not."""
+    path = str(tmp_path / "socket")
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(path)
+    left.close()
+    with Served("demo", "pet=demo", "--keep-alive", "5m", "--uds", path, "--default-model", "pet") as served:
+        served.ready()
+        assert served.url == f"unix:{path}"
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=path), base_url="http://anything", timeout=PATIENCE
+        ) as client:
+            for model in ({}, {"model": ""}):
+                made = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1, **model})
+                assert made.json()["model"] == "pet"
+        with pytest.raises(InvalidParameter, match="uds: cannot be listened on"):
+            bind(ServerSettings(uds=path))
+        served.process.send_signal(signal.SIGTERM)
+        assert served.end() == (0, "stopped\n")
+
+
+def test_wrong_certificates_and_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no.pem").write_text("none")
+    for flags, words in (
+        (("--ssl-certfile", str(tmp_path / "no.pem")), "ssl-certfile: cannot be used"),
+        (("--ssl-keyfile", str(CERTIFICATE)), "ssl_certfile: cannot be used"),
+        (("--uds", str(tmp_path / "no" / "socket")), "uds: cannot be listened on"),
+        (("--default-model", "none"), "--default-model: must be another name of 'demo'"),
+    ):
+        assert main(["serve", "demo", "--keep-alive", "5m", *flags]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_waits_for_nobody() -> None:

@@ -30,8 +30,8 @@ def app(
     `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
     adapters; "*" stands for every unknown name, "" for none. `strict`: fields that would be passed over are refused.
     `max_body`: bytes of the longest request. `response_memory`: bytes of responses that clients may come back to.
-    `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host header that are answered without a key; None:
-    all. `cors`: origins of web pages that may ask. `telemetry`: spans of OpenTelemetry
+    `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host header that are answered
+    without a key; None: all. `cors`: origins of web pages that may ask. `telemetry`: spans of OpenTelemetry
     (`asyncengine.integrations.opentelemetry`) for every request, below the caller's.
 
     Raises `ImportError` naming the extra where starlette is not installed.

@@ -208,12 +208,9 @@ PROCESS.make_room = _REGISTRY.make_room
 
 
 def shared_engine(
-    model: str | os.PathLike[str],
-    *,
-    config: EngineConfig | None = None,
-    keep_alive: float | None = None,
+    model: str | os.PathLike[str], *, config: EngineConfig | None = None, keep_alive: float | None = None,
     **settings: Any,
-) -> EngineHandle:
+) -> EngineHandle:  # fmt: skip
     """A handle on the process-wide engine for this model and configuration. Cheap: loads on first use.
 
     `keep_alive`: seconds that the engine stays loaded if this is its last handle (None: a minute), and nobody comes for

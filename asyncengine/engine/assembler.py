@@ -139,20 +139,16 @@ class Assembler:
         last, text, check = output.last, "".join(output.texts), self.prepared.check_text
         reason = None if last is None else last.finish_reason
         return Sample(
-            text=text,
-            token_ids=output.token_ids,
-            finish_reason=reason or "abort",
-            logprobs=output.logprobs or None,
+            text=text, token_ids=output.token_ids, finish_reason=reason or "abort", logprobs=output.logprobs or None,
             error=None if last is None else last.error,
-            tool_calls=[] if self._reader is None else self._reader.calls(index),
-            reasoning="".join(output.reasoning),
+            tool_calls=[] if self._reader is None else self._reader.calls(index), reasoning="".join(output.reasoning),
             schema_error=None if check is None or reason == "tool_calls" else check(text),
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
             stop=None if last is None else last.stop,
             steered_from=None if output.steered_from is None else min(output.steered_from, len(text)),
             weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),
             routed_experts=self._routed_experts(index, len(output.token_ids)),
-        )
+        )  # fmt: skip
 
     def _routed_experts(self, index: int, generated: int) -> NDArray[np.integer] | None:
         """`Sample.routed_experts`: the prompt's of sample 0, which alone computes them, and the sample's own.

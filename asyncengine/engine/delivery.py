@@ -72,14 +72,9 @@ class Delivery:
     """Every open stream of one engine, by ticket. Lives on the engine's loop."""
 
     def __init__(
-        self,
-        clock: Clock,
-        meter: Meter,
-        hooks: Hooks,
-        post: Callable[[StopText | Abort], object],
-        table: TokenTable | None = None,
-        pause: Callable[[Suspend | Resume], object] = lambda message: None,
-    ) -> None:
+        self, clock: Clock, meter: Meter, hooks: Hooks, post: Callable[[StopText | Abort], object],
+        table: TokenTable | None = None, pause: Callable[[Suspend | Resume], object] = lambda message: None,
+    ) -> None:  # fmt: skip
         """`post`: told before the consumer when a stream ends here and not by the scheduler. `pause`: told, from any
         thread, when a consumer has too much unread, and when it reads again."""
         self.streams: dict[int, Receiver] = {}

@@ -60,17 +60,10 @@ class EngineLoop(ServingLoop):
     callers use: inbox, queue limit, delivery."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        scheduler: Scheduler,
-        runner: DeviceThread,
-        clock: Clock,
-        *,
-        grammars: GrammarCompiler | None = None,
-        adapters: AdapterStore | None = None,
-        table: TokenTable | None = None,
+        self, config: EngineConfig, scheduler: Scheduler, runner: DeviceThread, clock: Clock, *,
+        grammars: GrammarCompiler | None = None, adapters: AdapterStore | None = None, table: TokenTable | None = None,
         recorder: Recorder | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, clock, grammars=grammars, adapters=adapters, table=table)
         self.scheduler = scheduler
         self.runner = runner

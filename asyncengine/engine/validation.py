@@ -206,22 +206,12 @@ class RequestValidator:
         ticket = next(self._tickets)
         eos = () if params.ignore_eos else self.info.eos_token_ids
         first = RequestSpec(
-            ticket,
-            prompt,
-            params,
-            max_total,
-            options=options,
-            request_id=options.request_id or f"req-{secrets.token_hex(8)}",
-            seed=sample_seed(params.seed, 0),
-            stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
-            arrival=arrival,
-            group=None if params.n == 1 else ticket,
-            members=params.n,
-            prediction=prediction,
-            images=images,
-            inter_token_timeout=self.config.inter_token_timeout,
-            **self._deadlines(options, arrival),
-        )
+            ticket, prompt, params, max_total, options=options,
+            request_id=options.request_id or f"req-{secrets.token_hex(8)}", seed=sample_seed(params.seed, 0),
+            stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))), arrival=arrival,
+            group=None if params.n == 1 else ticket, members=params.n, prediction=prediction, images=images,
+            inter_token_timeout=self.config.inter_token_timeout, **self._deadlines(options, arrival),
+        )  # fmt: skip
         yield first
         if params.n > 1 and params.prompt_logprobs:
             # the same for all samples: computed once

@@ -30,17 +30,9 @@ class KVCache:
     """Pages and states of one engine. Pure bookkeeping: integers in, integers out."""
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        *,
-        prefix_caching: bool = True,
-        eviction: str = "lru",
-        num_states: int = 0,
-        windows: Iterable[Window] = (),
-        num_window_pages: int = 0,
-        most_ahead: int = sys.maxsize,
-    ) -> None:
+        self, num_pages: int, page_size: int, *, prefix_caching: bool = True, eviction: str = "lru",
+        num_states: int = 0, windows: Iterable[Window] = (), num_window_pages: int = 0, most_ahead: int = sys.maxsize,
+    ) -> None:  # fmt: skip
         """`num_states`: slots for recurrent states, slot 0 included; 0: the model keeps none. `windows`: kinds of its
         attention layers. `num_window_pages`: pages of those with a window, page 0 included; 0: all layers have the same
         pages. `most_ahead`: tokens of a request that launched steps compute at a time, at most."""

@@ -226,13 +226,10 @@ class PageGroup:
     def counts(self, tables: Iterable[PageTable]) -> PageCounts:
         """Pages by state, given all open tables."""
         return PageCounts(
-            free=self.pool.num_free,
-            cached=self.tree.num_evictable,
-            shared=self.tree.num_locked,
+            free=self.pool.num_free, cached=self.tree.num_evictable, shared=self.tree.num_locked,
             held=sum(len(table.own_pages()) for table in tables),
-            retiring=sum(len(given.pages) for given in self.retiring),
-            total=self.pool.capacity,
-        )
+            retiring=sum(len(given.pages) for given in self.retiring), total=self.pool.capacity,
+        )  # fmt: skip
 
     def check(self, tables: Sequence[PageTable]) -> None:
         """Prove conservation: every page has exactly one owner and every lock exactly one holder.

@@ -403,15 +403,10 @@ class StateGroup:
 
     def counts(self, num_working: int) -> StateCounts:
         return StateCounts(
-            free=self.pool.num_free,
-            working=num_working + len(self._trails) + len(self._guessed),
-            snapshots=len(self.snapshots) + len(self._passed),
-            saving=len(self.saving) + len(self._arriving),
-            retiring=len(self._retiring),
-            total=self.capacity,
-            hits=self._hits,
-            evictions=self._evictions,
-        )
+            free=self.pool.num_free, working=num_working + len(self._trails) + len(self._guessed),
+            snapshots=len(self.snapshots) + len(self._passed), saving=len(self.saving) + len(self._arriving),
+            retiring=len(self._retiring), total=self.capacity, hits=self._hits, evictions=self._evictions,
+        )  # fmt: skip
 
     def check_sums(self, num_working: int, *, idle: bool) -> None:
         """The cheap form of `check`. `idle`: no step is in flight."""

@@ -21,7 +21,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
-from typing import Protocol
 
 from asyncengine.config import BatchingSettings
 from asyncengine.kvcache import KVCache, PageTable
@@ -37,28 +36,6 @@ from asyncengine.scheduler.slots import Slots
 # Pages and snapshots that running requests are about to leave in the cache: others wait for them, and compute less.
 
 
-class Frontiers(Protocol):
-    """Made anew for each step."""
-
-    def add(self, request: Request) -> None:
-        """`request` runs from now on."""
-
-    def foresee(self, request: Request, namespace: Namespace, limit: int, leader: Request | None = None) -> None:
-        """`request` waits, and may find up to `limit` tokens cached in `namespace`: see that what it will need is left
-        behind by those that run, or by `leader` if the others know."""
-
-    def awaits(self, request: Request, table: PageTable) -> bool:
-        """Whether `request`, which could start with `table`, should rather wait."""
-
-
-def frontiers(kv: KVCache, running: Iterable[Request]) -> Frontiers:
-    """Frontiers of the requests that run now."""
-    found: Frontiers = PageFrontiers(kv) if kv.states is None else SnapshotFrontiers(kv.page_size)
-    for request in running:
-        found.add(request)
-    return found
-
-
 class PageFrontiers:
     """Pages that are about to be computed: each by its parent in the tree and its tokens."""
 
@@ -67,7 +44,7 @@ class PageFrontiers:
         self._pages: dict[tuple[Node, tuple[int, ...]], int] = {}
 
     def add(self, request: Request) -> None:
-        """Note the page `request` computes next, if it is a full page of a prompt that will be published."""
+        """`request` runs: note the page it computes next, if it is a full page of a prompt that will be published."""
         table = request.table
         if table is None or not self._kv.prefix_caching or request.num_computed >= len(request.tokens) - 1:
             return
@@ -76,9 +53,11 @@ class PageFrontiers:
             self._pages[page] = request.ticket
 
     def foresee(self, request: Request, namespace: Namespace, limit: int, leader: Request | None = None) -> None:
-        """Whatever a request computes is left behind."""
+        """`request` waits, and may find up to `limit` tokens cached in `namespace`: see that what it will need is left
+        behind by those that run, or by `leader` if the others know. Here whatever a request computes is left behind."""
 
     def awaits(self, request: Request, table: PageTable) -> bool:
+        """Whether `request`, which could start with `table`, should rather wait."""
         return self._next_page(table, request) in self._pages
 
     def _next_page(self, table: PageTable, request: Request) -> tuple[Node, tuple[int, ...]]:
@@ -87,7 +66,7 @@ class PageFrontiers:
 
 
 class SnapshotFrontiers:
-    """Running requests that have snapshots yet to take."""
+    """Running requests that have snapshots yet to take, asked as `PageFrontiers`."""
 
     most = 4
     """Snapshots of one request that are yet to come: beyond that, no further branch is noted."""
@@ -132,6 +111,17 @@ class SnapshotFrontiers:
         if first > limit or one[first - size : first] != other[first - size : first]:
             return 0
         return common_pages(one, other, min(limit, len(one) - 1), size)
+
+
+Frontiers = PageFrontiers | SnapshotFrontiers
+
+
+def frontiers(kv: KVCache, running: Iterable[Request]) -> Frontiers:
+    """Frontiers of the requests that run now."""
+    found: Frontiers = PageFrontiers(kv) if kv.states is None else SnapshotFrontiers(kv.page_size)
+    for request in running:
+        found.add(request)
+    return found
 
 
 def common_pages(one: Sequence[int], other: Sequence[int], limit: int, page_size: int) -> int:

@@ -54,15 +54,9 @@ def plain_output(ticket: int, token: int) -> Output:
 def with_counts(request: Request, token: int = -1, reason: EndReason | None = None, **news: Any) -> Output:
     """The first or last output of `request`, which carry its counts."""
     return Output(
-        request.ticket,
-        token,
-        reason=reason,
-        cached_tokens=request.cached_tokens,
-        restored_tokens=request.restored_tokens,
-        started_at=request.first_step_at,
-        predicted=request.predicted,
-        **news,
-    )
+        request.ticket, token, reason=reason, cached_tokens=request.cached_tokens,
+        restored_tokens=request.restored_tokens, started_at=request.first_step_at, predicted=request.predicted, **news,
+    )  # fmt: skip
 
 
 @dataclass(slots=True)

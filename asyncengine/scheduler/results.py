@@ -117,14 +117,9 @@ class Results:
                 self._roster.preempt(request)
 
     def _accept(
-        self,
-        request: Request,
-        token: int,
-        logprob: TokenLogprob | None,
-        now: float,
-        constrained: ConstrainedToken | None = None,
-        steered: bool = False,
-    ) -> None:
+        self, request: Request, token: int, logprob: TokenLogprob | None, now: float,
+        constrained: ConstrainedToken | None = None, steered: bool = False,
+    ) -> None:  # fmt: skip
         """Append a token of `request`; end the request if that was its last.
 
         A request preempted meanwhile takes its token all the same: it was sampled from intact pages. `constrained`:
@@ -144,14 +139,9 @@ class Results:
         self._roster.outputs.append(with_counts(request, token, reason, logprob=logprob, error=error, steered=steered))
 
     def _accept_several(
-        self,
-        request: Request,
-        tokens: tuple[int, ...],
-        accepted: int,
-        constrained: ConstrainedToken | None,
-        scored: list[TokenLogprob] | None,
-        now: float,
-    ) -> int:
+        self, request: Request, tokens: tuple[int, ...], accepted: int, constrained: ConstrainedToken | None,
+        scored: list[TokenLogprob] | None, now: float,
+    ) -> int:  # fmt: skip
         """Append the tokens of one row, until one ends the request: drafts that were right, and what its grammar
         forces, which is computed like a chunk in the next step. Returns how many were taken.
 

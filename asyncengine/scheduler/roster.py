@@ -93,14 +93,9 @@ class Roster:
     """The requests of one engine, from arrival to end."""
 
     def __init__(
-        self,
-        kv: KVCache,
-        policy: Policy,
-        slots: Slots,
-        drafts: DraftPlanner | None,
-        namespace: Callable[[Request], Namespace],
-        restores: Restores,
-    ) -> None:
+        self, kv: KVCache, policy: Policy, slots: Slots, drafts: DraftPlanner | None,
+        namespace: Callable[[Request], Namespace], restores: Restores,
+    ) -> None:  # fmt: skip
         """`namespace`: where in the prefix cache a request's pages are."""
         self.kv = kv
         self.namespace = namespace

@@ -51,13 +51,9 @@ class Scheduler:
     """Requests of one engine, from arrival to end. See the module docstring for the verbs."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        kv: KVCache,
-        adapters: AdapterAdmission | None = None,
-        drafts: DraftPlanner | None = None,
-        copies: bool = False,
-    ) -> None:
+        self, config: EngineConfig, kv: KVCache, adapters: AdapterAdmission | None = None,
+        drafts: DraftPlanner | None = None, copies: bool = False,
+    ) -> None:  # fmt: skip
         """`drafts`: None is as the configuration says. `copies`: the executor makes `Batch.copies`."""
         self.config = config
         self.kv = kv

@@ -233,13 +233,10 @@ class ReplicaProcess(Process):
         self.name, self.node, self.placed = placed.name, node.id, placed
         self.connection = Connection(self, node.address, config.silence_limit, context)
         kind = ray.remote(Replica).options(
-            name=self.name,
-            namespace=NAMESPACE,
-            num_cpus=placed.shares[0].cpus,
-            num_gpus=config.num_gpus * len(placed.shares[0].devices),
-            max_concurrency=MAX_CALLS,
+            name=self.name, namespace=NAMESPACE, num_cpus=placed.shares[0].cpus,
+            num_gpus=config.num_gpus * len(placed.shares[0].devices), max_concurrency=MAX_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-        )
+        )  # fmt: skip
         try:
             self._actor = kind.remote()
         except ValueError as error:  # another fleet was quicker

@@ -164,13 +164,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     def batch_as_completed(  # type: ignore[override]  # the base class spells it as two overloads
-        self,
-        inputs: Sequence[LanguageModelInput],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, AIMessage | Exception]]:
+        self, inputs: Sequence[LanguageModelInput], config: RunnableConfig | Sequence[RunnableConfig] | None = None, *,
+        return_exceptions: bool = False, **kwargs: Any,
+    ) -> Iterator[tuple[int, AIMessage | Exception]]:  # fmt: skip
         widened = _widened(config, _count(inputs))
         return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
 
@@ -238,17 +234,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         grammars, limit = config.get("grammar_backend") != "none", config.get("max_model_len")
         calls = True if config.get("tool_format", "auto") != "auto" else None
         profile = ModelProfile(
-            name=self._name(),
-            open_weights=True,
-            text_inputs=True,
-            text_outputs=True,
-            audio_inputs=False,
-            video_inputs=False,
-            pdf_inputs=False,
-            pdf_tool_message=False,
-            structured_output=grammars,
-            temperature=True,
-        )
+            name=self._name(), open_weights=True, text_inputs=True, text_outputs=True, audio_inputs=False,
+            video_inputs=False, pdf_inputs=False, pdf_tool_message=False, structured_output=grammars, temperature=True,
+        )  # fmt: skip
         if model is not None:
             calls, limit = model.tool_format is not None, model.max_model_len
             profile["reasoning_output"] = model.reasons

@@ -25,12 +25,10 @@ PROVIDER = "asyncengine"
 
 def usage_metadata(usage: Usage) -> UsageMetadata:
     return UsageMetadata(
-        input_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        total_tokens=usage.total_tokens,
+        input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, total_tokens=usage.total_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
         output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
-    )
+    )  # fmt: skip
 
 
 def _info(news: Sample | Chunk) -> dict[str, Any]:
@@ -77,13 +75,10 @@ def chat_result(completion: Completion, model_name: str) -> outputs.ChatResult:
         info = _info(sample)
         calls, broken = _calls(sample)
         answer = AIMessage(
-            content=sample.text,
-            tool_calls=calls,
-            invalid_tool_calls=broken,
-            additional_kwargs=_reasoning(sample.reasoning),
-            response_metadata={**_answer(model_name), **info},
+            content=sample.text, tool_calls=calls, invalid_tool_calls=broken,
+            additional_kwargs=_reasoning(sample.reasoning), response_metadata={**_answer(model_name), **info},
             usage_metadata=None if index else usage_metadata(completion.usage),
-        )
+        )  # fmt: skip
         generations.append(outputs.ChatGeneration(message=answer, generation_info=info))
     output = {"token_usage": openai_usage(completion.usage), "model_name": model_name}
     return outputs.ChatResult(generations=generations, llm_output=output)
@@ -139,13 +134,11 @@ def chat_chunk(chunk: Chunk, model_name: str) -> outputs.ChatGenerationChunk:
     last = chunk.finish_reason is not None
     info = _info(chunk)
     part = AIMessageChunk(
-        content=chunk.text,
-        tool_call_chunks=_call_chunks(chunk.tool_calls or ()),
+        content=chunk.text, tool_call_chunks=_call_chunks(chunk.tool_calls or ()),
         additional_kwargs=_reasoning(chunk.reasoning),
         response_metadata={**(_answer(model_name) if last else {}), **info},
-        usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None,
-        chunk_position="last" if last else None,
-    )
+        usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None, chunk_position="last" if last else None,
+    )  # fmt: skip
     return outputs.ChatGenerationChunk(message=part)
 
 

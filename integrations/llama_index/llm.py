@@ -137,13 +137,10 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         if not isinstance(window, int) or window < 1:  # it may have been assigned
             raise InvalidParameter("context_window", "must be an integer >= 1", window)
         return LLMMetadata(
-            context_window=window,
-            num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, window // 4),
-            is_chat_model=chat,
-            is_function_calling_model=chat and calls,
-            model_name=self._name(),
+            context_window=window, num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, window // 4),
+            is_chat_model=chat, is_function_calling_model=chat and calls, model_name=self._name(),
             system_role=MessageRole.SYSTEM,
-        )
+        )  # fmt: skip
 
     def to_payload(self) -> dict[str, Any]:
         """The payload for observers. Each call sends it from the caller's loop, so it must not load the model."""

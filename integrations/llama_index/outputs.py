@@ -103,12 +103,9 @@ class Answer:
 
     def complete(self) -> types.CompletionResponse:
         return types.CompletionResponse(
-            text=self.text,
-            delta=self.delta,
-            raw=dict(self.raw),
-            logprobs=self.logprobs,
+            text=self.text, delta=self.delta, raw=dict(self.raw), logprobs=self.logprobs,
             additional_kwargs=self._additional_kwargs(),
-        )
+        )  # fmt: skip
 
     def _blocks(self) -> list[types.ContentBlock]:
         """The thoughts, the text, the calls: in the order in which models write them."""

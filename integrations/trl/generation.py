@@ -109,12 +109,9 @@ class EngineGeneration:
     # ---------------------------------------------------------------- completions
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        images: Sequence[Any] | None = None,
-        num_generations: int = 1,
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Any] | None = None, num_generations: int = 1,
         profiler: AbstractContextManager[Any] | None = None,
-    ) -> Generated:
+    ) -> Generated:  # fmt: skip
         """One completion of each of `prompts`, token ids that TRL has repeated `num_generations` times already; all are
         computed in shared batches, equal prompts once.
 

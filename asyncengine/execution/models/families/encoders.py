@@ -6,9 +6,10 @@ Those that are not are refused by name, with the reason: there is no other way t
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from importlib import import_module, resources
 from itertools import accumulate
 from typing import Any
 
@@ -27,72 +28,19 @@ encoder is built of. Raises `UnsupportedModel` for an option that is not written
 class Spelling:
     """Names of a family's tensors in earlier files, by what they are called today."""
 
-    renamed: tuple[tuple[str, str], ...] = ()
+    renamed: Sequence[Sequence[str]] = ()
     """(regular expression, what takes its place), applied in turn."""
-    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    split: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """{end of a module's name: the ends of those that it is the rows of, in order}."""
 
 
 _NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 """Names of norms in TensorFlow's BERT."""
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-SPELLINGS: Mapping[str, Spelling] = {
-    "nomic_bert": Spelling(
-        (
-            (r"encoder\.layers", "layers"), (r"emb_ln", "embeddings.LayerNorm"),
-            (r"attn\.out_proj", "self_attn.o_proj"), (r"fc11", "up_proj"), (r"fc12", "gate_proj"),
-            (r"fc2", "down_proj"), (r"norm1", "post_attention_layernorm"),
-            (r"norm2", "post_mlp_layernorm"),
-        ),
-        {"attn.Wqkv": _QKV},
-    ),
-    "gte": Spelling(
-        (
-            (r"^new\.", ""), (r"encoder\.layer\.", "layers."), (r"attention\.o_proj", "self_attn.o_proj"),
-            (r"attn_ln", "post_attention_layernorm"), (r"mlp_ln", "post_mlp_layernorm"),
-        ),
-        {"attention.qkv_proj": _QKV, "mlp.up_gate_proj": ("mlp.up_proj", "mlp.gate_proj")},
-    ),
-    "jina_embeddings_v3": Spelling(
-        (
-            (r"emb_ln", "embeddings.LayerNorm"), (r"encoder\.layers", "layers"),
-            (r"mixer\.out_proj", "self_attn.o_proj"),
-            (r"norm1", "post_attention_layernorm"), (r"norm2", "post_mlp_layernorm"),
-        ),
-        {"mixer.Wqkv": _QKV},
-    ),
-}  # fmt: skip
-
-ENCODERS: Mapping[str, str] = {
-    "bert": "bert",
-    "roberta": "bert",
-    "xlm-roberta": "bert",
-    "camembert": "bert",
-    "distilbert": "bert",
-    "mpnet": "bert",
-    "modernbert": "modernbert",
-    "nomic_bert": "rotary_bert",
-    "gte": "rotary_bert",
-    "jina_embeddings_v3": "rotary_bert",
-    "eurobert": "bidirectional",
-    "gemma3_text": "bidirectional",
-}
+_TABLES = tomllib.loads((resources.files(__package__) / "encoders.toml").read_text(encoding="utf-8"))
+SPELLINGS: Mapping[str, Spelling] = {name: Spelling(**each) for name, each in _TABLES["spellings"].items()}
+ENCODERS: Mapping[str, str] = _TABLES["files"]
 """model_type -> the file in this folder with its `encoder_config`."""
-
-_RELATIVE = "adds a bias by the distance of two tokens to its scores, which is not written down"
-REFUSED: Mapping[str, str] = {
-    "deberta": _RELATIVE,
-    "deberta-v2": _RELATIVE,
-    "convbert": "convolves beside its attention, which is not written down",
-    "albert": "shares one layer's weights between all, which is not written down",
-    "electra": "is not written down",
-    "mobilebert": "has layers within layers, which is not written down",
-    "squeezebert": "is not written down",
-    "xlm": "is not written down",
-    "xlm-roberta-xl": "is not written down",
-    "roberta-prelayernorm": "is not written down",
-    "embedding_gemma2": "is not written down",
-}
+REFUSED: Mapping[str, str] = _TABLES["refused"]
 """Encoders that transformers has and this engine has not, and why."""
 
 

@@ -15,7 +15,8 @@ from support.gguf_bytes import ARRAY, F32, STRING, U32, array, gguf, place, stri
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
 from asyncengine.execution.models.formats.gguf import header
-from asyncengine.execution.models.formats.gguf.model import VALUES, GgufModel
+from asyncengine.execution.models.formats.gguf.architectures import VALUES
+from asyncengine.execution.models.formats.gguf.model import GgufModel
 
 LLAMA = string("general.architecture", "llama")
 EMBED = place("token_embd.weight", (32, 4), 0, 0)
@@ -202,6 +203,6 @@ def test_every_key_that_is_read_has_a_type() -> None:
     """`Header.get` would take one that is written wrongly for one that files lack."""
     sources = "".join(file.read_text(encoding="utf-8") for file in Path(header.__file__).parent.glob("*.py"))
     read = set(re.findall(r"header(?:\.get\(|\.positive\(|\[)\s*\"([a-z_.]+)\"", sources))
-    read |= {key for key, _ in VALUES.values()}
+    read |= {key for key, *_ in VALUES.values()}
     assert "attention.head_count" in read
     assert read <= header.KEYS.keys()

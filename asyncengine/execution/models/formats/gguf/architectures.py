@@ -6,8 +6,10 @@ header leaves to the reader. Comments name what Ollama's own converter does othe
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -68,7 +70,7 @@ class Architecture:
     """Order of a tensor of so many rows. Raises `ValueError` for a number of rows that cannot be."""
     state: str = ""
     """Keys of config.json for the `StateSizes`, in their order."""
-    decay_shape: tuple[int, ...] = (-1,)
+    decay_shape: Sequence[int] = (-1,)
     """Shape of the states' decay in transformers."""
     join: Literal["turns", "below", "latent"] = "below"
     """Joined tensors: rows of both parts in turns, and inputs before outputs; of each expert, the second part below the
@@ -271,134 +273,33 @@ def _kimi(header: Header) -> Fields:
     }  # fmt: skip
 
 
-_BIASES = "attention_bias mlp_bias"
-_EXPERTS = "num_experts num_experts_per_tok moe_intermediate_size"
-_SCALES = "attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
-_GROUPED_EXPERTS = "num_experts_per_tok moe_intermediate_size routed_scaling_factor n_group topk_group"
-_QWEN_KEYS = "linear_conv_kernel_dim attention_bias"
-_MAMBA_KEYS = "mamba_d_conv mamba_conv_bias mamba_proj_bias attention_bias"
-_NEMOTRON_KEYS = "conv_kernel use_bias use_conv_bias mlp_bias"
-_NEMOTRON_EXPERTS = "n_routed_experts moe_shared_expert_intermediate_size moe_latent_size norm_topk_prob"
-_GRANITE_KEYS = (
-    "layer_types mamba_expand num_local_experts num_experts_per_tok shared_intermediate_size position_embedding_type"
-)
-_KIMI_KEYS = "layer_types linear_conv_kernel_dim kv_lora_rank num_local_experts n_shared_experts norm_topk_prob=True"
-_QWEN_SIZES = "linear_num_value_heads linear_value_head_dim linear_key_head_dim linear_num_key_heads"
-_MAMBA_SIZES = "mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups"
-_NEMOTRON_SIZES = "mamba_num_heads mamba_head_dim ssm_state_size n_groups"
-
-_QWEN2_ROW = Architecture("qwen2")
-_QWEN3_ROW = Architecture("qwen3", TABLES["HEAD_NORMS"], "attention_bias")
-_GPT_OSS_ROW = Architecture(
-    "gpt_oss", TABLES["GPT_OSS"], "num_local_experts num_experts_per_tok attention_bias", _gpt_oss,
-    join="turns",
-)  # fmt: skip
-LLAMA_ROW = Architecture("llama", keys=_BIASES, moved=halves)
-MIXTRAL_ROW = Architecture("mixtral", TABLES["MIXTRAL"], "num_local_experts num_experts_per_tok", moved=halves)
-"""llama.cpp's name for Mixtral is llama, too: a header with experts is."""
-_QWEN35_MOE_ROW = Architecture(
-    "qwen3_5_moe_text", TABLES["QWEN35_MOE"], f"{_QWEN_KEYS} {_EXPERTS} shared_expert_intermediate_size", _qwen,
-    partial=True, norm_offset=1.0, moved=_qwen35_moved, state=_QWEN_SIZES, head=TABLES["QWEN_HEAD"],
-)  # fmt: skip
-_NEMOTRON_ROW = Architecture(
-    "nemotron_h", TABLES["NEMOTRON"], _NEMOTRON_KEYS, _nemotron, "layer_norm_epsilon", "unrotated", moved=halves,
-    outer=TABLES["BACKBONE"], prefix="backbone.layers.{}.", state=_NEMOTRON_SIZES,
-)  # fmt: skip
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": LLAMA_ROW,
-    "mistral3": Architecture("ministral3", more=_mistral3, moved=halves),
-    "smollm3": Architecture("smollm3", keys=_BIASES, moved=halves),
-    "qwen2": _QWEN2_ROW,
-    "qwen3": _QWEN3_ROW,
-    # of models with images, all three parts of a text's position are alike, and rotate as one
-    "qwen2vl": _QWEN2_ROW,
-    "qwen25vl": _QWEN2_ROW,
-    "qwen3vl": _QWEN3_ROW,
-    "qwen2moe": Architecture(
-        "qwen2_moe", TABLES["QWEN_MOE"], f"{_EXPERTS} shared_expert_intermediate_size norm_topk_prob=False",
-    ),
-    "qwen3moe": Architecture("qwen3_moe", TABLES["QWEN_MOE"], f"{_EXPERTS} attention_bias norm_topk_prob=True"),
-    "gpt-oss": _GPT_OSS_ROW,
-    "gptoss": replace(_GPT_OSS_ROW, layer=TABLES["OLLAMA_GPT_OSS"]),
-    "gemma": Architecture("gemma", keys="attention_bias", norm_offset=1.0),
-    "gemma2": Architecture("gemma2", TABLES["SANDWICH"], more=_gemma2, norm_offset=1.0),
-    "gemma3": Architecture("gemma3_text", TABLES["SANDWICH"], more=_gemma3, norm="", norm_offset=1.0),
-    "phi3": Architecture(
-        "phi3", TABLES["PHI"],
-        "sliding_window original_max_position_embeddings", partial=True,
-    ),
-    "apertus": Architecture("apertus", TABLES["APERTUS"], "attention_bias", values=names.XIELU),
-    "glm4": Architecture("glm4", TABLES["GLM"], "attention_bias", partial=True),
-    "granite": Architecture("granite", keys=f"{_BIASES} {_SCALES}", more=_granite, moved=halves),
-    "olmo": Architecture("olmo", keys="clip_qkv attention_bias=False", norm="", moved=halves),
-    "olmo2": Architecture("olmo2", TABLES["NORMS_AFTER"], "attention_bias", _olmo2),
-    "exaone4": Architecture(
-        "exaone4", TABLES["NORMS_AFTER"],
-        more=lambda header: windows(header, 4, 4096 if header["block_count"] == 64 else 0),
-    ),
-    "command-r": Architecture(
-        "cohere", TABLES["HEAD_NORMS"], "logit_scale use_qk_norm attention_bias", norm="layer_norm_eps",
-    ),
-    "cohere2": Architecture(
-        "cohere2", TABLES["LLAMA"], "logit_scale attention_bias", lambda header: windows(header, 4), "layer_norm_eps",
-    ),
-    "starcoder2": Architecture("starcoder2", TABLES["STARCODER"], "use_bias sliding_window", norm="norm_epsilon"),
-    "stablelm": Architecture(
-        "stablelm", TABLES["STABLELM"], "use_qkv_bias use_parallel_residual qk_layernorm", norm="layer_norm_eps",
-        partial=True,
-    ),
-    "nemotron": Architecture("nemotron", keys=_BIASES, norm="norm_eps", partial=True, norm_offset=1.0),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", TABLES["HUNYUAN"], "attention_bias"),
-    "seed_oss": Architecture("seed_oss", TABLES["SEED"], f"{_BIASES} attention_out_bias"),
-    "qwen35": Architecture(
-        "qwen3_5_text", TABLES["QWEN"], _QWEN_KEYS, _qwen, partial=True, norm_offset=1.0, moved=_qwen35_moved,
-        state=_QWEN_SIZES, head=TABLES["QWEN_HEAD"],
-    ),
-    "qwen35moe": _QWEN35_MOE_ROW,
-    # but for the order of rows in transformers' checkpoints, Qwen3-Next is Qwen 3.5
-    "qwen3next": replace(_QWEN35_MOE_ROW, moved=_qwen3next_moved, fused=names.QWEN3_NEXT_FUSED),
-    "lfm2": Architecture(
-        "lfm2", TABLES["LFM"], "conv_L_cache conv_bias block_auto_adjust_ff_dim=False", _lfm, "norm_eps",
-        outer=TABLES["LFM_OUTER"],
-    ),
-    "lfm2moe": Architecture(
-        "lfm2_moe", TABLES["LFM_MOE"],
-        f"conv_L_cache conv_bias {_EXPERTS} num_dense_layers use_expert_bias routed_scaling_factor norm_topk_prob=True",
-        _lfm, "norm_eps", outer=TABLES["LFM_OUTER"],
-    ),
-    "granitehybrid": Architecture(
-        "granitemoehybrid", TABLES["GRANITE"], f"{_MAMBA_KEYS} {_SCALES} {_GRANITE_KEYS}", moved=halves,
-        state=_MAMBA_SIZES,
-    ),
-    # Falcon-H1's converter multiplies the tensors by all of the family's factors
-    "falcon-h1": Architecture(
-        "falcon_h1", TABLES["FALCON"],
-        f"{_MAMBA_KEYS} mlp_bias projectors_bias mamba_d_ssm mamba_rms_norm mamba_norm_before_gate=False",
-        outer=TABLES["FALCON_OUTER"], state=_MAMBA_SIZES,
-    ),
-    "mamba2": Architecture(
-        "mamba2", TABLES["MAMBA2"], "conv_kernel use_bias use_conv_bias expand", norm="layer_norm_epsilon",
-        attention="none", outer=TABLES["BACKBONE"], prefix="backbone.layers.{}.",
-        state="num_heads head_dim state_size n_groups",
-    ),
-    "nemotron_h": _NEMOTRON_ROW,
-    "nemotron_h_moe": replace(_NEMOTRON_ROW, keys=f"{_NEMOTRON_KEYS} {_GROUPED_EXPERTS} {_NEMOTRON_EXPERTS}"),
-    "kimi-linear": Architecture(
-        "kimi_linear", TABLES["KIMI"], f"{_GROUPED_EXPERTS} {_KIMI_KEYS}", _kimi, attention="latent",
-        decay_shape=(1, 1, -1, 1), join="latent",
-    ),
+MORE: Mapping[str, Callable[[Header], Fields]] = {
+    "gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, "olmo2": _olmo2, "mistral3": _mistral3,
+    "gpt_oss": _gpt_oss, "qwen": _qwen, "lfm": _lfm, "nemotron": _nemotron, "kimi": _kimi,
+    "cohere2": lambda header: windows(header, 4),
+    "exaone4": lambda header: windows(header, 4, 4096 if header["block_count"] == 64 else 0),
 }  # fmt: skip
-"""Rows by `general.architecture`."""
+MOVED = {"halves": halves, "qwen35": _qwen35_moved, "qwen3next": _qwen3next_moved}
 
-OTHER_KINDS: Mapping[str, str] = {
-    "clip": "is the image part of a model (mmproj); pass the file of its language model, and this one as mmproj",
-    "mmproj": "is the image part of a model (mmproj); pass the file of its language model, and this one as mmproj",
-    "adapter": "is a LoRA adapter in GGUF; adapters are read in PEFT's format (adapters={'NAME': PATH})",
-    "imatrix": "is an importance matrix, made while quantizing, and no model",
-    "controlvector": "is a control vector and no model",
-    "bert": "is an embedding model: it gives vectors and writes no text",
-    "nomic-bert": "is an embedding model: it gives vectors and writes no text",
-    "whisper": "is a speech recognizer: it reads sound",
-}
-"""Files that are no text generator, by `general.type` or `general.architecture`."""
+
+_TABLES = tomllib.loads((resources.files(__package__) / "architectures.toml").read_text(encoding="utf-8"))
+OTHER_KINDS, VALUES, PRESENT = (_TABLES.pop(title) for title in ("other kinds", "values", "present"))
+"""Files that are no text generator; keys of config.json by the header's and its value where a header lacks it ("none":
+a value of 0 is none, too; no value: it must be there); keys that are true if layers have one of these tensors."""
+
+
+def _read_rows() -> dict[str, Architecture]:
+    known = {"layer": TABLES, "outer": TABLES, "head": TABLES, "more": MORE, "moved": MOVED, "fused": vars(names)}
+    known["values"] = vars(names)
+    rows: dict[str, Architecture] = {}
+    for title, fields in _TABLES.items():
+        row = rows[fields.pop("like")] if "like" in fields else Architecture(fields["model_type"])
+        made = {key: known[key][value] if key in known else value for key, value in fields.items()}
+        rows[title] = replace(row, **made)
+    return rows
+
+
+ARCHITECTURES = _read_rows()
+"""Rows by `general.architecture`."""
+LLAMA_ROW, MIXTRAL_ROW = ARCHITECTURES["llama"], ARCHITECTURES.pop("llama of experts")
+"""llama.cpp's name for Mixtral is llama, too: a header with experts is."""

@@ -26,32 +26,6 @@ from asyncengine.execution.models.refusals import check_sizes
 Factors = Mapping[str, NDArray[np.float32]]
 """The tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, those that a file has: frequencies that
 converters worked out beforehand, as the number that each is divided by."""
-VALUES: Mapping[str, tuple[str, Any]] = {
-    "attention_multiplier": ("attention.scale", ...), "clip_qkv": ("attention.clamp_kqv", None),
-    "conv_L_cache": ("shortconv.l_cache", ...), "embedding_multiplier": ("embedding_scale", ...),
-    "kv_lora_rank": ("attention.kv_lora_rank", ...), "mamba_d_ssm": ("ssm.inner_size", ...),
-    "moe_latent_size": ("moe_latent_size", None), "n_group": ("expert_group_count", 1),
-    "moe_shared_expert_intermediate_size": ("expert_shared_feed_forward_length", ...),
-    "n_shared_experts": ("expert_shared_count", 0), "norm_topk_prob": ("expert_weights_norm", True),
-    "num_dense_layers": ("leading_dense_block_count", 0),
-    "residual_multiplier": ("residual_scale", ...), "routed_scaling_factor": ("expert_weights_scale", 1.0),
-    "shared_expert_intermediate_size": ("expert_shared_feed_forward_length", 0),
-    "sliding_window": ("attention.sliding_window", None), "topk_group": ("expert_group_used_count", 1),
-    **dict.fromkeys(("conv_kernel", "linear_conv_kernel_dim", "mamba_d_conv"), ("ssm.conv_kernel", ...)),
-    **dict.fromkeys(("logit_scale", "logits_scaling"), ("logit_scale", ...)),
-}  # fmt: skip
-"""Keys of config.json that rows of `ARCHITECTURES` name -> (the header's, its value where a header lacks it). `...`: it
-must be there; None: a value of 0 is none, too."""
-PRESENT: Mapping[str, tuple[str, ...]] = {
-    "attention_out_bias": ("attn_output.bias",), "conv_bias": ("shortconv.conv.bias",),
-    "mamba_proj_bias": ("ssm_in.bias",), "mamba_rms_norm": ("ssm_norm.weight",), "mlp_bias": ("ffn_up.bias",),
-    "projectors_bias": ("ssm_out.bias",), "use_bias": ("attn_q.bias", "attn_qkv.bias", "ssm_in.bias"),
-    "use_expert_bias": ("exp_probs_b.bias",),
-    **dict.fromkeys(("attention_bias", "use_qkv_bias"), ("attn_q.bias", "attn_qkv.bias")),
-    **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), ("ssm_conv1d.bias",)),
-    **dict.fromkeys(("qk_layernorm", "use_qk_norm"), ("attn_q_norm.weight",)),
-}  # fmt: skip
-"""Keys of config.json that are true if layers have one of these tensors."""
 
 
 def _width_of_shared_experts(header: Header) -> int:
@@ -168,14 +142,16 @@ def hugging_face_config(header: Header, row: architectures.Architecture, factors
         name, fixed, value = key.partition("=")
         if fixed:
             config[name] = value == "True"
-        elif name in PRESENT:
-            config[name] = not header.tensors_of_layers.isdisjoint(PRESENT[name])
+        elif name in architectures.PRESENT:
+            config[name] = not header.tensors_of_layers.isdisjoint(architectures.PRESENT[name])
         elif name in WORKED_OUT:
             config[name] = WORKED_OUT[name](header)
         else:
-            there, default = VALUES[name]
-            config[name] = header[there] if default is ... else header.get(there, default)
-            config[name] = config[name] or None if default is None else config[name]
+            there, *default = architectures.VALUES[name]
+            if default == ["none"]:
+                config[name] = header.get(there, None) or None
+            else:
+                config[name] = header.get(there, *default) if default else header[there]
     return config | more
 
 

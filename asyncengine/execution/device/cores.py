@@ -97,17 +97,22 @@ class Cores:
         if not self._here:
             yield
             return
-        if small:
-            with self._joined(1), self._measured(1, 1):
-                yield
-            return
-        with self._joined(self._company.threads):
-            threads = min(self._company.threads, self._sharing.enter(self))
+        with self._joined(1 if small else self._company.threads):
+            threads = 1 if small else min(self._company.threads, self._sharing.enter(self))
+            for_torch = 1 if small or torch_alone else threads
+            self._used = threads
+            team = self._team if threads > 1 else None  # alone it waits for nobody
+            began, preempted = time.perf_counter(), _preempted() if for_torch > 1 else 0
+            before = None if team is None else team.account
             try:
-                with self._measured(threads, 1 if torch_alone else threads):
+                with torch_threads(for_torch):
                     yield
+                loops = None if team is None or before is None else team.account.since(before)
+                lost = _preempted() - preempted if for_torch > 1 else 0
+                self._company.note(threads, time.perf_counter() - began, loops, lost)
             finally:
-                self._sharing.leave(self)
+                if not small:
+                    self._sharing.leave(self)
 
     def limit(self, threads: int) -> None:
         """Limit the threads of the running step, for another that shares the cores with it. Torch's own operators
@@ -127,18 +132,6 @@ class Cores:
 
             self._team = teams.Team(self.most)
         return self._team.joined(threads)
-
-    @contextmanager
-    def _measured(self, threads: int, for_torch: int) -> Iterator[None]:
-        self._used = threads
-        team = self._team if threads > 1 else None  # alone it waits for nobody
-        began, preempted = time.perf_counter(), _preempted() if for_torch > 1 else 0
-        before = None if team is None else team.account
-        with torch_threads(for_torch):
-            yield
-        loops = None if team is None or before is None else team.account.since(before)
-        lost = _preempted() - preempted if for_torch > 1 else 0
-        self._company.note(threads, time.perf_counter() - began, loops, lost)
 
     def forget(self) -> None:
         """Forget the durations so far: those of the first steps say nothing of later ones."""

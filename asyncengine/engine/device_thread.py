@@ -144,6 +144,16 @@ class DeviceThread:
         self._advance()
         return result
 
+    @property
+    def brief_tokens(self) -> int:
+        """Tokens of texts whose step may be computed on the loop's thread, whoever else uses that."""
+        return getattr(self.executor, "brief_tokens", 0)
+
+    def compute(self, batch: Batch) -> StepResult:
+        """Compute a step on the calling thread, the loop's, while no other is under way."""
+        self._start()
+        return self.executor.launch(batch).wait()
+
     def have_loop(self) -> None:
         """The event loop that launches is nobody else's: short steps may be computed on its thread."""
         self._may_launch_here = True

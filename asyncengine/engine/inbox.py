@@ -30,6 +30,11 @@ class Inbox(Generic[T]):
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def awaited_here(self) -> bool:
+        """Whether this is the reader's thread, and it waits for the next item."""
+        return self._waiter is not None and self._reader == threading.get_ident()
+
     def post(self, *items: T) -> bool:
         """Append all items at once, in order. False if the inbox is closed."""
         with self._lock:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -139,6 +139,29 @@ class EngineLoop(ServingLoop):
             for message in self.inbox.take():
                 self._apply(message)
         self.sources.turn()
+
+    def compute_now(self, specs: Sequence[RequestSpec]) -> bool:
+        """Compute short texts at once, on this thread, where it is the loop's and has nothing else to do: no message
+        and no other thread is between a caller and its vectors. False: nothing was done, and they are to be posted.
+
+        `run` waits for a message meanwhile. An error ends the engine when it goes on.
+        """
+        if sum(spec.prompt_len for spec in specs) > self.runner.brief_tokens or not self.inbox.awaited_here:
+            return False
+        now = self.clock.now()
+        if self.record is not None or (batch := self.scheduler.step_alone(specs, now)) is None:
+            return False
+        for spec in specs:
+            self.delivery.open(spec.ticket)
+        try:
+            self.scheduler.commit_alone(batch, self.runner.compute(batch), now)
+            self._note_step(batch, now)
+            self.deliver()
+        except BaseException as error:
+            self.fail(error if isinstance(error, Exception) else RuntimeError(f"a step was left by {error!r}"))
+            if not isinstance(error, Exception):
+                raise
+        return True
 
     def _apply(self, message: Message) -> None:
         if isinstance(message, RequestSpec):
@@ -312,7 +335,10 @@ class EngineLoop(ServingLoop):
         if self.record is not None:
             self.record("commit", now)
         self.scheduler.commit(result, now)
-        self.meter.step.append(took := now - launched_at)
+        self._note_step(batch, launched_at, now)
+
+    def _note_step(self, batch: Batch, launched_at: float, now: float | None = None) -> None:
+        self.meter.step.append(took := (self.clock.now() if now is None else now) - launched_at)
         self.sources.saw(batch, took)
         if batch.step % self.config.check_every == 0:
             self.scheduler.check_sums()

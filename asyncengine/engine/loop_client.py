@@ -62,9 +62,9 @@ class LoopClient:
         start_by, now = group.spec.start_by, self.loop.clock.now
         return lambda: start_by - now()
 
-    def post(self, group: PreparedRequest | TextBatch) -> None:
+    def post(self, group: PreparedRequest | TextBatch, alone: bool = False) -> None:
         """Hand `group`, which has its places in the queue, to the loop. One synchronous stretch: no cancellation can
-        come between registering a request and posting it.
+        come between registering a request and posting it. `alone`: it may be computed at once.
 
         Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
         """
@@ -73,7 +73,7 @@ class LoopClient:
         if self.loop.hooks:
             group.mailbox.context = copy_context()
         self.loop.delivery.expected.update(group.receivers)
-        if self.loop.inbox.post(*group.specs):
+        if (alone and self.loop.compute_now(group.specs)) or self.loop.inbox.post(*group.specs):
             return
         for ticket in tickets:
             self.loop.delivery.expected.pop(ticket, None)

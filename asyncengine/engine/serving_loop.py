@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from math import inf
 from typing import NamedTuple
@@ -219,6 +219,10 @@ class ServingLoop:
     @property
     def refuses(self) -> bool:
         """Whether new requests are turned away for a while. From any thread."""
+        return False
+
+    def compute_now(self, specs: Sequence[RequestSpec]) -> bool:
+        """Whether requests were computed at once, on the calling thread; else they are to be posted."""
         return False
 
     def have_loop(self) -> None:

@@ -17,6 +17,7 @@ readings, same results: same batches. That is what makes a recorded run replayab
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 from asyncengine.cache_news import PrefixCacheReset
@@ -41,7 +42,7 @@ from asyncengine.scheduler.states import with_states
 from asyncengine.seams import AdapterAdmission
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.planner import SpeculationCounters
-from asyncengine.step import Batch, StepResult
+from asyncengine.step import Batch, Row, StepResult
 
 CROWDED = "a request needs their pages"
 """Why pins give way."""
@@ -76,6 +77,7 @@ class Scheduler:
         self._results = Results(roster)
         self._in_flight: deque[InFlight] = deque()
         self._charge = self._policy.charge if overrides(self._policy, "charge") else None
+        self._policy_listens = any(overrides(self._policy, name) for name in ("arrive", "charge", "leave"))
         self._pace = Pace(config.step_time_target)
         self._committed_at = 0.0
         self._drafting = Drafting(roster, bool(config.speculation_with_adapters))
@@ -329,6 +331,36 @@ class Scheduler:
         self._committed_at = now
         if not (launched.batch.encode or launched.batch.swaps):
             self._pace.learn(launched.num_prompt, now - since)
+
+    # ---------------------------------------------------------------- texts alone
+
+    def step_alone(self, specs: Sequence[RequestSpec], now: float) -> Batch | None:
+        """A step of whole texts that come while there is no request: no queue, and no record of a request, is needed
+        for them. None: they have to go the usual way. Its result goes to `commit_alone` before anything else is done.
+        """
+        if self.requests or self._in_flight or self.roster.weights.stop_steps or self._policy_listens:
+            return None
+        if any(not spec.whole or spec.options.adapter is not None or spec.start_by <= now for spec in specs):
+            return None
+        self.last_step += 1
+        rows = (
+            Row(spec, slot, 0, spec.prompt_len, list(spec.prompt), False, [], True) for slot, spec in enumerate(specs)
+        )
+        return Batch(self.last_step, tuple(rows))
+
+    def commit_alone(self, batch: Batch, result: StepResult, launched_at: float) -> None:
+        """Count the step, and put out its vectors."""
+        counters, tokens = self.counters, batch.num_tokens
+        counters.steps += 1
+        counters.prompt_tokens += tokens
+        counters.computed_tokens += tokens
+        counters.left_queue += len(batch.rows)
+        counters.left_queue_tokens += tokens
+        for index, row in enumerate(batch.rows):
+            error, vector = result.errors.get(index), result.vectors.get(index)
+            reason: messages.EndReason = "stop" if error is None else "error"
+            output = Output(row.spec.ticket, reason=reason, started_at=launched_at, error=error, vector=vector)
+            self.roster.outputs.append(output)
 
     def take_outputs(self) -> list[Output]:
         """News since the last call, in order."""

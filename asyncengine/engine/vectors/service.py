@@ -7,6 +7,7 @@ always full and a long list takes little memory.
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import secrets
 from collections import deque
@@ -112,6 +113,8 @@ class VectorService:
         self._validator = validator
         self._info = info = validator.info
         self._pooled = Pooled(model.spec.whole, model.spec.every)
+        self._arriving: set[VectorCall[Any]] = set()
+        """Calls that have come and not begun yet, on any loop."""
         self._batch_tokenizer: BatchTokenizer | None = None
         if tokenizer is not None:
             frame = None if model.template is None else model.template.frame
@@ -249,6 +252,7 @@ class VectorService:
         `RequestFailed`, `RequestTimeout`, `EngineClosed`, `EngineDead`.
         """
         with self._posting(call) as (posted, take):
+            alone = await self._arrive(call)
             for indices in self._split(call.items):
                 prepare = partial(self._prepare, call, indices)
                 inline = sum(_size(call.items[index]) for index in indices) <= INLINE_CHARS
@@ -256,11 +260,21 @@ class VectorService:
                     while len(posted) >= MAX_BATCHES:
                         await posted[0].wait()
                         take()
-                    self._post(batch, posted, await self._client.enter(batch, begun=bool(posted)))
+                    self._post(batch, posted, await self._client.enter(batch, begun=bool(posted)), alone)
             while posted:
                 await posted[0].wait()
                 take()
         return call.finish(call)
+
+    async def _arrive(self, call: VectorCall[Any]) -> bool:
+        """Let the loop's other tasks go first. True: none of them has made a call meanwhile, with which it should share
+        steps, so that it may be computed at once."""
+        self._arriving.add(call)
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._arriving.discard(call)
+        return not self._arriving
 
     def run_blocking(self, call: VectorCall[Answer]) -> Answer:
         """Compute the call as `run` does, on a plain thread."""
@@ -307,12 +321,12 @@ class VectorService:
                 counts = len(call.items), call.prompt_tokens, call.cached_tokens, seconds
                 loop.hooks.emit(VectorsDone(call.label, call.kind, adapter, *counts, call.dimensions, failure))
 
-    def _post(self, batch: TextBatch, posted: deque[TextBatch], entered: bool) -> None:
+    def _post(self, batch: TextBatch, posted: deque[TextBatch], entered: bool, alone: bool = False) -> None:
         """Post and note a batch, in one synchronous stretch: no cancellation can come between the two."""
         if not entered:
             label = f"request {batch.spec.request_id}"
             raise RequestTimeout(f"{label}: its time was up before it had a place in the queue")
-        self._client.post(batch)
+        self._client.post(batch, alone)
         posted.append(batch)
 
     def _split(self, items: Sequence[Item]) -> Iterator[range]:

@@ -89,6 +89,15 @@ class CompiledBackend(base.AttentionBackend):
             views = (near, rows) if spec.windowed else (far, others)
             self._plan_group(self._plans[group], spec, *views)
 
+    def kept_plans(self) -> list[cpu_plan.KeptPlan]:
+        """Copies of the plans of a step, to be planned again at no cost."""
+        return [plan.kept() for plan in self._plans.values()]
+
+    def resume(self, kept: Sequence[cpu_plan.KeptPlan]) -> None:
+        """Plan the step of `kept_plans` again, for the same team."""
+        for plan, own in zip(self._plans.values(), kept, strict=True):
+            plan.resume(own)
+
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._kernels.write(_dense(key), _dense(value), self._pools[layer].address, self._planned[layer].step)
 
@@ -159,27 +168,40 @@ class CompiledBackend(base.AttentionBackend):
         plan.fill(work, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size)
 
 
+_KEPT = 64
+"""Tokens of sequences up to which the plan of one alone is kept."""
+
+
 class CompiledSequences:
     """`SequenceAttention` of encoders, by the kernels of `CompiledBackend` over a pool of the step alone."""
 
     def __init__(self, layers: Sequence[base.LayerSpec], dtype: torch.dtype) -> None:
         self._layers, self._dtype = tuple(layers), dtype
         self._paged = CompiledBackend(self._layers, 1, _PAGE, dtype, one_pool=True)
+        self._alone: dict[tuple[int, ...], list[cpu_plan.KeptPlan]] = {}
+        """Plans of short sequences that were steps of their own, by their tokens and the team."""
 
     def plan(self, counts: Sequence[int]) -> CompiledBackend:
         """The pool grows to the longest step there was: one layer's keys and values of its tokens."""
+        key = (*counts, *team.team_threads()) if len(counts) == 1 and counts[0] <= _KEPT else ()
+        if key in self._alone:
+            self._paged.resume(self._alone[key])
+            return self._paged
         lengths = np.array(counts, dtype=np.int64)
         pages = -(-lengths // _PAGE)
         ends = np.cumsum(pages)
         needed = int(ends[-1])
         if needed > self._paged.num_pages:
             self._paged = CompiledBackend(self._layers, needed, _PAGE, self._dtype, one_pool=True)
+            self._alone.clear()
         table = (ends - pages)[:, None] + np.arange(pages.max())
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         places = np.arange(bounds[-1]) + np.repeat((ends - pages) * _PAGE - bounds[:-1], lengths)
         self._paged.plan(
             base.StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(places))
         )
+        if key:
+            self._alone[key] = self._paged.kept_plans()
         return self._paged
 
 

@@ -47,6 +47,10 @@ class PlannedItems(NamedTuple):
     partials: int
 
 
+KeptPlan = tuple[np.ndarray[Any, Any], tuple[Any, ...]]
+"""A plan's numbers, and the arrays whose addresses are among them."""
+
+
 class StepPlan:
     """The plan of one group of layers. What the kernels are told of a step lies at one address for all steps."""
 
@@ -58,6 +62,13 @@ class StepPlan:
         """The address of what the kernels are told of a step."""
         self._held: tuple[Any, ...] = ()
         """Arrays whose addresses were written down here: kept alive."""
+
+    def kept(self) -> KeptPlan:
+        """A copy, for `resume`."""
+        return self._numbers.copy(), self._held
+
+    def resume(self, kept: KeptPlan) -> None:
+        self._numbers[:], self._held = kept
 
     def fill(
         self, work: PlannedItems, bounds: list[int], table: np.ndarray[Any, Any], slots: Any, partials: Any,

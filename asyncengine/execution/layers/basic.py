@@ -238,6 +238,12 @@ class Embedding(Layer):
             adapters.add(self.path, ids, out)
         return out
 
+    def first_rows(self, count: int) -> torch.Tensor:
+        """[count, width] of the ids 0 to `count` - 1: part of the table where that is kept as plain numbers."""
+        if self._table is not None and self.scale == 1.0:
+            return self._table[:count]
+        return self(torch.arange(count, device=self._device))
+
     def _check(self, ids: torch.Tensor) -> None:
         # torch's operators let go of the interpreter's lock, and numpy's take longer to call than a few ids to look at
         if ids.shape[0] <= _FEW:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -170,6 +169,7 @@ class Encoder:
         self.layers = [DecoderLayer(options, stack, each, index, index, 0) for index, each in enumerate(stack.layers)]
         self.norm = _norm(options, stack, stack.final_norm)
         self.rotary = [Rotary(each, config.max_model_len, options.dtype, options.device) for each in stack.rotary]
+        self._places = torch.arange(config.max_model_len, device=options.device)
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         self.head: SequenceHead | None = None
         self.distance_bias: DistanceBias | None = None
@@ -201,10 +201,10 @@ class Encoder:
         `segments` int64 [T]: token types; None: all 0. Not `recorded`: layers are called one by one. Raises
         `IndexError` for an id out of range, on a CPU.
         """
-        places = np.concatenate([np.arange(count) for count in counts])
-        if len(places) != len(ids):
-            raise ValueError(f"counts add up to {len(places)}, but there are {len(ids)} ids")
-        positions = torch.from_numpy(places).to(self.device)
+        if sum(counts) != ids.shape[0]:
+            raise ValueError(f"counts add up to {sum(counts)}, but there are {ids.shape[0]} ids")
+        each = [self._places[:count] for count in counts]
+        positions = each[0] if len(each) == 1 else torch.cat(each)
         step = StepContext(positions, self._attention.plan(counts))
         h = self._embed(ids, positions, counts, segments)
         angles = [*(rotary(positions) for rotary in self.rotary), self._unrotated]
@@ -234,11 +234,13 @@ class Encoder:
     ) -> torch.Tensor:
         h = self.embedding(ids)
         if self.segments is not None:
-            h = h + self.segments(ids.new_zeros(1) if segments is None else segments)
+            h = h + (self.segments.first_rows(1) if segments is None else self.segments(segments))
         if self.positions is not None:
             padding = self.config.padding
-            learned = positions if padding is None else padded_positions(ids, counts, padding)
-            h = h + self.positions(learned)
+            if padding is not None:
+                h = h + self.positions(padded_positions(ids, counts, padding))
+            else:
+                h = h + (self.positions.first_rows(counts[0]) if len(counts) == 1 else self.positions(positions))
         return h if self.embedding_norm is None else self.embedding_norm(h)
 
     def slots(self) -> dict[str, TensorSlot]:
@@ -253,6 +255,11 @@ class Encoder:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(part.nbytes for part in self._parts())
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the matrices that every token is multiplied with."""
+        return sum(linear.nbytes for layer in self.layers for linear in layer.linears())
 
     @property
     def unsteady(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.device.memory import release_cached
-from asyncengine.execution.device.transfer import Readback, copy_stream, on_device, upload
-from asyncengine.execution.layers.recorded import GREEDY, first_lengths
+from asyncengine.execution.device.transfer import Readback, copy_stream, is_plain_thread, on_device, upload
+from asyncengine.execution.layers.recorded import GREEDY, MOST_TOKENS, first_lengths
 from asyncengine.execution.models.encoder import Encoder
 from asyncengine.execution.models.loading import LoadedEncoder
 from asyncengine.execution.models.progress import LoadProgress
@@ -21,7 +22,10 @@ from asyncengine.execution.runner.pending import PendingStep, launch_in_parts
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.seams import StepHandle
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, Row
+from asyncengine.step import Batch, FinishedStep, Row, StepResult
+
+_BRIEF = 2**30
+"""Bytes of the layers' matrices times tokens of a brief step: some milliseconds."""
 
 
 class EncoderRunner:
@@ -47,13 +51,16 @@ class EncoderRunner:
         self._pooler: Pooler | None = pooler
         self._small = loaded.weights_bytes <= SMALL
         self.batch_variance = loaded.model.unsteady
+        steady = loaded.device.type == "cpu" and loaded.model.recorded is not None
+        self._brief = min(MOST_TOKENS, _BRIEF // loaded.model.layer_bytes) if steady else 0
         self._compiled = self.batch_variance is None
 
     def launch(self, batch: Batch) -> StepHandle:
         """Start one step, in parts where it does not fit in memory (`pending`). Raising means the runner is broken."""
         return launch_in_parts(batch, self._launch, self._device)
 
-    def _launch(self, batch: Batch) -> PendingStep:
+    def _launch(self, batch: Batch) -> StepHandle:
+        began = time.perf_counter()
         assert self._model is not None
         assert self._pooler is not None
         counts = [row.num_scheduled for row in batch.rows]
@@ -69,6 +76,11 @@ class EncoderRunner:
             if self._scores:
                 numbers, counts = self._model.classify(numbers, counts), [1] * len(counts)
             spans = [Span(row, *ends) for row, ends in enumerate(pairwise(accumulate(counts, initial=0)))]
+            if self._copies is None:
+                result = StepResult(batch.step, [-1] * len(batch.rows))
+                self._pooler.read(batch.rows, spans, numbers, result)
+                result.seconds = time.perf_counter() - began
+                return FinishedStep(result)
             readback = Readback(self._copies)
             pending = PendingStep(batch, readback, False, pooling=(self._pooler, spans, readback.fetch(numbers)))
             readback.send()
@@ -84,6 +96,15 @@ class EncoderRunner:
             for row, begin in zip(batch.rows, begins, strict=True)
         ]
         return upload(np.concatenate(types).astype(np.int64), self._device)
+
+    @property
+    def brief_tokens(self) -> int:
+        """Tokens of a step that takes some milliseconds of the thread that launches it, and waits for no other."""
+        return self._brief if is_plain_thread(self._device) else 0
+
+    def is_brief(self, batch: Batch) -> bool:
+        """Whether the thread of an event loop that is nobody else's may launch it."""
+        return batch.num_tokens <= self.brief_tokens
 
     def threads(self) -> ThreadStats:
         """The threads that compute steps. May be called from any thread."""

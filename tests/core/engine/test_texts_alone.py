@@ -1,0 +1,164 @@
+"""Short texts that come while an engine has nothing else to do: computed at once, on its loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import SteppedExecutor, idle, make_engine, until
+
+from asyncengine import AsyncEngine, Embeddings
+from asyncengine.engine.vectors.service import VectorModel
+from asyncengine.errors import EngineClosed, EngineDead, RequestFailed, RequestTimeout
+from asyncengine.events import StepDone
+from asyncengine.pooling_spec import PoolingSpec
+from asyncengine.request_spec import Pooled
+from asyncengine.seams import StepHandle
+from asyncengine.step import Batch, FinishedStep, StepResult
+from asyncengine.testing.fake_runner import fake_vector
+from asyncengine.testing.leaks import assert_nothing_held
+
+WIDTH, BRIEF = 3, 32
+TEXT = [5, 9, 33, 2]
+POOLED = Pooled(whole=True, every=True)
+
+
+class BriefExecutor(SteppedExecutor):
+    """A fake runner that says which steps are brief, and notes the threads that launched."""
+
+    brief_tokens = BRIEF
+
+    def __init__(self) -> None:
+        super().__init__(128, 4, width=WIDTH)
+        self.launched_by: list[int] = []
+        self.broken: BaseException | None = None
+        self.row_error: str | None = None
+
+    def launch(self, batch: Batch) -> StepHandle:
+        self.launched_by.append(threading.get_ident())
+        if self.broken is not None:
+            raise self.broken
+        handle = super().launch(batch)
+        if self.row_error is None:
+            return handle
+        handle.wait()
+        error, self.row_error = self.row_error, None
+        return FinishedStep(StepResult(batch.step, [-1] * len(batch.rows), errors={0: error}))
+
+
+def embedder(**settings: Any) -> tuple[AsyncEngine, BriefExecutor]:
+    executor = BriefExecutor()
+    model = VectorModel(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
+    return make_engine(executor=executor, wiring={"vectors": model}, **settings), executor
+
+
+def assert_right(found: Embeddings, *texts: list[int]) -> None:
+    assert (found.vectors == np.stack([fake_vector(text, POOLED, WIDTH) for text in texts])).all()
+
+
+async def test_a_text_alone_is_computed_here_and_counted_like_any_other() -> None:
+    engine, executor = embedder(max_queued_requests=1)
+    async with engine:
+        for _ in range(3):
+            assert_right(await engine.embed([TEXT]), TEXT)
+        assert executor.launched_by == [threading.get_ident()] * 3
+        assert_right(await engine.embed([TEXT * 20]), TEXT * 20)
+        assert executor.launched_by[3] != threading.get_ident(), "a long one takes the usual way"
+        stats = engine.stats()
+        assert (stats.steps, stats.finished, stats.prompt_tokens) == (4, {"stop": 4}, 3 * 4 + 80)
+        assert (stats.computed_tokens, stats.first_token.count, stats.step.count) == (92, 4, 4)
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_observers_hear_of_its_step() -> None:
+    engine, _ = embedder()
+    async with engine:
+        heard: list[Any] = []
+        engine.on_event(heard.append)
+        await engine.embed([TEXT])
+        assert [event.tokens for event in heard if isinstance(event, StepDone)] == [len(TEXT)]
+
+
+async def test_calls_at_the_same_time_share_steps() -> None:
+    engine, executor = embedder()
+    async with engine:
+        executor.keep_batches = True
+        for found in await asyncio.gather(*(engine.embed([TEXT]) for _ in range(20))):
+            assert_right(found, TEXT)
+        assert len(executor.launched_by) <= 3
+        assert threading.get_ident() not in executor.launched_by
+
+
+async def test_a_busy_engine_has_the_text_wait_its_turn() -> None:
+    engine, executor = embedder()
+    async with engine:
+        executor.hold()
+        long = asyncio.create_task(engine.embed([TEXT * 20]))
+        await until(executor.entered.is_set)
+        short = asyncio.create_task(engine.embed([TEXT]))
+        await asyncio.sleep(0.02)
+        assert not short.done()
+        executor.release()
+        assert_right(await short, TEXT)
+        assert_right(await long, TEXT * 20)
+        assert threading.get_ident() not in executor.launched_by
+
+
+async def test_others_run_between_two_calls_and_a_cancelled_one_computes_nothing() -> None:
+    engine, executor = embedder()
+    async with engine:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        for _ in range(5):
+            await engine.embed([TEXT])
+        counting.cancel()
+        assert turns >= 5
+        steps = len(executor.launched_by)
+        leaving = asyncio.create_task(engine.embed([TEXT]))
+        await asyncio.sleep(0)  # it has come, and lets others go first
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert len(executor.launched_by) == steps
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_deadlines_pauses_and_the_end_hold() -> None:
+    engine, executor = embedder()
+    async with engine:
+        with pytest.raises(RequestTimeout):
+            await engine.embed([TEXT], timeout=1e-9)
+        await engine.pause()
+        waiting = asyncio.create_task(engine.embed([TEXT]))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        assert not executor.launched_by
+        await engine.resume()
+        assert_right(await waiting, TEXT)
+    with pytest.raises(EngineClosed):
+        await engine.embed([TEXT])
+
+
+async def test_an_error_of_the_text_ends_it_and_one_of_the_runner_the_engine() -> None:
+    engine, executor = embedder()
+    async with engine:
+        executor.row_error = "no memory for it"
+        with pytest.raises(RequestFailed, match="no memory for it"):
+            await engine.embed([TEXT])
+        assert_right(await engine.embed([TEXT]), TEXT)
+        executor.broken = OSError("gone")
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="gone"):
+                await engine.embed([TEXT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from support.long import LONG
 from support.sentence_folders import make_tokenizer, scorer_folder, sentence_folder
 
-from asyncengine import Engine
+from asyncengine import AsyncEngine, Engine
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, UnsupportedModel
 
 WORDS = [*"abcde", "the", "cat", "sat", "on", "mat", "dog", "one", "two", "three", "four", "five", "six"]
@@ -42,6 +43,25 @@ def test_a_text_s_bits_do_not_depend_on_its_company(family: str, tmp_path: Path)
             assert (engine.embed([texts[i] for i in chosen]).vectors == right[chosen]).all()
     with load(folder, max_num_batched_tokens=37, prefix_caching=False) as engine:
         assert (engine.embed(texts[:40]).vectors == right[:40]).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+async def test_a_short_text_computed_at_once_has_the_same_bits(
+    family: str, settings: dict[str, object], tmp_path: Path
+) -> None:
+    """On the caller's own loop an idle engine computes it there; alone again, among others, and after longer ones."""
+    folder = sentence_folder(tmp_path, family=family, modes="mean", normalize=True)
+    rng = random.Random(2)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 30))) for _ in range(40)]
+    async with await AsyncEngine.from_pretrained(str(folder), show_progress=False, **settings) as engine:
+        right = (await engine.embed(texts)).vectors
+        for index in [*range(40), *rng.sample(range(40), 40)]:
+            assert ((await engine.embed(texts[index])).vectors == right[index]).all(), texts[index]
+            if index == 20:
+                await engine.embed(" ".join(WORDS * 30))
+        together = await asyncio.gather(*map(engine.embed, texts))
+        assert all((found.vectors == row).all() for found, row in zip(together, right, strict=True))
 
 
 def test_nasty_texts(embedder: Path) -> None:

@@ -80,13 +80,10 @@ def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None
     for name in ("streams", "tokens/s", "first token", "between tokens", "loop lag", "preempted", "tokens/pass"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(
-            str(row.concurrency),
-            f"{row.tokens_per_second:.0f}",
-            *(f"{1000 * s.p50:.1f} / {1000 * s.p99:.1f}" for s in (row.first_token, row.inter_token, row.loop_lag)),
-            str(row.preemptions),
-            f"{row.tokens_per_pass:.2f}",
-        )
+        times = row.first_token, row.inter_token, row.loop_lag
+        shown = [f"{1000 * each.p50:.1f} / {1000 * each.p99:.1f}" for each in times]
+        rate, per_pass = f"{row.tokens_per_second:.0f}", f"{row.tokens_per_pass:.2f}"
+        table.add_row(str(row.concurrency), rate, *shown, str(row.preemptions), per_pass)
     console.print(table)
 
 

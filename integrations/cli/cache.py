@@ -12,8 +12,8 @@ from rich.table import Column, Table
 
 from asyncengine.assembly.stores import folder_of
 from asyncengine.integrations.cli.exits import FAILED, CliError
-from asyncengine.integrations.cli.fit import size
 from asyncengine.integrations.cli.text import write, write_json
+from asyncengine.integrations.placement.nodes import size
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.survey import ModelRecords, clear, survey
 

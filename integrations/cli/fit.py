@@ -16,7 +16,7 @@ from asyncengine.integrations.cli.loading import on_thread
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import write, write_json
 from asyncengine.integrations.placement import Claim, Cluster, Device, Node, Placement, place
-from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of
+from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of, size
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.memory.needs import ModelNeeds
@@ -122,10 +122,3 @@ def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Mac
     if claim.cpu_bytes is not None:
         table.add_row("cpu", size(machine.host_free), "free now")
     Console(width=100).print(table)
-
-
-def size(count: int) -> str:
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 2**power:
-            return f"{count / 2**power:.2f} {unit}"
-    return f"{count} bytes"

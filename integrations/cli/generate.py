@@ -15,7 +15,7 @@ from asyncengine.integrations.cli.exits import FAILED, CliError
 from asyncengine.integrations.cli.inputs import check_reads_images, chosen_adapter, given_adapters, image_part
 from asyncengine.integrations.cli.loading import open_engine
 from asyncengine.integrations.cli.options import engine_config, sampling_params, say_stopped, start_limited
-from asyncengine.integrations.cli.text import write, write_json
+from asyncengine.integrations.cli.text import read_text, write, write_json
 from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stream import SyncTokenStream
@@ -82,10 +82,7 @@ def _prompt(text: str) -> str:
 def _grammar(args: argparse.Namespace) -> Grammar | None:
     """Raises `GrammarError`, or `CliError` for a file that cannot be read."""
     if args.schema is not None:
-        try:
-            return Grammar.json_schema(args.schema.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CliError(f"schema: cannot read {args.schema}: {error}") from error
+        return Grammar.json_schema(read_text("schema", str(args.schema)))
     if args.regex is not None:
         return Grammar.regex(args.regex)
     return None if args.choice is None else Grammar.choice(args.choice)

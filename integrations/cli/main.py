@@ -95,17 +95,11 @@ def _plain(flag: str) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="asyncengine",
-        description="An LLM inference engine that lives inside your Python program.",
-        epilog="MODEL is a folder or file, a Hugging Face hub id, or bundled: demo, demo-embed, demo-rerank, "
-        "demo-vision.",
-        allow_abbrev=False,
-    )
+    written = tomllib.loads((resources.files(__package__) / "commands.toml").read_text(encoding="utf-8"))
+    shared, words = written.pop("shared"), written.pop("asyncengine")
+    parser = OneLineParser(prog="asyncengine", allow_abbrev=False, **words)
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    written = tomllib.loads((resources.files(__package__) / "commands.toml").read_text(encoding="utf-8"))
-    shared = written.pop("shared")
     for name, about in written.items():
         _add_command(commands, name, about, shared)
     parser.commands = commands.choices

@@ -42,13 +42,9 @@ def add_flags(parser: argparse.ArgumentParser, title: str, settings: type[Settin
         text = docs.get(one.name, "")
         if isinstance(one.default, (bool, int, float, str)):
             text = f"{text} [{one.default}]".lstrip()
-        group.add_argument(
-            "--" + one.name.replace("_", "-"),
-            dest=one.name,
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-            **_how_to_parse(hints[one.name], getattr(checks[one.name][0], "keywords", {}).get("choices", ())),
-        )
+        how = _how_to_parse(hints[one.name], getattr(checks[one.name][0], "keywords", {}).get("choices", ()))
+        how |= {"dest": one.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        group.add_argument("--" + one.name.replace("_", "-"), **how)
 
 
 def given(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ nothing. A question that cannot be asked, such as one with more options than the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from starlette.routing import Route
 from asyncengine.checks import as_choice, as_text
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter
 from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.dialects.openai_responses import responses_usage
 from asyncengine.integrations.http.dialects.openai_shape import image_part
 from asyncengine.integrations.http.fields import Values, objects
 from asyncengine.integrations.http.models import Serving, Target
@@ -86,13 +88,7 @@ async def _decide(values: Values, target: Target) -> Made:
         {"name": each.get("name"), **_answer(answer, choices)}
         for (_, each), answer, choices in zip(given, made.answers.values(), options, strict=True)
     ]
-    usage = {
-        "input_tokens": made.usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": made.usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": made.usage.prompt_tokens,
-    }
+    usage = responses_usage(replace(made.usage, completion_tokens=0))
     return {"model": target.name, "answers": answers, "usage": usage}, (), made.usage
 
 

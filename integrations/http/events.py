@@ -104,5 +104,3 @@ class EventReader:
 
 
 NO_USAGE = Usage(0, 0)
-EVENT_STREAM = "text/event-stream; charset=utf-8"
-"""Media type of streams whose frames are server-sent events."""

@@ -28,6 +28,14 @@ def as_memory(field: str, value: Any, low: int = 0, high: int = MAX_MEMORY) -> i
     return as_integer(field, parse_bytes(field, value) if isinstance(value, str) else value, low, high)
 
 
+def size(count: int) -> str:
+    """Bytes in words: "1.50 GiB"."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
+    return f"{count} bytes"
+
+
 def as_name(field: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidParameter(field, "must be a str that is not empty", value)

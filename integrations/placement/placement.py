@@ -18,7 +18,7 @@ from asyncengine.checks import as_choice, as_items, as_number
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.integrations.placement import fit
 from asyncengine.integrations.placement.fit import Shares, View, free_memory
-from asyncengine.integrations.placement.nodes import Claim, Instance, Node, Share, State
+from asyncengine.integrations.placement.nodes import Claim, Instance, Node, Share, State, size
 from asyncengine.integrations.placement.scores import STRATEGIES, Spread, binpack, combine, score
 from asyncengine.integrations.placement.table import Cluster, Mask, cpu_units
 
@@ -64,8 +64,8 @@ class Refusal:
 
     def __str__(self) -> str:
         falls = "; ".join(f"{reason.nodes} {reason.text}" for reason in self.reasons)
-        could = [f"{_gib(self.device_bytes)} on devices"] if self.device_bytes else []
-        could += [f"{_gib(self.cpu_bytes)} of host memory"] if self.cpu_bytes else []
+        could = [f"{size(self.device_bytes)} on devices"] if self.device_bytes else []
+        could += [f"{size(self.cpu_bytes)} of host memory"] if self.cpu_bytes else []
         most = f"; a claim of {' or '.join(could)} would have fitted" if could else ""
         return f"{self.model} fits on none of {self.nodes} nodes: {falls or 'there are none'}{most}"
 
@@ -169,10 +169,6 @@ def _did_not_fit(view: View) -> list[Reason]:
         ("no device", ~has & ~host, "without a device"),
     )
     return [Reason(what, count, text) for what, mask, text in reasons if (count := int(np.count_nonzero(mask)))]
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 100 else f"{count} bytes"
 
 
 STATUS_MAX, OFFLOAD_MAX, PLACEMENT_MAX = 100.0, 10.0, 1.0

@@ -10,17 +10,9 @@ from typing import Any
 
 from asyncengine.checks import as_text
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http.dialects import EVENT_STREAM
 from asyncengine.integrations.http.dialects.openai_shape import image_part, refuse_block, text_part, tool_call
-from asyncengine.integrations.http.events import (
-    EVENT_STREAM,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    End,
-    Event,
-    Text,
-    Thinking,
-)
+from asyncengine.integrations.http.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
 from asyncengine.integrations.http.fields import TABLES, Fields, as_object, objects
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Message, Turn
@@ -336,9 +328,7 @@ def _frame(kind: str, **content: Any) -> str:
 def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic's `usage`: tokens that came from the cache are no input tokens there."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens, "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-    }
+    }  # fmt: skip

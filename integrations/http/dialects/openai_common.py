@@ -10,8 +10,8 @@ from typing import Any
 from asyncengine.checks import as_integer
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
+from asyncengine.integrations.http.dialects import EVENT_STREAM
 from asyncengine.integrations.http.dialects.openai_shape import llama_cpp_timings, openai_usage
-from asyncengine.integrations.http.events import EVENT_STREAM
 from asyncengine.integrations.http.fields import Values
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Turn

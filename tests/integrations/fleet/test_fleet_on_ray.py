@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gpus": (
         {"num_gpus": 0.5, "replica_memory": "600MiB"},
-        r"none of 3 nodes: 1 with too little free memory on devices; 2 without a device; a claim of 0.50 GiB on dev",
+        r"none of 3 nodes: 1 with too little free memory on devices; 2 without a device; a claim of 512.00 MiB on dev",
     ),
     "ranks": ({"tensor_parallel": 2, "num_cpus": 1.25}, r"none of 3 nodes: 3 with fewer than 2.5 free CPUs$"),
 }

@@ -24,6 +24,7 @@ from asyncengine.integrations.cli.options import given
 from asyncengine.integrations.http.settings import ServerSettings
 
 log = logging.getLogger("asyncengine.serve")
+TABLES = ("server", "engine", "models", "aliases", "keys")
 KEEP_ALIVE = "5m"
 """The time that models of a configuration file stay without use, unless it says otherwise."""
 
@@ -35,6 +36,8 @@ class Plan:
     settings: ServerSettings
     models: dict[str, dict[str, Any]]
     aliases: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Named keys, with their settings."""
     preload: list[str] = field(default_factory=list)
     """Models that are loaded at the start although they could wait for their first request."""
 
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         lacking = (error.name or "").partition(".")[0]  # or it says so itself
         message = f'serve needs {lacking}: pip install "asyncengine[serve]"' if lacking else str(error)
         raise CliError(message, FAILED) from error
-    keys = plan.settings.keys()
+    keys = plan.settings.keys(plan.keys)
     for setup in plan.models.values():
         config = {name: value for name, value in setup.items() if name not in ("model", "keep_alive")}
         check_paths(setup["model"], EngineConfig.from_dict(config))
@@ -80,10 +83,9 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
             async with group.using(name):
                 pass
         served = app(
-            group, api_keys=keys, aliases=plan.aliases, strict=settings.strict, max_body=settings.max_body,
-            response_memory=int(settings.response_memory), hosts=settings.hosts, cors=settings.cors,
-            allow_adapters=settings.allow_adapters or settings.insecure,
-            telemetry=settings.telemetry,
+            group, api_keys=keys, keys=plan.keys, aliases=plan.aliases, strict=settings.strict, hosts=settings.hosts,
+            max_body=settings.max_body, response_memory=int(settings.response_memory), cors=settings.cors,
+            allow_adapters=settings.allow_adapters or settings.insecure, telemetry=settings.telemetry,
         )  # fmt: skip
         address = server.address_of(listener, "https" if settings.ssl_certfile else "http")
         ready = f"serving {', '.join(group)} at {address} (Ctrl-C stops it)"
@@ -97,7 +99,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
     settings = ServerSettings.from_dict({**written.get("server", {}), **given(args, ServerSettings)})
     keep_alive = settings.keep_alive if args.config is None or settings.keep_alive is not None else KEEP_ALIVE
     common = {**written.get("engine", {}), **given(args, EngineConfig)}
-    plan = Plan(settings, {}, dict(written.get("aliases", {})))
+    plan = Plan(settings, {}, dict(written.get("aliases", {})), dict(written.get("keys", {})))
     for name, setup in written.get("models", {}).items():
         _add(plan, name, {"keep_alive": keep_alive, **common, **setup})
     for text in args.models:
@@ -147,9 +149,10 @@ def _read_file(path: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise CliError(f"config: {path}: {error}") from error
     for name, table in tables.items():
-        if name not in ("server", "engine", "models", "aliases"):
-            raise CliError(f"config: {path}: has no use for [{name}]; known: server, engine, models, aliases")
-        inner = table.values() if name == "models" and isinstance(table, dict) else ()
+        if name not in TABLES:
+            raise CliError(f"config: {path}: has no use for [{name}]; known: {', '.join(TABLES)}")
+        outer = name in ("models", "keys")
+        inner = table.values() if outer and isinstance(table, dict) else ()
         if not all(isinstance(each, dict) for each in (table, *inner)):
-            raise CliError(f"config: {path}: {name} must be a table" + (" of tables" if name == "models" else ""))
+            raise CliError(f"config: {path}: {name} must be a table" + (" of tables" if outer else ""))
     return tables

@@ -8,7 +8,7 @@ differs between APIs, in functions without I/O: a body becomes a `Turn`, an engi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
@@ -23,11 +23,12 @@ def app(
     engines: AsyncEngine | EngineGroup | Mapping[str, AsyncEngine], *, api_keys: Sequence[str] = (),
     aliases: Mapping[str, str] | None = None, strict: bool = False, max_body: int = 32 << 20,
     response_memory: int = 64 << 20, allow_adapters: bool = False, hosts: Collection[str] | None = None,
-    cors: Sequence[str] = (), telemetry: bool = False,
+    cors: Sequence[str] = (), telemetry: bool = False, keys: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Starlette:  # fmt: skip
     """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
 
-    `api_keys`: a request must show one of them; none: everybody is served. `aliases`: other names for models and
+    `api_keys`: a request must show one of them, or one of the named `keys` (NAME: fields of `http.keys.KeySettings`);
+    none: everybody is served. `aliases`: other names for models and
     adapters; "*" stands for every unknown name, "" for none. `strict`: fields that would be passed over are refused.
     `max_body`: bytes of the longest request. `response_memory`: bytes of responses that clients may come back to.
     `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host header that are answered
@@ -38,12 +39,11 @@ def app(
     """
     try:
         from asyncengine.integrations.http.asgi import make_app
+        from asyncengine.integrations.http.keys import keys_of
         from asyncengine.integrations.http.models import Models, Serving
     except ImportError as error:
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
-    return make_app(
-        Serving(
-            Models(named, aliases), api_keys, strict, max_body, response_memory, allow_adapters, hosts, cors, telemetry
-        )
-    )
+    models, shown = Models(named, aliases), keys_of(api_keys, keys or {})
+    rest = max_body, response_memory, allow_adapters, hosts, cors, telemetry
+    return make_app(Serving(models, shown, strict, *rest))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import resources
 
@@ -21,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import asyncengine
 from asyncengine.errors import QueueFull
-from asyncengine.integrations.http import decisions, metrics, operating, responses, vectors
+from asyncengine.integrations.http import decisions, keys, metrics, operating, responses, vectors
 from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
@@ -31,45 +29,17 @@ from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import Requests, facts_of, path_of
 
-# Keys and host names: who may ask, and how those who may not are told.
-
-OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
-"""Paths that need no key: they tell nothing of anybody."""
-
+# Who may ask, and how those who may not are told.
 
 Check = Callable[[HTTPConnection], Problem | None]
 """Says why somebody may not ask; None: he may."""
 
 
-class Guard:
-    """ASGI middleware that turns away those whom a check refuses."""
-
-    def __init__(self, app: ASGIApp, check: Check) -> None:
-        self._app, self._check = app, check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = None if scope["type"] == "lifespan" else self._check(HTTPConnection(scope))
-        app = self._app if problem is None else refusal(HTTPConnection(scope), problem)
-        await app(scope, receive, send)
-
-
-def key_check(keys: Sequence[str]) -> Check:
-    """Refuses requests without one of these keys, in `Authorization: Bearer KEY` or `x-api-key`. All are compared, in
-    constant time: how long it takes says nothing of them."""
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def check(connection: HTTPConnection) -> Problem | None:
-        kind, _, bearer = connection.headers.get("authorization", "").partition(" ")
-        shown = bearer.strip() if kind.lower() == "bearer" else connection.headers.get("x-api-key", "")
-        digest = hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest()
-        known = sum([hmac.compare_digest(digest, ours) for ours in digests]) > 0
-        if known or path_of(connection.scope) in OPEN_PATHS:
-            return None
-        # a key in the address is none: addresses are logged on the way
-        need = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key"
-        return Problem(401, need, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
-
-    return check
+async def guarded(check: Check, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Have `app` answer, but for those whom the check refuses."""
+    problem = None if scope["type"] == "lifespan" else check(HTTPConnection(scope))
+    app = app if problem is None else refusal(HTTPConnection(scope), problem)
+    await app(scope, receive, send)
 
 
 def host_check(hosts: Collection[str]) -> Check:
@@ -122,10 +92,10 @@ def make_app(serving: Serving) -> Starlette:
     middleware = [Middleware(lambda app: partial(serving.requests.run, app))]
     if serving.cors:  # before keys: a browser asks without one whether it may ask
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
-    if serving.hosts is not None and not serving.api_keys:
-        middleware.append(Middleware(Guard, host_check(frozenset(serving.hosts))))
-    if serving.api_keys:
-        middleware.append(Middleware(Guard, key_check(serving.api_keys)))
+    checks: list[Check] = [partial(keys.check, serving.keys)] if serving.keys else []
+    if serving.hosts is not None and not serving.keys:
+        checks = [host_check(frozenset(serving.hosts))]
+    middleware += [Middleware(partial(partial, guarded, check)) for check in checks]  # which get the app
     if serving.telemetry:
         from asyncengine.integrations.opentelemetry import TraceContext, trace
 
@@ -180,24 +150,17 @@ def routes(serving: Serving) -> list[BaseRoute]:
         states = [engine.stats().requests for engine in serving.models.group.loaded.values()]
         return JSONResponse({"server_load": sum(sum(each.values()) for each in states)})
 
-    of_vectors = vectors.routes(serving)
-    kinds: dict[str, Endpoint] = served | {route.path: route.endpoint for route in of_vectors}
-    return [
-        Route("/version", version, methods=["GET"]),
-        Route("/invocations", _of_any_kind(serving, kinds), methods=["POST"]),
-        Route("/load", load, methods=["GET"]),
-        *[Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()],
-        *responses.routes(serving),
-        *of_vectors,
-        *decisions.routes(serving),
-        Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/models/{name:path}", model, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
-        *metrics.routes(serving),
-        *[Route("/" if name == "index.html" else f"/{name}", _file(name), methods=["GET"]) for name in PAGE],
-        *operating.adapter_routes(serving),
-        *operating.sleep_routes(serving),
-    ]
+    made: list[BaseRoute] = [*vectors.routes(serving)]
+    kinds = served | {route.path: route.endpoint for route in made if isinstance(route, Route)}
+    posts = {"/invocations": _of_any_kind(serving, kinds), **served}
+    gets: dict[str, Endpoint] = {"/version": version, "/load": load, "/health": health}
+    gets |= {"/v1/models": models, "/v1/models/{name:path}": model}
+    gets |= {"/" if name == "index.html" else f"/{name}": _file(name) for name in PAGE}
+    made += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+    made += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+    for each in (responses, decisions, metrics, operating):
+        made += each.routes(serving)
+    return made
 
 
 def _of_any_kind(serving: Serving, kinds: Mapping[str, Endpoint]) -> Endpoint:

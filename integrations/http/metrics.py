@@ -144,6 +144,11 @@ class Metrics(Collector):
         for values, number in list(self._serving.requests.counts.items()):
             answered.add_metric(values, number)
         yield answered
+        asked = CounterMetricFamily("asyncengine:keys", "What is asked with named keys.", labels=["key", "what"])
+        for key in self._serving.keys:
+            for what, count in list(key.counts.items()) if key.name else ():
+                asked.add_metric([key.name, what], count)
+        yield asked
         for row in HISTOGRAMS:
             histogram = HistogramMetricFamily(row.name, row.text, labels=LABELS)
             for model, own in list(self._histograms.items()):
@@ -183,7 +188,7 @@ def routes(serving: Serving) -> list[Route]:
         )
 
     async def profile(request: Request) -> Response:
-        if not serving.api_keys:
+        if not serving.may_operate(request.scope):
             raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
         fields = await read_fields(request, serving)
         values = fields.read(TABLES["profile"])

@@ -13,8 +13,9 @@ from typing import Any, Self
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.integrations.http.keys import Key
 from asyncengine.integrations.http.problems import Problem
-from asyncengine.integrations.http.requests import MAX_WAIT, Requests
+from asyncengine.integrations.http.requests import KEY, MAX_WAIT, Requests
 
 log = logging.getLogger("asyncengine.serve")
 
@@ -195,7 +196,7 @@ class Serving:
     """Models and settings of an app, which its endpoints share; `asyncengine.serve.app` says what each is."""
 
     models: Models
-    api_keys: Sequence[str] = ()
+    keys: Sequence[Key] = ()
     strict: bool = False
     max_body: int = 32 << 20
     response_memory: int = 64 << 20
@@ -204,6 +205,11 @@ class Serving:
     cors: Sequence[str] = ()
     telemetry: bool = False
     requests: Requests = field(default_factory=Requests)
+
+    @staticmethod
+    def may_operate(scope: Mapping[str, Any]) -> bool:
+        """Whether a request shows a key whose holder may do what stops or slows others."""
+        return KEY in scope and scope[KEY].operator
 
 
 def _listed(names: list[str]) -> str:

@@ -23,12 +23,17 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
 """Keywords of each level of sleep; level 0 is a pause."""
 
 
+def routes(serving: Serving) -> list[Route]:
+    """All paths of those who run a server."""
+    return [*adapter_routes(serving), *sleep_routes(serving)]
+
+
 def adapter_routes(serving: Serving) -> list[Route]:
     """Paths of adapters, which read folders of this machine and so are served to holders of a key, or where it is
     allowed; and SGLang's, by which a client closes a session."""
 
     async def read(request: Request, table: str) -> dict[str, Any]:
-        if not (serving.api_keys or serving.allow_adapters):
+        if not (serving.may_operate(request.scope) or serving.allow_adapters):
             why = "adapters are loaded where requests need a key, or with allow_adapters"
             raise Problem(403, why, code="forbidden")
         return (await read_fields(request, serving)).read(TABLES[table])["own"]
@@ -62,7 +67,7 @@ def sleep_routes(serving: Serving) -> list[Route]:
     group = serving.models.group
 
     def read(request: Request, table: str = "asleep") -> dict[str, Any]:
-        if not serving.api_keys:
+        if not serving.may_operate(request.scope):
             raise Problem(403, "engines sleep, wake and forget only where requests need a key", code="forbidden")
         return Fields(dict(request.query_params)).read(TABLES[table])["own"]
 

@@ -20,7 +20,8 @@ MAX_WAIT = 30
 """Most seconds of a Retry-After header."""
 LEFT = 499
 """The status that is counted for a client that left before its answer began, as nginx has it."""
-FACTS = "asyncengine.facts"
+FACTS, KEY = "asyncengine.facts", "asyncengine.key"
+"""Facts and the key of a request in its scope."""
 
 
 def facts_of(scope: Scope) -> dict[str, Any]:
@@ -76,6 +77,8 @@ class Requests:
             facts["total"] = time.monotonic() - begun
             if "completion_tokens" in facts:
                 self._ended(facts["model"], facts["total"])
+            if (key := scope.get(KEY)) is not None:
+                key.charge(facts)
             self._note(scope, status, facts)
 
     def _note(self, scope: Scope, status: int, facts: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.generating import Endpoint, answer, count, read_fields
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
-from asyncengine.integrations.http.requests import FACTS
+from asyncengine.integrations.http.requests import FACTS, KEY
 from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Usage
 
@@ -296,6 +296,8 @@ class _Conversation:
             previous = fields.peek("previous_response_id")
             if fields.take("type") != "response.create":
                 raise InvalidParameter("type", "must be 'response.create'")
+            if (key := self._socket.scope.get(KEY)) is not None and (problem := key.admit()) is not None:
+                raise problem
             made = await self._api.respond(fields, self)
             assert isinstance(made.writer, _Keeping)
             self._responses.append(made.writer.response["id"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,12 +16,15 @@ from asyncengine.errors import InvalidParameter
 KEY_VARIABLE = "ASYNCENGINE_API_KEY"
 
 
+def as_key(name: str, value: Any) -> str:
+    """A text that a header can have. Raises `InvalidParameter`, without the text."""
+    if not isinstance(value, str) or not (value.isascii() and value.isprintable() and value.strip() == value != ""):
+        raise InvalidParameter(name, "must be printable ASCII without spaces around it")
+    return value
+
+
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = as_items(name, value) if not isinstance(value, str) else (value,)
-    for text in texts:
-        if not isinstance(text, str) or not (text.isascii() and text.isprintable() and text.strip() == text != ""):
-            raise InvalidParameter(name, "must be printable ASCII without spaces around it")
-    return texts
+    return tuple(as_key(name, text) for text in ((value,) if isinstance(value, str) else as_items(name, value)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +90,8 @@ class ServerSettings(Settings):
             return None
         return ("localhost", "127.0.0.1", "[::1]", f"[{self.host}]" if ":" in self.host else self.host)
 
-    def keys(self) -> tuple[str, ...]:
-        """Every key that is given, in flags, the file and the environment.
+    def keys(self, named: Collection[str] = ()) -> tuple[str, ...]:
+        """Every key without a name that is given, in flags, the file and the environment. `named`: others there are.
 
         Raises `InvalidParameter` for a file that cannot be read or holds none, and for an address that others reach
         without one.
@@ -102,7 +105,7 @@ class ServerSettings(Settings):
             if not lines:
                 raise InvalidParameter("api_key_file", "holds no key", self.api_key_file)
             keys += lines
-        if not (keys or self.local or self.insecure):
+        if not (keys or named or self.local or self.insecure):
             need = f"api_key, api_key_file or {KEY_VARIABLE}; insecure serves everybody"
             raise InvalidParameter("host", f"is reached from other machines, so a key is needed ({need})", self.host)
         return tuple(keys)

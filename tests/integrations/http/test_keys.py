@@ -1,0 +1,132 @@
+"""Named keys: limits of their own, what their holders may do, and figures by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from support.http_server import serving_thread
+
+from asyncengine import AsyncEngine
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http import app, keys
+from asyncengine.integrations.http.keys import Key, KeySettings, keys_of
+from asyncengine.integrations.http.requests import JsonLines
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+KEYS: dict[str, dict[str, Any]] = {
+    "slow": {"key": "s", "requests_per_minute": 2},
+    "brief": {"key": "b", "tokens_per_minute": 5},
+    "free": {"key": "f"},
+    "boss": {"key": "o", "operator": True},
+}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    @asynccontextmanager
+    async def one() -> AsyncIterator[Starlette]:
+        async with await AsyncEngine.from_pretrained("demo", show_progress=False, kv_cache_memory="16MiB") as engine:
+            yield app(engine, api_keys=["plain"], keys=KEYS)
+
+    with serving_thread(one) as found:
+        yield found
+
+
+def ask(url: str, key: str, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
+    return httpx.post(url + path, json=CHAT, headers={"authorization": f"Bearer {key}", **headers}, timeout=60)
+
+
+def test_each_key_has_its_own_limits(url: str) -> None:
+    stream, handler = io.StringIO(), logging.StreamHandler()
+    handler.setStream(stream)
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("asyncengine.serve.requests")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        assert [ask(url, "s").status_code for _ in range(3)] == [200, 200, 429]
+        late = ask(url, "s", **{"anthropic-version": "2023-06-01"})
+        assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert 20 < int(late.headers["retry-after"]) <= 30
+        first, then = ask(url, "b"), ask(url, "b")
+        assert (first.status_code, then.status_code) == (200, 429), "the first had more than 5 tokens"
+        assert "brief" in then.json()["error"]["message"]
+        assert first.json()["usage"]["total_tokens"] > 5
+        assert [ask(url, key).status_code for key in ("f", "o", "plain", "none")] == [200, 200, 200, 401]
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    told = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [each.get("key") for each in told] == ["slow"] * 4 + ["brief"] * 2 + ["free", "boss", None, None]
+    text = httpx.get(f"{url}/metrics", headers={"x-api-key": "s"}).text
+    assert 'asyncengine:keys_total{key="slow",what="requests"} 4.0' in text
+    assert 'asyncengine:keys_total{key="slow",what="refused"} 2.0' in text
+    assert f'asyncengine:keys_total{{key="free",what="completion_tokens"}} {CHAT["max_tokens"]:.1f}' in text
+    assert 'key=""' not in text
+
+
+def test_only_operators_stop_others(url: str) -> None:
+    for path in ("/pause", "/profile", "/v1/load_lora_adapter"):
+        refused = ask(url, "f", path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden"), path
+    for key in ("o", "plain"):
+        assert ask(url, key, "/pause").status_code == 200
+        assert ask(url, key, "/resume").status_code == 200
+
+
+def test_a_bucket_is_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(keys.time, "monotonic", lambda: now[0])
+    key = Key("a", KeySettings(key="k", requests_per_minute=3, tokens_per_minute=600))
+    assert [key.admit() for _ in range(3)] == [None] * 3
+    refused = key.admit()
+    assert refused is not None
+    assert (refused.status, refused.headers) == (429, (("retry-after", "20"),))
+    now[0] += 20
+    assert key.admit() is None
+    now[0] += 3600
+    key.charge({"prompt_tokens": 500, "completion_tokens": 250})
+    refused = key.admit()
+    assert refused is not None
+    assert "600 tokens a minute" in refused.message
+    assert dict(refused.headers)["retry-after"] == "16", "151 tokens at ten a second"
+    now[0] += 16
+    assert key.admit() is None, "an hour fills no more than a minute's worth"
+    assert key.counts == {"requests": 7, "refused": 2, "prompt_tokens": 500, "completion_tokens": 250}
+
+
+def test_limits_hold_on_a_websocket() -> None:
+    from asyncengine.testing import FakeChat
+
+    shown, kinds = {"authorization": "Bearer w"}, list[tuple[str, int | None]]()
+    served = app(FakeChat(["one", "two"]), keys={"ws": {"key": "w", "requests_per_minute": 1}})
+    with TestClient(served) as client, client.websocket_connect("/v1/responses", headers=shown) as socket:
+        for _ in range(2):
+            socket.send_json({"type": "response.create", "input": "hello"})
+            while (event := socket.receive_json())["type"] not in ("response.completed", "error"):
+                pass
+            kinds.append((event["type"], event.get("status")))
+    assert kinds == [("response.completed", None), ("error", 429)]
+
+
+@pytest.mark.parametrize(
+    ("unnamed", "named", "words"),
+    [
+        (["a"], {"x": {"key": "a"}}, "keys: must differ"),
+        ([], {"x": {"key": " a"}}, "key: must be printable"),
+        ([], {"x": {"key": "a", "requests_per_minute": 0}}, "requests_per_minute"),
+        ([], {"x": {"key": "a", "tokens": 1}}, "tokens"),
+    ],
+)
+def test_wrong_keys_are_refused(unnamed: list[str], named: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidParameter, match=words):
+        keys_of(unnamed, named)

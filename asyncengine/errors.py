@@ -244,3 +244,11 @@ class WrongLoop(EngineError, RuntimeError):
 
 class InvariantViolation(EngineError):
     """The engine's books do not balance (a leak, a double free, an illegal transition). Always a bug here."""
+
+
+def again(error: Exception) -> Exception:
+    """The same error as a new object: one that is raised twice would carry both callers' tracebacks."""
+    copy = type(error).__new__(type(error))
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    return copy

@@ -29,7 +29,7 @@ import torch
 from asyncengine.errors import EngineError
 from asyncengine.execution.sampling.masks import FilledMasks, apply_masks
 from asyncengine.grammar import Grammar, check_limits
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend, with_rules
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.shared_masks import Mask
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -87,7 +87,7 @@ class Bench:
         return template
 
     def bare(self, grammar: Grammar) -> None:
-        text = to_llguidance(grammar)
+        text = with_rules(grammar)[0]
         began = clock()
         matcher = self.backend.matcher(grammar, text, self.vocabulary.ll_tokenizer)
         matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)

@@ -56,11 +56,8 @@ def regex(pattern: str) -> str:
     """A Lark regex literal; `pattern` in the dialect of `portable`."""
     if not pattern:
         return "/(?:)/"
-    return "/" + re.sub(r"\\.|[/\n]", _slash, pattern, flags=re.DOTALL) + "/"
-
-
-def _slash(match: re.Match[str]) -> str:
-    return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(match.group(), match.group())
+    spelled = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+    return "/" + re.sub(r"\\.|[/\n]", lambda match: spelled.get(match[0], match[0]), pattern, flags=re.DOTALL) + "/"
 
 
 def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:

@@ -51,13 +51,9 @@ MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
 
 
-def to_llguidance(grammar: Grammar) -> str:
-    """The text that `LLMatcher` takes. Raises `GrammarTooLarge` for schemas that `check_limits` would have refused."""
-    return with_rules(grammar)[0]
-
-
 def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed) -> tuple[str, list[Written]]:
-    """The same, and the rules of each schema in the grammar, in its order. Raises likewise and as `checkpoint`."""
+    """The text that `LLMatcher` takes, and the rules of each schema in the grammar, in its order. Raises
+    `GrammarTooLarge` for schemas that `check_limits` would have refused, and as `checkpoint`."""
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = schema_object(grammar.text, lenient, grammar.formats == "strict")

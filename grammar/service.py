@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
+from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull, again
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.narrowing import Narrowing
@@ -144,7 +144,7 @@ class GrammarService:
             if known is None and key not in self._jobs and len(self._jobs) >= self.config.max_pending_grammars:
                 raise QueueFull("max_pending_grammars", self.config.max_pending_grammars)
         if isinstance(known, GrammarError):
-            raise _again(known)
+            raise again(known)
         if known is not None:
             _check_budget(known, budget, on_budget)
         return spec
@@ -285,7 +285,7 @@ class GrammarService:
 def _outcome(compiled: LlgTemplate | Exception, order: GrammarOrder) -> GrammarMatcher | Exception:
     """The result of a compilation for one of its waiters."""
     if isinstance(compiled, Exception):
-        return _again(compiled)
+        return again(compiled)
     try:
         _check_budget(compiled, order.budget, order.on_budget)
         return Matcher(compiled, order.budget, order.on_budget)
@@ -300,14 +300,6 @@ def _check_budget(template: LlgTemplate, budget: int, on_budget: OnBudget) -> No
             "max_tokens",
             f"the shortest output known for this grammar takes {needed} tokens, and {budget} are left for the output",
         )
-
-
-def _again(error: Exception) -> Exception:
-    """The same error as a new object: one that is raised twice would carry both callers' tracebacks."""
-    copy = type(error).__new__(type(error))
-    copy.__dict__.update(error.__dict__)
-    copy.args = error.args
-    return copy
 
 
 def text_check(grammar: Grammar | None) -> Callable[[str], str | None] | None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from asyncengine.checks import CacheMemory, Positive, Seconds, Settings, Threads, integer_in, one_of
 
-TOOL_FORMATS = (
-    "auto", "hermes", "llama3", "mistral", "json", "apertus", "command", "command_r", "deepseek_v3", "deepseek_v31",
-    "deepseek_v32", "deepseek_v4", "functionary", "functiongemma", "gemma4", "gigachat", "hy3", "glm", "granite",
-    "granite_20b_fc", "harmony", "hunyuan_a13b", "hyperclovax", "internlm2", "jamba", "kimi_k2", "lfm2", "longcat",
-    "minicpm5", "minimax_m2", "nemotron", "olmo3", "pangu", "phi4_mini", "plamo3", "pythonic", "qwen3_coder",
-    "seed_oss", "solar_open2", "step3", "xlam",
-)  # fmt: skip
+_TABLES = (Path(__file__).parent / "chat" / "families.toml").read_text(encoding="utf-8")
+TOOL_FORMATS = ("auto", *re.findall(r"^\[formats\.(\w+)\]$", _TABLES, re.MULTILINE))
+"""Names of the formats: not read as the tables that they are, which would take longer than all else in the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

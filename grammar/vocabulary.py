@@ -161,11 +161,8 @@ class Vocabulary:
 
     def warm_up(self) -> None:
         """Build now what would be built at first use."""
-        self.ll_tokenizer  # noqa: B018
-        self.filler  # noqa: B018
-        self.longest  # noqa: B018
-        self.lengths  # noqa: B018
-        self._ascii_tokens  # noqa: B018
+        for name in ("ll_tokenizer", "filler", "longest", "lengths", "_ascii_tokens"):
+            getattr(self, name)
 
 
 class _Source:

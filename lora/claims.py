@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncengine.errors import AdapterError, InvariantViolation
+from asyncengine.errors import AdapterError, InvariantViolation, again
 from asyncengine.lora.adapter import Adapter, Meaning
 from asyncengine.seams import AdapterDone
 
@@ -243,11 +243,3 @@ class Claims:
     def clear(self) -> None:
         for books in (self.by_ticket, self._users, self.waiting, self._reloading):
             books.clear()
-
-
-def again(error: Exception) -> Exception:
-    """The same error as a new object: one that is raised twice would carry both callers' tracebacks."""
-    copy = type(error).__new__(type(error))
-    copy.__dict__.update(error.__dict__)
-    copy.args = error.args
-    return copy

@@ -15,34 +15,27 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
+from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed, again
 from asyncengine.lora.adapter import Adapter, AdapterInfo, Meaning
-from asyncengine.lora.claims import Calls, Claims, HostStore, again
+from asyncengine.lora.claims import Calls, Claims, HostStore
 from asyncengine.seams import AdapterDone
+
+if TYPE_CHECKING:
+    from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 
 _SHOWN = 16
 """Names listed in the message about an unknown one."""
-
-
-class Loader(Protocol):
-    """`PeftLoader`, as far as the registry knows it. Both methods block and raise `AdapterError`."""
-
-    def fingerprint(self, path: str, max_bytes: int) -> Any:
-        """Hashable; changes when the files change. Refuses files above `max_bytes` before they are read."""
-
-    def load(self, name: str, path: str) -> Adapter: ...
-
-    def take(self, name: str, tensors: Any, config: Any) -> Adapter: ...
 
 
 class AdapterRegistry:
     """Thread-safe. `done` callbacks and futures complete on whatever thread brought the news."""
 
     def __init__(
-        self, loader: Loader, *, max_bytes: int, workers: int = 2, max_passes: int = 64, pool: Executor | None = None
-    ) -> None:
+        self, loader: PeftLoader, *, max_bytes: int, workers: int = 2, max_passes: int = 64,
+        pool: Executor | None = None,
+    ) -> None:  # fmt: skip
         """`pool`: reads files, in place of `workers` threads of its own, and is shut down by `close`."""
         self._loader = loader
         self.store = HostStore(max_bytes)

@@ -292,9 +292,9 @@ def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
 def _chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | None:
     if start == "none":
         return None
-    if start == "auto":
-        return detect.find_reasoning(tokenizer)
     found = detect.find_reasoning(tokenizer)
+    if start == "auto":
+        return found
     # the template knows whether the answer has marks too
     for pair in (*([found] if found else []), *(pair for pair in REASONING_MARKERS if not pair.answer)):
         if start in (pair.start, pair.start.strip("<[>]")):

@@ -73,9 +73,7 @@ def _check_tool(field: str, tool: object) -> Tool:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         limit = "must be a str of 1 to 128 letters, digits or any of _ . : / -"
         raise InvalidParameter(f"{inside}.name", limit, name)
-    strict = function.get("strict")
-    if strict is None:
-        strict = tool.get("strict")
+    strict = next((said for each in (function, tool) if (said := each.get("strict")) is not None), None)
     if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{inside}.strict", "must be a bool", strict)
     schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False, name)

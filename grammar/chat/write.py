@@ -26,13 +26,12 @@ trained for no calls, chooses between a call and an answer; with most others it 
 
 def with_calls_in_content(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
     """Checked messages for a template that renders no calls: each message's calls are at the end of its content."""
-    return [_with_calls(message, form) if message.get("tool_calls") else message for message in messages]
-
-
-def _with_calls(message: Message, form: ToolFormat) -> Message:
-    written = written_calls(form, [_name_and_arguments(call) for call in message["tool_calls"]])
-    whole = _joined([message.get("content") or "", written], "")
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": whole}
+    turns = []
+    for message in messages:
+        turns.append({key: value for key, value in message.items() if key != "tool_calls"})
+        if calls := [_name_and_arguments(call) for call in message.get("tool_calls") or ()]:
+            turns[-1]["content"] = _joined([message.get("content") or "", written_calls(form, calls)], "")
+    return turns
 
 
 def with_results_as_questions(messages: Sequence[Message]) -> list[Message]:

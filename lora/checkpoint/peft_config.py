@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import re
 import time
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import AdapterError
@@ -95,19 +97,7 @@ def _index_in(found: regex.Match[str] | None) -> int | None:
     return None if found is None else int(found["index"][:9])
 
 
-_IGNORED = (
-    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
-    "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
-    "runtime_config", "task_type",
-)  # fmt: skip
-"""Said of training, or meaningless where the setting they belong to is refused."""
-_REFUSED = {
-    "target_parameters": "adapters on bare parameters are not supported; target linear modules",
-    "layer_replication": "replicated layers are another base model; not supported",
-    "use_qalora": "QALoRA is not supported",
-    "use_bdlora": "block-diagonal LoRA is not supported",
-    "megatron_config": "adapters made with Megatron are not supported",
-}
+_FIELDS = tomllib.loads((resources.files(__package__) / "peft_fields.toml").read_text(encoding="utf-8"))
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base model's weights as they are."""
 MAX_ENTRIES = 50_000
@@ -230,7 +220,7 @@ def read_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("peft_type") != "LORA":
         raise AdapterError("peft_type", 'must be "LORA"; nothing else is supported', raw.get("peft_type"))
-    for field, advice in _REFUSED.items():
+    for field, advice in _FIELDS["refused"].items():
         if raw.get(field) is not None and raw[field] is not False and raw[field] != [] and raw[field] != {}:
             raise AdapterError(field, advice, raw[field])
     if raw.get("bias", "none") not in ("none", "all", "lora_only"):
@@ -245,7 +235,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             start,
         )
     for field, value in raw.items():
-        if field not in _USED and field not in _IGNORED and field not in _REFUSED and value:
+        if value and not any(field in known for known in (_USED, _FIELDS["ignored"], _FIELDS["refused"])):
             raise AdapterError(field[:80], "this setting is unknown here and could change the answers", value)
 
 

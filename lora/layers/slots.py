@@ -105,36 +105,21 @@ class KernelStack(LoraStack):
 class CompiledStack(LoraStack):
     """Factors as they come: rows of A and of B are read one after the other."""
 
-    def __init__(
-        self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
-    ) -> None:
-        from asyncengine.kernels.api import lora as kernel
-
-        self._kernel = kernel
-        self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
-        """Ranks of the weights in each slot; nothing is read beyond them."""
-        super().__init__(place, slots, rank, dtype, device, memory)
-
-    def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        super().write(slot, part, a, b)
-        self._ranks[slot, part] = a.shape[0]
-
-    def clear(self, slot: int) -> None:
-        self._ranks[slot] = 0
-        super().clear(slot)
-
     def add(self, x: torch.Tensor, y: torch.Tensor, step: RowStep) -> None:
         if self.held.isdisjoint(step.used):
             return
         x, y = self._flat(x, y, step.size)
         total = y.contiguous()
-        self._kernel.add_deltas(x.contiguous(), total, self.factors, step.groups)
+        self._add(x.contiguous(), total, self.factors, step.groups)
         if not y.is_contiguous():
             y.copy_(total)
 
     def _allocate(self) -> None:
+        from asyncengine.kernels.api import lora as kernel
+
         super()._allocate()
-        self.factors: Any = self._kernel.Factors(self._a, self._b, self._ranks, list(self.place.widths))
+        self._add = kernel.add_deltas
+        self.factors: Any = kernel.Factors(self._a, self._b, self._ranks, list(self.place.widths))
 
 
 class FactorTable:

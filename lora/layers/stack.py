@@ -46,6 +46,8 @@ class LoraStack(ABC):
         self.held: set[int] = set()
         """Slots that something was written into since they were cleared."""
         self._slots = slots
+        self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
+        """Ranks of the weights in each slot; beyond them there are zeros."""
         self._ends = list(accumulate(place.widths, initial=0))
         self._dtype, self._device, self._memory = dtype, device, memory
         self._allocate()
@@ -69,11 +71,13 @@ class LoraStack(ABC):
         """Put a [r, in] and b [the part's outputs here, r] into an empty slot; r is at most `rank`."""
         rank, device = a.shape[0], self._b.device
         self.held.add(slot)
+        self._ranks[slot, part] = rank
         self._a[slot, part, :rank].copy_(send(a, device))
         self._b[slot, :rank, self._ends[part] : self._ends[part + 1]].copy_(send(b, device).T)
 
     def clear(self, slot: int) -> None:
         self.held.discard(slot)
+        self._ranks[slot] = 0
         self._a[slot].zero_()
         self._b[slot].zero_()
 

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import to_llguidance
+from asyncengine.grammar.llguidance_backend import with_rules
 
 from .bytes_tokenizer import END, Bytes
 
@@ -21,7 +21,7 @@ def tokenizer() -> Any:
 
 @functools.lru_cache(256)
 def _compiled(grammar: Grammar) -> Any:
-    return LLMatcher(tokenizer(), to_llguidance(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False))
+    return LLMatcher(tokenizer(), with_rules(grammar)[0], log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
 def matcher(grammar: Grammar) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import explain, summary, to_llguidance
+from asyncengine.grammar.llguidance_backend import explain, summary, with_rules
 
 from .oracle import accepts, matcher
 
@@ -108,7 +108,7 @@ def test_contradictions_are_impossible(schema: Any) -> None:
 def test_a_loop_without_end_is_impossible() -> None:
     """The loop compiles in Lark; the complaint comes with the first mask, and with a dump of the parser's state."""
     with pytest.raises(GrammarImpossible):
-        to_llguidance(Grammar.json_schema({"$ref": "#"}))
+        with_rules(Grammar.json_schema({"$ref": "#"}))[0]
     grammar = Grammar.lark("start: a\na: start\n")
     found = matcher(grammar)
     found.compute_bitmask()
@@ -161,7 +161,7 @@ def test_messages_are_bounded() -> None:
 def test_a_set_is_refused_with_what_its_author_can_do() -> None:
     """The author can use a list; or what is written where the schema is given, in OpenAI's shape or as a `Grammar`."""
     with pytest.raises(GrammarUnsupported) as refused:
-        to_llguidance(Grammar.of(set[int]))
+        with_rules(Grammar.of(set[int]))[0]
     said = str(refused.value)
     for advice in (
         "'uniqueItems' at /uniqueItems",

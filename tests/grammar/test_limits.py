@@ -202,7 +202,7 @@ AT_THE_LIMIT = """
 import sys, threading
 sys.path[:0] = {root!r}, *{path!r}
 from asyncengine.grammar import Grammar, check_limits
-from asyncengine.grammar.llguidance_backend import to_llguidance
+from asyncengine.grammar.llguidance_backend import with_rules
 from tests.grammar.test_limits import MAX_CHAIN, nested, refs, rules
 from tests.grammar.oracle import matcher
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import to_llguidance
+from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.grammar.lower import fragment, inline_json
 from asyncengine.grammar.spec import Whitespace
 
@@ -140,4 +140,4 @@ def test_lowering_is_deterministic() -> None:
         Grammar.regex("a"),
         Grammar.lark("start: /a/"),
     ):
-        assert to_llguidance(grammar) == to_llguidance(grammar)
+        assert with_rules(grammar)[0] == with_rules(grammar)[0]

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from asyncengine.errors import GrammarTooLarge
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import to_llguidance
+from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.grammar.schema.numbers import MAX_DIGITS, WRITTEN_DIGITS
 from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.text.chat_messages import MAX_DEPTH, MAX_INTEGER_BITS
@@ -105,7 +105,7 @@ def test_a_bound_beyond_is_kept_or_refused_by_name() -> None:
     assert not accepts(far, "9" * 350)
     assert len(longest(far, "1", "0")) == MAX_DIGITS
     with pytest.raises(GrammarTooLarge, match="/n/minimum must not exceed 400 digits"):
-        to_llguidance(Grammar.json_schema({"properties": {"n": {"type": "integer", "minimum": 10**2000}}}))
+        with_rules(Grammar.json_schema({"properties": {"n": {"type": "integer", "minimum": 10**2000}}}))[0]
 
 
 def text_of_walk(found: Any, random: Random) -> str:

@@ -15,7 +15,7 @@ from support.long import TIMES
 
 from asyncengine.errors import GrammarImpossible, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend, with_rules
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
@@ -197,7 +197,7 @@ def test_random_schemas_are_exact_or_refused_by_name() -> None:
             schema = {"oneOf": [schema, random_schema(rng, 1)]}
         schema = {**scalar_schema(rng), **schema} if seed % 2 else schema
         try:
-            to_llguidance(Grammar.json_schema(schema))
+            with_rules(Grammar.json_schema(schema))[0]
         except GrammarImpossible:
             assert not any(map(Draft202012Validator(schema).is_valid, VALUES)), schema
         except GrammarUnsupported as error:

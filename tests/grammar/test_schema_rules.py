@@ -14,7 +14,7 @@ from support.small_grammars import closed, shared_vocabulary
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend, to_llguidance
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend, with_rules
 from asyncengine.grammar.lower import OPTIONS, schema_object
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.schema.builder import Builder
@@ -151,13 +151,13 @@ def test_an_empty_range_is_refused_with_its_bounds() -> None:
     ]
     for schema, says in cases:
         with pytest.raises(GrammarImpossible, match=says):
-            to_llguidance(Grammar.json_schema(schema))
+            with_rules(Grammar.json_schema(schema))[0]
 
 
 def test_a_property_that_must_be_itself_is_impossible() -> None:
     endless = {**closed({"a": {"$ref": "#"}, "n": {"minimum": 1}})}
     with pytest.raises(GrammarImpossible):
-        to_llguidance(Grammar.json_schema(endless))
+        with_rules(Grammar.json_schema(endless))[0]
     ends = closed({"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "n": {"type": "integer", "minimum": 1}})
     assert accepts(Grammar.json_schema(ends), '{"a": {"a": null, "n": 1}, "n": 2}')
     assert not accepts(Grammar.json_schema(ends), '{"a": {"a": null, "n": 0}, "n": 2}')
@@ -173,7 +173,7 @@ def test_what_cannot_be_written_is_refused_and_may_be_left_out() -> None:
     ]
     for schema, feature in cases:
         with pytest.raises(GrammarUnsupported) as refused:
-            to_llguidance(Grammar.json_schema(schema))
+            with_rules(Grammar.json_schema(schema))[0]
         assert feature in refused.value.features
         lenient = Grammar.json_schema(schema, unsupported="ignore")
         assert not matcher(lenient).is_error()
@@ -184,7 +184,7 @@ def test_many_items_with_schemas_of_their_own() -> None:
     assert accepts(grammar, "[1, 2]")
     assert not accepts(grammar, "[1, 0]")
     with pytest.raises(GrammarTooLarge, match="prefixItems"):
-        to_llguidance(Grammar.json_schema({"type": "array", "prefixItems": [INT64] * 501}))
+        with_rules(Grammar.json_schema({"type": "array", "prefixItems": [INT64] * 501}))[0]
 
 
 def test_numbers_that_the_library_would_round_are_exact_wherever_a_reference_leads() -> None:
@@ -222,7 +222,7 @@ def test_whitespace(whitespace: Any, text: str) -> None:
 def test_conjunctions_that_explode_are_refused_in_time() -> None:
     either = [{"anyOf": [{"minimum": index}, {"maximum": -index}]} for index in range(1, 20)]
     with pytest.raises(GrammarTooLarge):
-        to_llguidance(Grammar.json_schema({"type": "integer", "allOf": either}))
+        with_rules(Grammar.json_schema({"type": "integer", "allOf": either}))[0]
     dead = {"allOf": [{"anyOf": [{"maximum": index} for index in range(50)]}] * 2 + [False]}
     many = {f"p{index}": {"$ref": "#/$defs/dead", "minLength": 1} for index in range(1000)}
     with pytest.raises(GrammarTooLarge, match="200000 combinations"):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import ChatPlanner
-from asyncengine.grammar.llguidance_backend import to_llguidance
+from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.text.tokenizer import TextTokenizer
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -95,7 +95,7 @@ class Oracle:
         """A matcher of its own; a grammar is compiled once."""
         if grammar not in self._compiled:
             assert grammar.kind == "lark"
-            found = llguidance.LLMatcher(self._tokenizer, to_llguidance(grammar), log_level=0)
+            found = llguidance.LLMatcher(self._tokenizer, with_rules(grammar)[0], log_level=0)
             assert not found.is_error(), f"{found.get_error()}\n{grammar.text}"
             self._compiled[grammar] = found
         return self._compiled[grammar].deep_copy()

@@ -13,7 +13,7 @@ import pytest
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner
-from asyncengine.grammar.llguidance_backend import to_llguidance
+from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.text.tokenizer import TextTokenizer
 
 from .families import FAMILIES
@@ -280,7 +280,7 @@ def test_what_a_format_cannot_be_held_to_is_named() -> None:
     ):
         tool = {"name": "f", "parameters": {"properties": {"v": schema}, "required": ["v"]}}
         with pytest.raises(InvalidParameter, match=f"{keyword}.* in tool 'f'"):
-            to_llguidance(planner.plan(START, tools=[tool]).grammar)
-        assert to_llguidance(planner.plan(START, tools=[{**tool, "strict": False}]).grammar)
+            with_rules(planner.plan(START, tools=[tool]).grammar)[0]
+        assert with_rules(planner.plan(START, tools=[{**tool, "strict": False}]).grammar)[0]
     with pytest.raises(InvalidParameter, match="a b"):
-        to_llguidance(planner.plan(START, tools=[{"name": "f", "parameters": {"properties": {"a b": {}}}}]).grammar)
+        with_rules(planner.plan(START, tools=[{"name": "f", "parameters": {"properties": {"a b": {}}}}]).grammar)[0]

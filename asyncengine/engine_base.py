@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from asyncengine.checks import as_switch
 from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.snapshot import list_requests, prefix_runs
 from asyncengine.info import ModelInfo
 from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import ChatMessages, ToolSpecs
 from asyncengine.session import Session
-from asyncengine.stats import EngineStats
+from asyncengine.stats import EngineStats, PrefixRun, RequestInfo
 
 
 class EngineBase(ABC):
@@ -31,6 +32,14 @@ class EngineBase(ABC):
     def stats(self) -> EngineStats:
         """A snapshot of requests, pages, rates and times. From any thread."""
         return self.core.stats()
+
+    def requests(self) -> tuple[RequestInfo, ...]:
+        """Every request that has not ended, in order of arrival. From any thread; a fleet lists none."""
+        return list_requests(self.core.loop)
+
+    def prefix_tree(self, most: int = 500) -> tuple[PrefixRun, ...]:
+        """The prefix cache as runs of pages, level by level, `most` of them. From any thread; a fleet has none here."""
+        return prefix_runs(self.core.loop, most)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Every loaded adapter, by name. From any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.kvcache.store.counts import StoreCounts
@@ -157,6 +157,44 @@ class EngineStats:
     def hit_rate(self) -> float:
         """Share of prompt tokens found in the prefix cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """One request that has not ended: a sample, or one of several texts. Times in seconds."""
+
+    request_id: str
+    index: int
+    """Index among the samples or texts of its call."""
+    state: str
+    """A key of `EngineStats.requests`."""
+    waits_for: str
+    """Why it does not run, in words; empty: it runs."""
+    age: float
+    adapter: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of its prompt that came from the prefix cache, when it last started."""
+    computed_tokens: int
+    """Tokens of prompt and output that have been computed."""
+    output_tokens: int
+    max_tokens: int
+    guessed_tokens: int
+    accepted_tokens: int
+    """The guessed tokens that were right."""
+    preemptions: int
+
+
+class PrefixRun(NamedTuple):
+    """Pages of the prefix cache that follow one another, up to where prompts part."""
+
+    parent: int
+    """Index of the run that it goes on from; -1: a namespace's root, which has no page."""
+    pages: int
+    users: int
+    """Requests that use its first page now."""
+    hits: int
+    """Times that its first page was found."""
 
 
 def _window() -> deque[float]:

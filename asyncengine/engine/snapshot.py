@@ -1,4 +1,4 @@
-"""A snapshot of a running engine's figures."""
+"""A snapshot of a running engine: its figures, its requests, its prefix cache. From any thread."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.prefix_store import PrefixStore
+from asyncengine.engine.serving_loop import ServingLoop
+from asyncengine.kvcache.radix_tree import Node
 from asyncengine.kvcache.store.counts import StoreCounts
+from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.speculation.planner import SpeculationCounters
-from asyncengine.stats import EngineStats, ImageStats, SpeculationStats, ThreadStats
+from asyncengine.stats import EngineStats, ImageStats, PrefixRun, RequestInfo, SpeculationStats, ThreadStats
 
 if TYPE_CHECKING:
     from asyncengine.lora.registry import AdapterRegistry
@@ -54,3 +58,62 @@ def _speculation(counters: SpeculationCounters | None) -> SpeculationStats | Non
         return None
     by_position = tuple(counters.by_position)
     return SpeculationStats(counters.rows, counters.drafted, counters.accepted, by_position, *counters.by_model)
+
+
+_WAITS_FOR = {
+    RequestState.RUNNING: "", RequestState.GRAMMAR_QUEUE: "its grammar, which is compiled",
+    RequestState.ADAPTER_QUEUE: "its adapter, which is loaded",
+    RequestState.RESTORE_QUEUE: "its prefix, which a disk or another engine may have",
+}  # fmt: skip
+
+
+def list_requests(loop: ServingLoop) -> tuple[RequestInfo, ...]:
+    """Every request that has not ended, in order of arrival; none of a fleet, whose replicas have them."""
+    if not isinstance(loop, EngineLoop):
+        return ()
+    scheduler, now = loop.scheduler, loop.clock.now()
+    drafting = {} if scheduler.roster.drafts is None else scheduler.roster.drafts.requests
+    listed = []
+    for request in list(scheduler.requests.values()):
+        spec, own = request.spec, drafting.get(request.ticket)
+        guesses = (0, 0) if own is None else own.guesses
+        state = "suspended" if request.suspended else request.state.value
+        counts = request.cached_tokens, request.num_computed, request.num_output, spec.max_total - spec.prompt_len
+        why, age, adapter = _waits_for(request, scheduler), now - spec.arrival, spec.options.adapter
+        of_it = spec.request_id, spec.index, state, why, age, adapter, spec.prompt_len
+        listed.append(RequestInfo(*of_it, *counts, *guesses, request.preemptions))
+    return tuple(listed)
+
+
+def _waits_for(request: Request, scheduler: Scheduler) -> str:
+    """The thing that a request lacks to run, by what the scheduler would ask next."""
+    roster, kv = scheduler.roster, scheduler.kv
+    if request.suspended:
+        return "its reader, who has not taken what there is"
+    if request.state in _WAITS_FOR:
+        return _WAITS_FOR[request.state]
+    if request.ticket in roster.weights.held or roster.weights.stop_steps:
+        return "the end of a pause, or other weights"
+    if not roster.slots.num_free:
+        return f"a place: {roster.slots.total} requests run"
+    if not roster.slots.adapter_fits(request):
+        return "a slot for its adapter"
+    needed = kv.pages_for(len(request.tokens))
+    return f"pages: it needs up to {needed} of {kv.pool.capacity}" if needed > kv.num_available else "its turn"
+
+
+def prefix_runs(loop: ServingLoop, most: int) -> tuple[PrefixRun, ...]:
+    """The prefix cache's tree, level by level, up to `most` runs of pages; none of a fleet."""
+    roots = list(loop.scheduler.kv.tree.roots.values()) if isinstance(loop, EngineLoop) else []
+    todo: list[tuple[Node, int]] = [(root, -1) for root in roots]
+    runs: list[PrefixRun] = []
+    for node, parent in todo:  # which grows
+        if len(runs) == most:
+            break
+        pages, last, children = int(bool(node.page)), node, list(node.children.values())
+        while len(children) == 1 and node.page and children[0].locks == node.locks:
+            last, pages = children[0], pages + bool(children[0].page)
+            children = list(last.children.values())
+        todo += [(child, len(runs)) for child in children]
+        runs.append(PrefixRun(parent, pages, node.locks, node.hits))
+    return tuple(runs)

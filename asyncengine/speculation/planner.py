@@ -170,6 +170,8 @@ class _Request:
     """The last draft."""
     prediction: tuple[int, int] = (0, 0)
     """Tokens of the caller's prediction that were drafted and right, and that were wrong."""
+    guesses: tuple[int, int] = (0, 0)
+    """Tokens drafted for it, and those of them that were right."""
     caught_up: int = 0
     """Tokens that the draft model is known to have computed."""
     asked_at: int = 0
@@ -293,6 +295,7 @@ class DraftPlanner:
         if request is None:
             return
         request.acceptance.learn(request.draft, drafted, accepted)
+        request.guesses = request.guesses[0] + drafted, request.guesses[1] + accepted
         if request.draft.source is Source.MODEL:
             made, right = counters.by_model
             counters.by_model = made + drafted, right + accepted

@@ -184,4 +184,4 @@ def _one_line(text: str) -> bytes:
 
 
 def _aborted(why: str | None) -> Problem:
-    return Problem(503, f"the request was aborted: {why or 'the engine is closing'}", code="aborted")
+    return Problem(503, f"the request was aborted: {why or 'it was stopped, or the engine is closing'}", code="aborted")

@@ -72,7 +72,8 @@ def is_anthropics(connection: HTTPConnection) -> bool:
 
 
 PAGE = {
-    "index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css", "openapi.json": "application/json"
+    "index.html": "text/html", "page.css": "text/css", "openapi.json": "application/json",
+    **dict.fromkeys(("page.js", "markdown.js", "engine.js"), "text/javascript"),
 }  # fmt: skip
 """Files that are served, with their types. openapi.json is written by `python -m tools.openapi_document`."""
 PAGE_HEADERS = {

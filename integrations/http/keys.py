@@ -19,7 +19,7 @@ from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import KEY, facts_of, path_of
 from asyncengine.integrations.http.settings import as_key
 
-OPEN_PATHS = frozenset(("/", "/page.js", "/page.css", "/health"))
+OPEN_PATHS = frozenset(("/", "/page.js", "/markdown.js", "/engine.js", "/page.css", "/health"))
 """Paths that need no key: they tell nothing of anybody."""
 
 
@@ -33,7 +33,7 @@ class KeySettings(Settings):
     tokens_per_minute: Positive | None = None
     """Tokens of prompts and answers in a minute, counted as requests end: later ones wait until they are made up."""
     operator: bool = False
-    """Its holder may load adapters, have engines sleep and ask for profiles, as one who has a key without a name."""
+    """Its holder may load adapters, have engines sleep, stop requests and make profiles, as with a nameless key."""
 
 
 class Key:

@@ -1,4 +1,4 @@
-"""Figures for operators: /metrics in Prometheus' form, /stats in JSON, and /profile.
+"""Figures for operators: /metrics in Prometheus' form, /stats, /requests and /prefix_tree in JSON, and /profile.
 
 Metrics that mean what they mean in vLLM have its names, so that its dashboards show them; the others begin with
 "asyncengine:". Counts are read from `stats()` when somebody asks. Histograms are fed once for each request,
@@ -8,6 +8,7 @@ at its end: nothing is done for a token.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -25,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.events import Event, RequestDone
+from asyncengine.events import Event, RequestDone, StepDone
 from asyncengine.integrations.http.fields import TABLES
 from asyncengine.integrations.http.generating import read_fields
 from asyncengine.integrations.http.models import Serving
@@ -41,6 +42,8 @@ SECONDS = tuple(float(f"{digit}e{power}") for power in range(-4, 4) for digit in
 TOKENS = tuple(float(f"{digit}e{power}") for power in range(7) for digit in (1, 2, 5))
 BOUNDS: Mapping[str, Sequence[float]] = {"seconds": SECONDS, "tokens": TOKENS, "samples": (1.0, 2.0, 5.0, 10.0, 20.0)}
 """Bounds of the buckets of each kind of histogram."""
+STEPS = 120
+"""Steps that are shown of each model."""
 KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
@@ -116,16 +119,21 @@ class Metrics(Collector):
         self._serving = serving
         self._histograms: dict[str, dict[str, Histogram]] = {}
         """Histograms by model, then by name. A model that is loaded again goes on with its own."""
+        self.steps: dict[str, deque[StepDone]] = {}
+        """The last steps of each model that is loaded or was."""
         serving.models.watch(self.observe)
 
     def observe(self, model: str, engine: AsyncEngine) -> None:
         fresh = {row.name: Histogram(BOUNDS[row.kind]) for row in HISTOGRAMS}
-        own = self._histograms.setdefault(model, fresh)
+        own, steps = self._histograms.setdefault(model, fresh), deque[StepDone](maxlen=STEPS)
+        self.steps[model] = steps
 
         def hook(event: Event) -> None:
             if isinstance(event, RequestDone):
                 for name, value, times in observations(event):
                     own[name].add(value, times)
+            elif isinstance(event, StepDone):
+                steps.append(event)
 
         engine.on_event(hook)
 
@@ -173,9 +181,9 @@ def observations(done: RequestDone) -> Iterator[tuple[str, float, int]]:
 
 
 def routes(serving: Serving) -> list[Route]:
-    """The paths /metrics, /stats and /profile."""
+    """The paths of these, and the end of a request by somebody else than its client."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Metrics(serving))
+    registry.register(own := Metrics(serving))
 
     async def metrics(_request: Request) -> Response:
         text = await run_in_threadpool(generate_latest, registry)  # takes milliseconds, and streams go on
@@ -186,6 +194,26 @@ def routes(serving: Serving) -> list[Route]:
         return JSONResponse(
             {name: {"task": engine.info.task, **asdict(engine.stats())} for name, engine in loaded.items()}
         )
+
+    async def requests(_request: Request) -> Response:
+        """All requests and the last steps, without a word of a prompt or an answer."""
+        listed = {}
+        for name, engine in serving.models.group.loaded.items():
+            steps = list(own.steps.get(name, ()))
+            listed[name] = {"requests": list(map(asdict, engine.requests())), "steps": list(map(asdict, steps))}
+        return JSONResponse(listed)
+
+    async def stop(request: Request) -> Response:
+        if not serving.may_operate(request.scope) and (serving.keys or serving.hosts is None):
+            raise Problem(403, "requests are stopped by an operator's key, or on this machine", code="forbidden")
+        name = request.path_params["id"]
+        if not [engine for engine in serving.models.group.loaded.values() if engine.abort(name)]:
+            raise Problem(404, f"no request {name[:100]!r} is running or waiting", "id", "request_not_found")
+        return JSONResponse({"id": name, "stopped": True})
+
+    async def prefix_tree(_request: Request) -> Response:
+        runs = {name: engine.prefix_tree() for name, engine in serving.models.group.loaded.items()}
+        return JSONResponse({name: [run._asdict() for run in each] for name, each in runs.items()})
 
     async def profile(request: Request) -> Response:
         if not serving.may_operate(request.scope):
@@ -198,8 +226,9 @@ def routes(serving: Serving) -> list[Route]:
             path = await engine.profile(folder, **values["options"])
             return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
 
+    asked = {"/metrics": metrics, "/stats": stats, "/requests": requests, "/prefix_tree": prefix_tree}
     return [
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/stats", stats, methods=["GET"]),
+        *[Route(path, tell, methods=["GET"]) for path, tell in asked.items()],
+        Route("/requests/{id}", stop, methods=["DELETE"]),
         Route("/profile", profile, methods=["POST"]),
     ]

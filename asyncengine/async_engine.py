@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
+from asyncengine import batches
 from asyncengine.assembly.load_once import Build, LoadOnce, loader_of
 from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.checks import as_seconds, check_patience
@@ -26,7 +27,6 @@ from asyncengine.engine.threads import INLINE_CHARS, begun, finished, finished_b
 from asyncengine.engine.validation import PreparedRequest, forked
 from asyncengine.engine_base import EngineBase
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
-from asyncengine.events import Event
 from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,
@@ -257,6 +257,8 @@ class AsyncEngine(EngineBase):
         call: Any = self.stream_chat if is_chat(prefix) else self.stream
         return [call(prefix, each, **options) for each in forked(params, n)]
 
+    batch = batches.batch
+
     def _stream(
         self, prepare: Callable[[float], PreparedRequest], size: int, params: SamplingParams | None,
         options: RequestOptions,
@@ -465,10 +467,6 @@ class AsyncEngine(EngineBase):
         except (EngineClosed, EngineDead):
             return False
         return True
-
-    def on_event(self, hook: Callable[[Event], None]) -> Callable[[], None]:
-        """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
-        return self.core.observe(hook)
 
     async def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
         """Record the engine's next `steps` steps, for at most `timeout` seconds and until it closes, and write what its

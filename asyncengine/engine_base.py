@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from asyncengine.checks import as_switch
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.snapshot import list_requests, prefix_runs
+from asyncengine.events import Event
 from asyncengine.info import ModelInfo
 from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.options import ChatMessages, ToolSpecs
@@ -44,6 +45,10 @@ class EngineBase(ABC):
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Every loaded adapter, by name. From any thread."""
         return self.core.list_adapters()
+
+    def on_event(self, hook: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
+        return self.core.observe(hook)
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""

@@ -54,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
         message = f'serve needs {lacking}: pip install "asyncengine[serve]"' if lacking else str(error)
         raise CliError(message, FAILED) from error
     keys = plan.settings.keys(plan.keys)
-    for setup in plan.models.values():
-        config = {name: value for name, value in setup.items() if name not in ("model", "keep_alive")}
-        check_paths(setup["model"], EngineConfig.from_dict(config))
+    check_models(plan)
     logging.basicConfig(level=plan.settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     if plan.settings.log_json:
         for handler in logging.getLogger().handlers:
@@ -71,6 +69,13 @@ def run(args: argparse.Namespace) -> int:
         listener.close()
     print("stopped", file=sys.stderr)
     return INTERRUPTED if number == signal.SIGINT else 0
+
+
+def check_models(plan: Plan) -> None:
+    """Refuse wrong paths and settings at once. Raises as `check_paths`."""
+    for setup in plan.models.values():
+        config = {name: value for name, value in setup.items() if name not in ("model", "keep_alive")}
+        check_paths(setup["model"], EngineConfig.from_dict(config))
 
 
 async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:

@@ -162,6 +162,7 @@ BASE = {
 
 ROOT_ONLY = {
     "async_engine",
+    "batches",
     "beams",
     "engine_base",
     "sync_engine",

@@ -1,0 +1,165 @@
+"""Requests in files: each row is answered by the endpoint that it names, whose app is called in process.
+
+The file of answers is the journal: a row that has its line there is done, whatever became of the process that wrote it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.types import ASGIApp, Message
+
+from asyncengine.batches import as_completed
+from asyncengine.errors import InvalidParameter, RequestFailed
+from asyncengine.integrations.http.fields import PATHS, TABLES, as_object
+
+ENDPOINTS = tuple(path for path, table in PATHS.items() if "priority" in TABLES[table])
+"""Paths that a row may name: those whose requests have a priority."""
+LEAST_PRIORITY = 2**31 - 1
+"""The priority of a row that has none of its own: below all that somebody waits for."""
+BUSY_SECONDS, BUSY_TRIES = 1.0, 3600
+"""Seconds after which a row that met a full queue is sent again, and how often it is sent before that is its answer."""
+
+
+class Row(NamedTuple):
+    """One request of a file."""
+
+    custom_id: str
+    url: str = ""
+    body: Mapping[str, Any] = {}
+    fault: str = ""
+    """The reason for which it is no request."""
+
+
+def read_rows(
+    path: Path, done: Collection[str], *, template: str | None = None, common: Mapping[str, Any] | None = None
+) -> Iterator[Row]:
+    """The rows of a file that are not `done`, in OpenAI's batch form or as bodies alone. `template`: makes a user's
+    message of the fields of a row. `common`: fields of every body, below the row's own.
+
+    Raises `InvalidParameter` for a custom_id that is there twice.
+    """
+    seen = set[str]()
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                row = _row(str(number), line, template, common or {})
+                if row.custom_id in seen:
+                    raise InvalidParameter("custom_id", f"of line {number} is another line's, too", row.custom_id)
+                seen.add(row.custom_id)
+                if row.custom_id not in done:
+                    yield row
+
+
+def _row(row_id: str, line: bytes, template: str | None, common: Mapping[str, Any]) -> Row:
+    try:
+        given = dict(as_object("row", json.loads(line)))
+        row_id, url, body = str(given.pop("custom_id", row_id)), "/invocations", given  # which sees what is asked for
+        if template is not None:
+            body = {"messages": [{"role": "user", "content": template.format_map(given)}]}
+        elif "body" in given:
+            url, body = str(given.get("url")), dict(as_object("body", given["body"]))
+            if given.get("method", "POST") != "POST" or url not in ENDPOINTS:
+                raise InvalidParameter("url", f"must be POST and one of {', '.join(ENDPOINTS)}", url)
+        if body.get("stream"):
+            raise InvalidParameter("stream", "is not served in a batch")
+        return Row(row_id, url, {"priority": LEAST_PRIORITY, **common, **body})
+    except (LookupError, ValueError, AttributeError, TypeError, RecursionError) as error:  # of JSON and of templates
+        own = isinstance(error, InvalidParameter)
+        return Row(row_id, fault=str(error) if own else f"the row cannot be read: {error!r}")
+
+
+def count_rows(path: Path) -> int:
+    """Number of the rows of a file."""
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def rows_done(path: Path) -> set[str]:
+    """Ids of the rows that a file of answers has. The last line is cut off where it was not written to its end. Raises
+    `InvalidParameter` for a file of something else."""
+    done, end = set[str](), 0
+    with path.open("a+b") as file:
+        file.seek(0)
+        for line in file:
+            if line.endswith(b"\n"):
+                try:
+                    done.add(json.loads(line)["custom_id"])
+                except (ValueError, LookupError, TypeError):
+                    raise InvalidParameter("output", "holds other things than answers to rows", str(path)) from None
+                end += len(line)
+        file.truncate(end)
+    return done
+
+
+async def answer_rows(
+    app: ASGIApp, rows: Iterator[Row], outputs: tuple[Path, Path], in_flight: int,
+    on_answer: Callable[[bool], object], key: str = "",
+) -> None:  # fmt: skip
+    """Answer `rows`, `in_flight` at a time, and append the answers to `outputs`: those of status 200 to the first, the
+    others to the second, which may be the same. `on_answer` is called with whether it was 200. `key`: one of the app's.
+
+    Raises `RequestFailed` where the app takes no more requests: what has no answer then may be asked again.
+    """
+
+    async def ask(row: Row) -> dict[str, Any]:
+        made: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": row.custom_id}
+        if row.fault:
+            return made | {"response": None, "error": {"code": "invalid_request", "message": row.fault}}
+        for _ in range(BUSY_TRIES):
+            answer = await post(app, row.url, row.body, key)
+            if answer["status_code"] != 429:  # else others have filled the queue
+                break
+            await asyncio.sleep(BUSY_SECONDS)
+        if answer["status_code"] == 503:
+            raise RequestFailed(f"row {row.custom_id}: {answer['body']['error']['message']}")
+        return made | {"response": answer, "error": None}
+
+    files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in outputs]
+    try:
+        async with aclosing(as_completed(rows, ask, in_flight)) as answers:
+            async for _, answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+                answered = answer["response"] is not None and answer["response"]["status_code"] == 200
+                line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+                # in one call: only the last line of a process that is killed can be torn
+                if os.write(files[not answered], line) < len(line):
+                    raise OSError(errno.ENOSPC, "an answer was cut short")
+                on_answer(answered)
+    finally:
+        for file in files:
+            os.fsync(file)
+            os.close(file)
+
+
+async def post(app: ASGIApp, path: str, body: Any, key: str = "") -> dict[str, Any]:
+    """The app's answer to a request of this program itself: "status_code", "request_id", and "body", which is JSON."""
+    content = [json.dumps(body).encode()]
+    head, parts = dict[str, Any](), list[bytes]()
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost"), (b"x-api-key", key.encode())]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
+        "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers,
+    }  # fmt: skip
+
+    async def receive() -> Message:
+        if not content:
+            await asyncio.Event().wait()  # this client never leaves
+        return {"type": "http.request", "body": content.pop()}
+
+    async def send(message: Message) -> None:
+        head.update(message)
+        parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    request_id = dict(head["headers"]).get(b"x-request-id", b"").decode()
+    return {"status_code": head["status"], "request_id": request_id, "body": json.loads(b"".join(parts))}

@@ -1,0 +1,85 @@
+"""Many requests, some of them at a time: what is taken when, in which order it comes, and what leaving ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+
+import pytest
+from support.fake_engine import idle
+
+from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.batches import as_completed
+from asyncengine.errors import InvalidParameter
+
+SHORT = SamplingParams(max_tokens=2, temperature=0)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    async with await AsyncEngine.from_pretrained("demo", show_progress=False, num_threads=1) as engine:
+        yield engine
+
+
+async def test_items_are_taken_when_there_is_room_and_come_as_they_end() -> None:
+    taken, gates = [], [asyncio.Event() for _ in range(4)]
+
+    def items() -> Iterator[int]:
+        for item in range(4):
+            taken.append(item)
+            yield item
+
+    async def run(item: int) -> int:
+        await gates[item].wait()
+        if item == 1:
+            raise ValueError("one")
+        return item * 10
+
+    async with aclosing(as_completed(items(), run, 2)) as outcomes:
+        gates[1].set()
+        item, error = await anext(outcomes)
+        assert (item, str(error), taken) == (1, "one", [0, 1])
+        gates[2].set()
+        assert await anext(outcomes) == (2, 20)
+        assert taken == [0, 1, 2]
+        gates[0].set()
+        gates[3].set()
+        assert [each async for each in outcomes] == [(0, 0), (3, 30)]
+
+
+async def test_leaving_cancels_what_runs() -> None:
+    ended = asyncio.Event()
+
+    async def run(item: int) -> int:
+        try:
+            await asyncio.sleep(0 if item == 0 else 1000)
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+        return item
+
+    async with aclosing(as_completed(range(2), run, 2)) as outcomes:
+        assert await anext(outcomes) == (0, 0)
+    await asyncio.wait_for(ended.wait(), 10)
+
+
+async def test_a_batch_gives_what_single_calls_give(engine: AsyncEngine) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "params": SHORT}
+    rows = [{"prompt": "One", "params": SHORT}, chat, {"prompt": "", "adapter": "missing"}]
+    outcomes = dict([each async for each in engine.batch(rows, in_flight=2)])
+    assert set(outcomes) == {0, 1, 2}
+    assert outcomes[0].text == (await engine.generate("One", SHORT)).text
+    assert outcomes[1].text == (await engine.chat(chat["messages"], SHORT)).text
+    assert isinstance(outcomes[2], InvalidParameter)
+    with pytest.raises(InvalidParameter, match="in_flight"):
+        await anext(engine.batch(rows, in_flight=0))
+
+
+async def test_leaving_a_batch_aborts_its_requests(engine: AsyncEngine) -> None:
+    endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+    rows = [{"prompt": "a", "params": SHORT}, {"prompt": "b", "params": endless}]
+    async with aclosing(engine.batch(rows)) as outcomes:
+        number, _ = await anext(outcomes)
+    assert number == 0
+    await idle(engine)

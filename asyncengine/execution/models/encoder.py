@@ -126,6 +126,9 @@ class DistanceBias(Layer):
         yield f"{self._path}.weight", TensorSlot.into(self._table)
 
 
+_TOGETHER = 256
+"""Tokens of a step whose numbers between layers stay in a core's cache. Products in 8 bits are so fast that reading
+these from memory shows: a twentieth of a step of 1,024 tokens."""
 DISTANCES = 32
 """Buckets of distances, of every model that has any."""
 
@@ -169,6 +172,8 @@ class Encoder:
         self.layers = [DecoderLayer(options, stack, each, index, index, 0) for index, each in enumerate(stack.layers)]
         self.norm = _norm(options, stack, stack.final_norm)
         self.rotary = [Rotary(each, config.max_model_len, options.dtype, options.device) for each in stack.rotary]
+        self._together = 0 if options.bits is None or options.device.type != "cpu" else _TOGETHER
+        """Most tokens that go through all layers before the next ones do; 0: all go at once."""
         self._places = torch.arange(config.max_model_len, device=options.device)
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         self.head: SequenceHead | None = None
@@ -203,6 +208,8 @@ class Encoder:
         """
         if sum(counts) != ids.shape[0]:
             raise ValueError(f"counts add up to {sum(counts)}, but there are {ids.shape[0]} ids")
+        if self._together and ids.shape[0] > self._together and len(counts) > 1:
+            return torch.cat(self._in_groups(ids, list(counts), segments, recorded))
         each = [self._places[:count] for count in counts]
         positions = each[0] if len(each) == 1 else torch.cat(each)
         step = StepContext(positions, self._attention.plan(counts))
@@ -210,6 +217,20 @@ class Encoder:
         angles = [*(rotary(positions) for rotary in self.rotary), self._unrotated]
         x = self.recorded(h, step, angles) if recorded and self.recorded is not None else None
         return self._through_layers(h, step, angles) if x is None else x
+
+    def _in_groups(
+        self, ids: torch.Tensor, counts: list[int], segments: torch.Tensor | None, recorded: bool
+    ) -> list[torch.Tensor]:
+        """The hidden states of neighbouring sequences, of `_together` tokens at most unless one alone has more."""
+        parts, begin, row = [], 0, 0
+        while row < len(counts):
+            last, end = row + 1, begin + counts[row]
+            while last < len(counts) and end + counts[last] - begin <= self._together:
+                end, last = end + counts[last], last + 1
+            types = None if segments is None else segments[begin:end]
+            parts.append(self.forward(ids[begin:end], counts[row:last], types, recorded=recorded))
+            begin, row = end, last
+        return parts
 
     def _through_layers(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
         first = self.layers[0].before_attention

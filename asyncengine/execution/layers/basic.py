@@ -231,7 +231,7 @@ class Embedding(Layer):
             self.stored.read_rows(ids.contiguous(), out)
         else:
             assert self._table is not None
-            out = functional.embedding(ids, self._table)
+            out = torch.embedding(self._table, ids)
         if self.scale != 1.0:
             out.mul_(self.scale)
         if adapters is not None:  # their factors have the scale in them already

@@ -233,6 +233,7 @@ class Encoder:
         return parts
 
     def _through_layers(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
+        h = h if self.embedding_norm is None else self.embedding_norm(h)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         for place, layer in enumerate(self.layers):
@@ -255,14 +256,14 @@ class Encoder:
     ) -> torch.Tensor:
         h = self.embedding(ids)
         if self.segments is not None:
-            h = h + (self.segments.first_rows(1) if segments is None else self.segments(segments))
+            h += self.segments.first_rows(1) if segments is None else self.segments(segments)
         if self.positions is not None:
             padding = self.config.padding
             if padding is not None:
-                h = h + self.positions(padded_positions(ids, counts, padding))
+                h += self.positions(padded_positions(ids, counts, padding))
             else:
-                h = h + (self.positions.first_rows(counts[0]) if len(counts) == 1 else self.positions(positions))
-        return h if self.embedding_norm is None else self.embedding_norm(h)
+                h += self.positions.first_rows(counts[0]) if len(counts) == 1 else self.positions(positions)
+        return h
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""

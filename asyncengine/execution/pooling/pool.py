@@ -71,11 +71,13 @@ class Pooler:
         """The pooled vector of the row's text, given its chunk [positions, width]; None: another chunk is to come."""
         if not self.every:
             return states[-1].copy() if row.samples else None
-        if row.start == 0:
-            self._sums[row.slot] = Sums(self.spec.modes)
+        sums = Sums(self.spec.modes) if row.start == 0 else self._sums.pop(row.slot)
         pooled = row.spec.pooled
-        self._sums[row.slot].add(states, row.start, 0 if pooled is None else pooled.skip)
-        return self._sums.pop(row.slot).vector() if row.samples else None
+        sums.add(states, row.start, 0 if pooled is None else pooled.skip)
+        if row.samples:
+            return sums.vector()
+        self._sums[row.slot] = sums
+        return None
 
 
 class Sums:

@@ -79,18 +79,18 @@ class Key:
 
 def keys_of(unnamed: Sequence[str], named: Mapping[str, Mapping[str, Any]]) -> list[Key]:
     """All keys. Raises `InvalidParameter` for one that is there twice, and for settings that are wrong."""
-    found = [Key(name, KeySettings.from_dict(settings)) for name, settings in named.items()]
-    found += [Key("", KeySettings(key=key, operator=True)) for key in dict.fromkeys(unnamed)]
-    if len({key.digest for key in found}) < len(found):
+    keys = [Key(name, KeySettings.from_dict(settings)) for name, settings in named.items()]
+    keys += [Key("", KeySettings(key=key, operator=True)) for key in dict.fromkeys(unnamed)]
+    if len({key.digest for key in keys}) < len(keys):
         raise InvalidParameter("keys", "must differ: one key is there under two names")
-    return found
+    return keys
 
 
 def check(keys: Sequence[Key], connection: HTTPConnection) -> Problem | None:
     """Refuse a request without one of these keys, in `Authorization: Bearer KEY` or `x-api-key`, or beyond its limits.
     All are compared, in constant time: how long it takes says nothing of them."""
-    kind, _, bearer = connection.headers.get("authorization", "").partition(" ")
-    shown = bearer.strip() if kind.lower() == "bearer" else connection.headers.get("x-api-key", "")
+    scheme, _, bearer = connection.headers.get("authorization", "").partition(" ")
+    shown = bearer.strip() if scheme.lower() == "bearer" else connection.headers.get("x-api-key", "")
     digest = hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest()
     known = [key for key in keys if hmac.compare_digest(digest, key.digest)]
     if known:

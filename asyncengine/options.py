@@ -112,12 +112,10 @@ class RequestOptions:
         if speculation is not None and not isinstance(speculation, bool):
             raise InvalidParameter("speculation", 'must be True, False, None, "auto" or "off"', speculation)
         return replace(
-            self,
-            speculation=speculation,
-            clip_max_tokens=as_switch("clip_max_tokens", self.clip_max_tokens),
+            self, speculation=speculation, clip_max_tokens=as_switch("clip_max_tokens", self.clip_max_tokens),
             priority=as_integer("priority", self.priority, MIN_INT64, MAX_INT64),
             timeout=None if self.timeout is None else as_seconds("timeout", self.timeout),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,14 +58,9 @@ _LEAST = (("minLength", MAX_LITERAL), ("minItems", MAX_REPEAT), ("minProperties"
 
 
 def check_limits(
-    grammar: Grammar,
-    *,
-    max_bytes: int = 1 << 20,
-    max_depth: int = 64,
-    max_regex: int = 64 << 10,
-    max_regex_depth: int = 64,
-    max_choices: int = 10_000,
-) -> None:
+    grammar: Grammar, *, max_bytes: int = 1 << 20, max_depth: int = 64, max_regex: int = 64 << 10,
+    max_regex_depth: int = 64, max_choices: int = 10_000,
+) -> None:  # fmt: skip
     """Raise `GrammarTooLarge` naming the limit. Linear in the text, no recursion; safe for hostile input.
 
     `max_bytes`: UTF-8 bytes of the text. `max_depth`: brackets of JSON, parentheses of Lark. `max_regex` and

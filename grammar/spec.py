@@ -131,15 +131,9 @@ class Grammar:
 
     @classmethod
     def json_schema(
-        cls,
-        schema: Any,
-        *,
-        whitespace: Whitespace = "flexible",
-        unsupported: Unsupported = "error",
-        backend: Backend = "auto",
-        formats: Formats = "known",
-        key_order: KeyOrder = "schema",
-    ) -> Grammar:
+        cls, schema: Any, *, whitespace: Whitespace = "flexible", unsupported: Unsupported = "error",
+        backend: Backend = "auto", formats: Formats = "known", key_order: KeyOrder = "schema",
+    ) -> Grammar:  # fmt: skip
         """JSON that is valid under `schema`: a dict, JSON text, `True` (any JSON), or a class.
 
         A pydantic model (v1 or v2), dataclass or TypedDict is closed: keys it does not declare are not generated. A
@@ -216,13 +210,9 @@ class Grammar:
 
     @classmethod
     def structural_tags(
-        cls,
-        tags: Sequence[Mapping[str, Any]] | Mapping[str, Any],
-        *,
-        triggers: Sequence[str] | None = None,
-        at_least_one: bool = False,
-        stop_after_first: bool = False,
-    ) -> Grammar:
+        cls, tags: Sequence[Mapping[str, Any]] | Mapping[str, Any], *, triggers: Sequence[str] | None = None,
+        at_least_one: bool = False, stop_after_first: bool = False,
+    ) -> Grammar:  # fmt: skip
         """Free text in which tagged parts are constrained; the free text contains no trigger.
 
         Each tag is `{"begin": str, "schema": {...}, "end": str}`, or has a `"grammar"` (a `Grammar`) in place of the
@@ -240,16 +230,10 @@ class Grammar:
 
     @classmethod
     def tool_calls(
-        cls,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        tool_choice: str | Mapping[str, Any] = "required",
-        parallel: bool = True,
-        whitespace: Whitespace = "flexible",
-        unsupported: Unsupported = "error",
-        formats: Formats = "known",
-        key_order: KeyOrder = "schema",
-    ) -> Grammar:
+        cls, tools: Sequence[Mapping[str, Any]], *, tool_choice: str | Mapping[str, Any] = "required",
+        parallel: bool = True, whitespace: Whitespace = "flexible", unsupported: Unsupported = "error",
+        formats: Formats = "known", key_order: KeyOrder = "schema",
+    ) -> Grammar:  # fmt: skip
         """The whole output is `{"name": ..., "arguments": {...}}`, or a non-empty list of them if `parallel`.
 
         `tools` are OpenAI function tools or `{"name", "parameters"}`. `tool_choice` is "required", a name, or

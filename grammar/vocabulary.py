@@ -30,13 +30,9 @@ class Vocabulary:
     """
 
     def __init__(
-        self,
-        token_bytes: Sequence[bytes],
-        eos_ids: Sequence[int],
-        special_ids: Collection[int],
-        vocab_size: int,
+        self, token_bytes: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int], vocab_size: int,
         encode: Callable[[str], list[int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.token_bytes = list(token_bytes)[:vocab_size]
         self.eos_ids = tuple(dict.fromkeys(i for i in eos_ids if i < vocab_size))
         self.special_ids = frozenset(special_ids) | frozenset(self.eos_ids)
@@ -169,12 +165,9 @@ class _Source:
     """A vocabulary for `llguidance.TokenizerWrapper`."""
 
     def __init__(
-        self,
-        tokens: Sequence[bytes],
-        eos_ids: Sequence[int],
-        special_ids: Collection[int],
+        self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int],
         tokenize: WeakMethod[Callable[[str], list[int]]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`tokenize`: weak, for the library's objects are none that the garbage collector looks into: a vocabulary that
         they referred to would stay for ever, with its tokenizer and chat template, as it refers to them."""
         self.eos_token_id = eos_ids[0]

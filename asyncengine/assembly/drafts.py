@@ -49,12 +49,9 @@ def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource |
 
 
 def load_draft(
-    checkpoint: CheckpointSource | None,
-    config: EngineConfig,
-    target: LoadedModel,
-    tokenizer: TextTokenizer | None,
+    checkpoint: CheckpointSource | None, config: EngineConfig, target: LoadedModel, tokenizer: TextTokenizer | None,
     progress: LoadProgress,
-) -> LoadedModel | None:
+) -> LoadedModel | None:  # fmt: skip
     """The draft model, in the type of the `target` and on its device. None: `open_draft` found none, or the target's
     numbers depend on what is computed together, so that nothing can be guessed.
 

@@ -33,12 +33,9 @@ def make_grammars(
         return None
     table = tokenizer.table
     vocabulary = Vocabulary(
-        [table.token_bytes(token) for token in range(table.size)],
-        ends,
-        table.special_ids,
-        vocab_size,
+        [table.token_bytes(token) for token in range(table.size)], ends, table.special_ids, vocab_size,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )
+    )  # fmt: skip
     vocabulary.warm_up()
     return GrammarService(lambda: LlguidanceBackend(vocabulary), config)
 

@@ -71,14 +71,10 @@ def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | No
     own: Any = None if tokenizer is None else tokenizer.hf.model_max_length
     limit = spec.max_length or (own if isinstance(own, int) and own > 0 else info.max_model_len)
     return replace(
-        info,
-        task=spec.task,
-        dimensions=model.width if spec.task == "embed" else 0,
-        pooling=spec.in_words(),
-        prompts=tuple(spec.prompts),
-        labels=spec.labels if spec.task == "classify" else (),
+        info, task=spec.task, dimensions=model.width if spec.task == "embed" else 0, pooling=spec.in_words(),
+        prompts=tuple(spec.prompts), labels=spec.labels if spec.task == "classify" else (),
         max_model_len=min(info.max_model_len, limit),
-    )
+    )  # fmt: skip
 
 
 def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: AdapterSettings) -> tuple[Pooler, VectorModel]:

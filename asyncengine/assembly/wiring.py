@@ -315,12 +315,9 @@ def _load_tokenizer(
         known = read if isinstance(read, ModelConfig) and read.model_type in FAMILIES else None
         known = None if getattr(read, "decision_head", None) else known  # the file's family is another one
         return load_tokenizer(
-            path if checkpoint.root() == checkpoint.folder else str(checkpoint.folder),
-            config,
-            max_chat_chars=config.max_chat_chars,
-            model_config=known,
-            beside=loaded.folder,
-        )
+            path if checkpoint.root() == checkpoint.folder else str(checkpoint.folder), config,
+            max_chat_chars=config.max_chat_chars, model_config=known, beside=loaded.folder,
+        )  # fmt: skip
     from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 
     given: Any = {"max_chat_chars": config.max_chat_chars, "chat_template": config.chat_template}
@@ -375,33 +372,19 @@ def _assemble(
 
 
 def wire(
-    executor: Executor,
-    info: ModelInfo,
-    config: EngineConfig,
-    *,
-    tokenizer: TextTokenizer | None = None,
-    clock: Clock | None = None,
-    grammars: GrammarCompiler | None = None,
-    planner: ChatPlanner | None = None,
-    adapters: AdapterRegistry | None = None,
-    recorder: Recorder | None = None,
-    vectors: VectorModel | None = None,
-    images: ImagePrompts | None = None,
-    tiers: Sequence[Source | None] = (),
-) -> Frontend:
+    executor: Executor, info: ModelInfo, config: EngineConfig, *, tokenizer: TextTokenizer | None = None,
+    clock: Clock | None = None, grammars: GrammarCompiler | None = None, planner: ChatPlanner | None = None,
+    adapters: AdapterRegistry | None = None, recorder: Recorder | None = None, vectors: VectorModel | None = None,
+    images: ImagePrompts | None = None, tiers: Sequence[Source | None] = (),
+) -> Frontend:  # fmt: skip
     """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them.
     `tiers`: places besides memory that have prefixes, in the order in which they are asked."""
     clock = clock or MonotonicClock()
     kv = KVCache(
-        executor.num_pages,
-        executor.page_size,
-        prefix_caching=config.prefix_caching,
-        eviction=config.eviction,
-        num_states=executor.num_states,
-        windows=executor.windows,
-        num_window_pages=executor.num_window_pages,
+        executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction,
+        num_states=executor.num_states, windows=executor.windows, num_window_pages=executor.num_window_pages,
         most_ahead=config.most_ahead,
-    )
+    )  # fmt: skip
     whole = vectors is not None and vectors.spec.whole  # nothing is kept of a text
     info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
     info = replace(info, window=None if kv.lookback is None else kv.lookback.span + 1)
@@ -410,15 +393,9 @@ def wire(
         copies=_copies_pages(executor, config),
     )  # fmt: skip
     loop = EngineLoop(
-        config,
-        scheduler,
-        DeviceThread(executor, config.switch_interval, config.max_steps_in_flight or 1),
-        clock,
-        grammars=grammars,
-        adapters=adapters,
-        table=None if tokenizer is None else tokenizer.table,
-        recorder=recorder,
-    )
+        config, scheduler, DeviceThread(executor, config.switch_interval, config.max_steps_in_flight or 1), clock,
+        grammars=grammars, adapters=adapters, table=None if tokenizer is None else tokenizer.table, recorder=recorder,
+    )  # fmt: skip
     for source in filter(None, tiers):
         loop.sources.add(source)
     if planner is not None:

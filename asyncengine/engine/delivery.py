@@ -222,13 +222,10 @@ class Delivery:
     def _entry(self, logprob: TokenLogprob, ends: bool = False) -> LogprobEntry:
         table = self._table
         return LogprobEntry(
-            logprob.token_id,
-            "" if table is None else table.token_text(logprob.token_id),
-            logprob.logprob,
+            logprob.token_id, "" if table is None else table.token_text(logprob.token_id), logprob.logprob,
             b"" if table is None else table.token_bytes(logprob.token_id),
-            tuple(self._entry(TokenLogprob(*alternative)) for alternative in logprob.top),
-            ends,
-        )
+            tuple(self._entry(TokenLogprob(*alternative)) for alternative in logprob.top), ends,
+        )  # fmt: skip
 
     def _first_token(self, stream: OutputStream, output: Output, now: float) -> None:
         mailbox = stream.mailbox

@@ -257,14 +257,10 @@ class Frontend:
                 raise InvalidParameter(field, "this engine takes no grammars")
             return None
         return self.planner.plan(
-            text[-PROMPT_TAIL:],
-            tools=chat.tools,
-            tool_choice="auto" if chat.tool_choice is None else chat.tool_choice,
-            parallel_tool_calls=chat.parallel_tool_calls,
-            response_format=wanted,
-            after_results=chat.messages[-1].get("role") == "tool",
-            max_thinking_tokens=chat.max_thinking_tokens,
-        )
+            text[-PROMPT_TAIL:], tools=chat.tools, tool_choice="auto" if chat.tool_choice is None else chat.tool_choice,
+            parallel_tool_calls=chat.parallel_tool_calls, response_format=wanted,
+            after_results=chat.messages[-1].get("role") == "tool", max_thinking_tokens=chat.max_thinking_tokens,
+        )  # fmt: skip
 
     def expired(self, prepared: PreparedRequest) -> Assembler:
         """The end of a request whose deadline came before it had a place in the queue. The engine never hears of it."""

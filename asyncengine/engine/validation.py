@@ -168,11 +168,9 @@ class RequestValidator:
             tokens = with_identity(tokens, images)
         specs = self._specify(tokens, params, options, max_total, arrival, prediction, images)
         return PreparedRequest(
-            streams=tuple(self._stream(spec, mailbox, stops) for spec in specs),
-            mailbox=mailbox,
-            plan=plan,
+            streams=tuple(self._stream(spec, mailbox, stops) for spec in specs), mailbox=mailbox, plan=plan,
             check_text=None if final is None or self.grammars is None else self.grammars.text_check(final),
-        )
+        )  # fmt: skip
 
     def prepare_set(
         self, prompts: Sequence[tuple[Sequence[int], tuple[ImageSpan, ...], SamplingParams]], options: RequestOptions,

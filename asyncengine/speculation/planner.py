@@ -182,14 +182,9 @@ class DraftPlanner:
     """Drafts for the rows of a step, and what became of them: a function of requests, their tokens and the settings."""
 
     def __init__(
-        self,
-        costs: StepCosts,
-        max_drafts: int,
-        answer_bytes: int = 0,
-        make_proposer: MakeProposer | None = None,
-        draft_costs: StepCosts | None = None,
-        falls_behind: bool = True,
-    ) -> None:
+        self, costs: StepCosts, max_drafts: int, answer_bytes: int = 0, make_proposer: MakeProposer | None = None,
+        draft_costs: StepCosts | None = None, falls_behind: bool = True,
+    ) -> None:  # fmt: skip
         """`max_drafts`: of a row. `answer_bytes`: memory for earlier answers. `make_proposer`: None looks up.
         `draft_costs`: of the draft model's steps, in the unit of `costs`; None: there is no draft model.
         `falls_behind`: it has to compute the text that was written without it; the model's own head has not."""

@@ -87,13 +87,10 @@ class Recording:
 
 
 def replay(
-    recording: Recording,
-    executor: Executor,
-    adapters: AdapterAdmission | None = None,
-    matchers: Callable[[RequestSpec], GrammarMatcher] | None = None,
-    update: Callable[[int], None] | None = None,
+    recording: Recording, executor: Executor, adapters: AdapterAdmission | None = None,
+    matchers: Callable[[RequestSpec], GrammarMatcher] | None = None, update: Callable[[int], None] | None = None,
     restore: Callable[[RestoreOrder], None] | None = None,
-) -> list[Output]:
+) -> list[Output]:  # fmt: skip
     """Play a recording on a fresh scheduler and `executor`; all outputs, in order. Books are checked after each entry.
 
     The executor must answer as the recorded one did (a fake one does; a real model does up to its arithmetic). So must
@@ -104,15 +101,10 @@ def replay(
     """
     config = recording.config
     kv = KVCache(
-        recording.num_pages,
-        executor.page_size,
-        prefix_caching=config.prefix_caching,
-        eviction=config.eviction,
-        num_states=recording.num_states,
-        windows=recording.windows,
-        num_window_pages=recording.num_window_pages,
+        recording.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction,
+        num_states=recording.num_states, windows=recording.windows, num_window_pages=recording.num_window_pages,
         most_ahead=config.most_ahead,
-    )
+    )  # fmt: skip
     scheduler = Scheduler(config, kv, adapters, copies=recording.copies)
     scheduler.restores.enabled = any(isinstance(value, messages.PrefixFound) for _, value in recording.entries)
     launched: deque[StepResult] = deque()

@@ -59,13 +59,9 @@ class TextTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes its own of the same tokenizer: locks, tables and compiled templates stay here."""
         make = partial(
-            TextTokenizer,
-            max_chat_chars=self._max_chat_chars,
-            chat_template=self._chat_template,
-            end_token_ids=self._end_token_ids,
-            load_hf=self._load_hf,
-            folder=self.folder,
-        )
+            TextTokenizer, max_chat_chars=self._max_chat_chars, chat_template=self._chat_template,
+            end_token_ids=self._end_token_ids, load_hf=self._load_hf, folder=self.folder,
+        )  # fmt: skip
         return make, (self._hf,)
 
     @property
@@ -183,15 +179,9 @@ class TextTokenizer:
             raise errors.InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
         chosen = self._template(tools) if template is None else self._template_of(template)
         return chosen.render(
-            messages,
-            tools,
-            max_chars=self._max_chat_chars,
-            variables=variables,
-            images=images,
-            rewrite=rewrite,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+            messages, tools, max_chars=self._max_chat_chars, variables=variables, images=images, rewrite=rewrite,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+        )  # fmt: skip
 
     def warm_up(self) -> None:
         """Do now, off the event loop, what the first use would do: build the table, compile and probe the template."""

@@ -222,11 +222,9 @@ class ChatPlanner:
             if final is None and not forbids:
                 return None
         answer = Answer(
-            text=final is None and choice.mode in ("none", "auto"),
-            calls=callable_tools,
-            final=final,
+            text=final is None and choice.mode in ("none", "auto"), calls=callable_tools, final=final,
             several=several and choice.mode != "named" and not (form is not None and form.single),
-        )
+        )  # fmt: skip
         if self._in_channels:
             return Grammar(kind="lark", text=channel_grammar(answer, self._markers))
         text = AnswerGrammar(answer, form, self._markers, marks, state).write()

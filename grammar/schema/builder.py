@@ -339,14 +339,9 @@ class Builder:
             self.rules.add(name, self._around("{}", self._some(members)))
 
     def _in_any_order(
-        self,
-        name: Name,
-        members: list[Member],
-        free: Name | None,
-        strange: bool = False,
-        brackets: str = "{}",
+        self, name: Name, members: list[Member], free: Name | None, strange: bool = False, brackets: str = "{}",
         bounds: tuple[int, int | None] = (1, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """At least one of the members, those needed always."""
         pairs = [pair for pair, _ in sorted(members, key=lambda member: not member[1])]
         needed = [*range(sum(needed for _, needed in members)), *([len(pairs)] if strange else [])]

@@ -127,12 +127,9 @@ class Alternatives:
     """
 
     def __init__(
-        self,
-        root: dict[str, Any],
-        branches: Callable[[Entry], list[Entry]] | None = None,
-        is_empty: Callable[[Conjunction], bool] | None = None,
-        checkpoint: Checkpoint = proceed,
-    ) -> None:
+        self, root: dict[str, Any], branches: Callable[[Entry], list[Entry]] | None = None,
+        is_empty: Callable[[Conjunction], bool] | None = None, checkpoint: Checkpoint = proceed,
+    ) -> None:  # fmt: skip
         self._root = root
         self._branches = branches
         self._is_empty = is_empty

@@ -86,14 +86,9 @@ class Unordered(Shape):
     begin = 0
 
     def __init__(
-        self,
-        pairs: Sequence[Shape],
-        free: Shape | None,
-        comma: Sequence[Shape],
-        needed: Sequence[int],
-        one: Shape,
+        self, pairs: Sequence[Shape], free: Shape | None, comma: Sequence[Shape], needed: Sequence[int], one: Shape,
         bounds: tuple[int, int | None] = (1, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`pairs`: the declared members; `free`: one that is not; `needed`: the indices of those that must be there,
         `free` behind the others; `one`: any one of all; `bounds`: so many in all, without `free`."""
         self.needed = needed

@@ -318,8 +318,6 @@ def _rebase(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
         return None if moment is None else moment - sent_at + now
 
     return replace(
-        spec,
-        arrival=now if spec.resumed else spec.arrival - sent_at + now,
-        deadline=here(spec.deadline),
+        spec, arrival=now if spec.resumed else spec.arrival - sent_at + now, deadline=here(spec.deadline),
         waiting_deadline=None if spec.resumed else here(spec.waiting_deadline),
-    )
+    )  # fmt: skip

@@ -182,13 +182,9 @@ class Ranked(NamedTuple):
 
 
 def rank_for_removal(
-    cluster: Cluster,
-    model: str,
-    *,
-    strategy: str = "spread",
-    total_max: float | None = None,
+    cluster: Cluster, model: str, *, strategy: str = "spread", total_max: float | None = None,
     names: Iterable[str] | None = None,
-) -> tuple[Ranked, ...]:
+) -> tuple[Ranked, ...]:  # fmt: skip
     """The instances of `model`, the first to be stopped first; of equal scores, the oldest.
 
     GPUStack's rule: status (at most 100) + offload (10) + placement (1), the lowest goes first. Placement by binpack is

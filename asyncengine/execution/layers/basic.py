@@ -39,15 +39,9 @@ class Linear(Layer):
     """
 
     def __init__(
-        self,
-        options: LayerOptions,
-        parts: Sequence[Part],
-        inputs: int,
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        share: Share | None = None,
-    ) -> None:
+        self, options: LayerOptions, parts: Sequence[Part], inputs: int, *, bias: bool = False,
+        transposed: bool = False, share: Share | None = None,
+    ) -> None:  # fmt: skip
         self.parts = tuple(parts)
         self.path = parts[0].path
         self.inputs, self.outputs = inputs, sum(part.outputs for part in parts)

@@ -139,12 +139,9 @@ class GatedDelta(states.StateLayer):
             sizes = [config.key_heads, config.value_heads // config.key_heads, config.key_dim, config.value_dim]
             parts = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
             self.kernel = GatedDeltaKernel(
-                columns,
-                [*sizes, config.taps, config.key_heads * sum(rows)],
-                *parts,
-                config.epsilon,
+                columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon,
                 most_rate=config.most_rate,
-            )
+            )  # fmt: skip
 
     def mix(self, projected: torch.Tensor, step: states.StateStep) -> torch.Tensor:
         if self.kernel is not None:

@@ -147,20 +147,11 @@ _HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take
 
 
 def build_runner(
-    model: LoadedModel,
-    config: EngineConfig,
-    *,
-    lora: LoraLayers | None = None,
-    cores: Cores | None = None,
-    progress: LoadProgress | None = None,
-    pooler: Pooler | None = None,
-    draft: LoadedModel | None = None,
-    two_pools: bool = False,
-    kept: Sequence[str] = (),
-    left: Sequence[str] = (),
-    images: ImageStore | None = None,
+    model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None, cores: Cores | None = None,
+    progress: LoadProgress | None = None, pooler: Pooler | None = None, draft: LoadedModel | None = None,
+    two_pools: bool = False, kept: Sequence[str] = (), left: Sequence[str] = (), images: ImageStore | None = None,
     ranks: Ranks | None = None,
-) -> ModelRunner:
+) -> ModelRunner:  # fmt: skip
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
     Raises `OutOfMemory` if the pool cannot hold one modest request, or if a step's working memory does not fit.

@@ -252,16 +252,9 @@ class DecodeGraphs:
     """The graphs of one runner. `run` is one pure decode step."""
 
     def __init__(
-        self,
-        forward: Forward,
-        backend: FlashInferBackend,
-        lora: LoraLayers | None,
-        sizes: Sequence[int],
-        max_num_seqs: int,
-        capture: Capture,
-        sampler: Sampler | None = None,
-        num_states: int = 0,
-    ) -> None:
+        self, forward: Forward, backend: FlashInferBackend, lora: LoraLayers | None, sizes: Sequence[int],
+        max_num_seqs: int, capture: Capture, sampler: Sampler | None = None, num_states: int = 0,
+    ) -> None:  # fmt: skip
         """`sampler`: graphs end with the logits where it is None or has nothing `on_device`. `num_states`: slots of
         recurrent states; those of padding rows go behind them."""
         self._forward = forward

@@ -167,16 +167,11 @@ class Recorder:
         scale = arguments.get("scaling")
         window = arguments.get("sliding_window")
         spec = LayerSpec(
-            index=len(self.specs),
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            key_dim=query.shape[-1],
-            value_dim=value.shape[-1],
-            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=None if window is None else int(window),
-            softcap=arguments.get("softcap") or None,
+            index=len(self.specs), num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=query.shape[-1],
+            value_dim=value.shape[-1], scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            window=None if window is None else int(window), softcap=arguments.get("softcap") or None,
             sinks=None if sinks is None else sinks.detach(),
-        )
+        )  # fmt: skip
         self.modules.append(module)
         self.specs.append(spec)
         return _plain_attention(spec, query, key, value)

@@ -20,10 +20,6 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     fields = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
     act = "xielu" if config.hidden_act == "xielu" else activation(config)
     return llama_like(
-        config,
-        length,
-        attention=fields,
-        mlp={"activation": act, "up": ("mlp.up_proj",), "gated": False},
-        layer={"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"},
-        norm=norm,
-    )
+        config, length, attention=fields, mlp={"activation": act, "up": ("mlp.up_proj",), "gated": False},
+        layer={"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}, norm=norm,
+    )  # fmt: skip

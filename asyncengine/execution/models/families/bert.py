@@ -41,13 +41,9 @@ def encoder_config(config: Any, length: int | None, classifies: bool) -> Encoder
         head = SequenceHeadConfig(config.num_labels, "classifier.out_proj", "classifier.dense")
     return EncoderConfig(
         stack=_stack(config, base, f"{base}.encoder.layer.{{}}.", layer, config.layer_norm_eps, head is not None),
-        max_model_len=length or own,
-        segments=f"{base}.embeddings.token_type_embeddings",
-        num_segments=config.type_vocab_size,
-        embedding_norm=f"{base}.embeddings.LayerNorm",
-        padding=padding,
-        head=head,
-    )
+        max_model_len=length or own, segments=f"{base}.embeddings.token_type_embeddings",
+        num_segments=config.type_vocab_size, embedding_norm=f"{base}.embeddings.LayerNorm", padding=padding, head=head,
+    )  # fmt: skip
 
 
 def _distilbert(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
@@ -78,11 +74,9 @@ def _mpnet(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
     return EncoderConfig(
         stack=_stack(config, "mpnet", "mpnet.encoder.layer.{}.", layer, config.layer_norm_eps, classifies),
         max_model_len=length or config.max_position_embeddings - _MPNET_PADDING - 1,
-        embedding_norm="mpnet.embeddings.LayerNorm",
-        padding=_MPNET_PADDING,
-        distance_bias="mpnet.encoder.relative_attention_bias",
-        head=head if classifies else None,
-    )
+        embedding_norm="mpnet.embeddings.LayerNorm", padding=_MPNET_PADDING,
+        distance_bias="mpnet.encoder.relative_attention_bias", head=head if classifies else None,
+    )  # fmt: skip
 
 
 def _layer(config: Any, out: str, qkv: tuple[str, ...], norm: str) -> LayerConfig:
@@ -105,14 +99,8 @@ def _attention(heads: int, width: int, out: str, qkv: tuple[str, ...]) -> Attent
 
 def _stack(config: Any, base: str, layer: str, each: LayerConfig, epsilon: float, classifies: bool) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        layers=(each,) * config.num_hidden_layers,
-        norm=NormConfig("layer", epsilon, bias=True),
-        max_positions=config.max_position_embeddings,
-        embedding=f"{base}.embeddings.word_embeddings",
-        positions=f"{base}.embeddings.position_embeddings",
-        layer=layer,
-        final_norm=None,
-        ignored=_IGNORED if classifies else (*_IGNORED, r"(pre_)?classifier\..*"),
-    )
+        vocab_size=config.vocab_size, width=config.hidden_size, layers=(each,) * config.num_hidden_layers,
+        norm=NormConfig("layer", epsilon, bias=True), max_positions=config.max_position_embeddings,
+        embedding=f"{base}.embeddings.word_embeddings", positions=f"{base}.embeddings.position_embeddings", layer=layer,
+        final_norm=None, ignored=_IGNORED if classifies else (*_IGNORED, r"(pre_)?classifier\..*"),
+    )  # fmt: skip

@@ -37,11 +37,6 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         "norm_scope": "each",
     }
     return llama_like(
-        config,
-        length,
-        attention=attention,
-        layer={"before_mlp": None, "parallel": True},
-        norm=norm,
-        rotary=(rotary_of(config, length, style="interleaved"),),
-        logit_scale=config.logit_scale,
-    )
+        config, length, attention=attention, layer={"before_mlp": None, "parallel": True}, norm=norm,
+        rotary=(rotary_of(config, length, style="interleaved"),), logit_scale=config.logit_scale,
+    )  # fmt: skip

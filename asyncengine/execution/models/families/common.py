@@ -227,15 +227,10 @@ def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig
             inputs, table=named(inputs.table), projection=named(inputs.projection), norm=named(inputs.norm)
         )
     return replace(
-        made,
-        embedding=named(made.embedding),
-        layer=named(made.layer),
-        final_norm=None if made.final_norm is None else named(made.final_norm),
-        head=inside.head,
-        layer_inputs=inputs,
-        mtp=made.mtp and made.mtp.renamed(named),
-        tied=made.tied or bool(getattr(config, "tie_word_embeddings", False)),
-    )
+        made, embedding=named(made.embedding), layer=named(made.layer),
+        final_norm=None if made.final_norm is None else named(made.final_norm), head=inside.head, layer_inputs=inputs,
+        mtp=made.mtp and made.mtp.renamed(named), tied=made.tied or bool(getattr(config, "tie_word_embeddings", False)),
+    )  # fmt: skip
 
 
 def llama_like(

@@ -49,13 +49,8 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         attention |= {"head_norm": norm, "rotary": [by_kind.index(kind) for kind in kinds]}
     name = config.hidden_act if family == "gemma" else config.hidden_activation
     return common.llama_like(
-        config,
-        length,
-        attention=attention,
-        mlp={"activation": common.activation(config, name)},
-        layer={} if family == "gemma" else SANDWICH,
-        norm=norm,
+        config, length, attention=attention, mlp={"activation": common.activation(config, name)},
+        layer={} if family == "gemma" else SANDWICH, norm=norm,
         rotary=tuple(common.rotary_of(config, length, kind, head_dim=common.head_dim_of(config)) for kind in by_kind),
-        embedding_scale=config.hidden_size**0.5,
-        logit_softcap=getattr(config, "final_logit_softcapping", None),
-    )
+        embedding_scale=config.hidden_size**0.5, logit_softcap=getattr(config, "final_logit_softcapping", None),
+    )  # fmt: skip

@@ -58,19 +58,12 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         shared = index >= first_shared
         keys_are_values = config.attention_k_eq_v and kind != "sliding_attention"
         attention = AttentionConfig(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=own.num_key_value_heads,
-            head_dim=own.head_dim,
-            scale=1.0,
-            rotary=by_kind.index(kind),
-            window=windows[index],
+            num_heads=config.num_attention_heads, num_kv_heads=own.num_key_value_heads, head_dim=own.head_dim,
+            scale=1.0, rotary=by_kind.index(kind), window=windows[index],
             qkv=(_Q,) if shared else (_Q, _K) if keys_are_values else (_Q, _K, _V),
             keys_of=first_shared - 1 - kinds[:first_shared][::-1].index(kind) if shared else None,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            head_norm=norm,
-            value_norm=values,
-        )
+            qkv_bias=config.attention_bias, out_bias=config.attention_bias, head_norm=norm, value_norm=values,
+        )  # fmt: skip
         doubled = 2 if shared and config.use_double_wide_mlp else 1
         mlp = MLPConfig(config.intermediate_size * doubled, act)
         return LayerConfig(attention, mlp, side=_side(config, act), scalar="layer_scalar", **SANDWICH)
@@ -102,8 +95,6 @@ def _side(config: Any, act: str) -> SideExpertsConfig | None:
     return SideExpertsConfig(
         router,
         ExpertsConfig(config.num_experts, config.moe_intermediate_size, act, stacked=stacked, only_stacked=True),
-        scale="router.scale",
-        before="pre_feedforward_layernorm_2",
-        after="post_feedforward_layernorm_2",
+        scale="router.scale", before="pre_feedforward_layernorm_2", after="post_feedforward_layernorm_2",
         after_mlp="post_feedforward_layernorm_1",
-    )
+    )  # fmt: skip

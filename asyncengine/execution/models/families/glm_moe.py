@@ -89,15 +89,11 @@ def _ernie(config: Any, length: int) -> DecoderConfig:
         return mixture if within and (index + 1) % config.moe_layer_interval == 0 else None
 
     return llama_like(
-        config,
-        length,
-        attention={"qkv_bias": bias, "out_bias": bias},
-        mlp={"bias": bias},
+        config, length, attention={"qkv_bias": bias, "out_bias": bias}, mlp={"bias": bias},
         sparse=[sparse(index) for index in range(config.num_hidden_layers)],
-        rotary=(replace(rotary_of(config, length, style="interleaved"), exact=True),),
-        head_bias=bias,
+        rotary=(replace(rotary_of(config, length, style="interleaved"), exact=True),), head_bias=bias,
         ignored=(FREQUENCIES, r".*mtp.*"),
-    )
+    )  # fmt: skip
 
 
 def sigmoid_router(config: Any) -> RouterConfig:

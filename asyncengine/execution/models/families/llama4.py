@@ -51,13 +51,10 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         "norm_after_rotation": [each and norm is not None for each in rotates],
     }
     return llama_like(
-        config,
-        length,
-        attention=attention,
-        mlp={"width": config.intermediate_size_mlp, **_named(_BLOCK)},
+        config, length, attention=attention, mlp={"width": config.intermediate_size_mlp, **_named(_BLOCK)},
         sparse=[mixture if index in config.moe_layers else None for index in range(config.num_hidden_layers)],
         rotary=(rotary, RotaryConfig((), query_growth=growth, growth_begins=1)),
-    )
+    )  # fmt: skip
 
 
 def _mixture(config: Any) -> MoEConfig:

@@ -91,15 +91,10 @@ def _pure(config: Any) -> DecoderConfig:
     )  # fmt: skip
     layer = LayerConfig(None, None, state, before_attention="norm", before_mlp=None)
     return DecoderConfig(
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        layers=(layer,) * config.num_hidden_layers,
-        norm=NormConfig(epsilon=config.layer_norm_epsilon),
-        embedding="backbone.embeddings",
-        layer="backbone.layers.{}.",
-        final_norm="backbone.norm_f",
-        tied=bool(config.tie_word_embeddings),
-    )
+        vocab_size=config.vocab_size, width=config.hidden_size, layers=(layer,) * config.num_hidden_layers,
+        norm=NormConfig(epsilon=config.layer_norm_epsilon), embedding="backbone.embeddings",
+        layer="backbone.layers.{}.", final_norm="backbone.norm_f", tied=bool(config.tie_word_embeddings),
+    )  # fmt: skip
 
 
 def _falcon(config: Any, length: int) -> DecoderConfig:

@@ -41,15 +41,13 @@ def encoder_config(config: Any, length: int | None, classifies: bool) -> Encoder
     )  # fmt: skip
     ignored = (r"(.*\.)?inv_freq", r"decoder\..*")
     stack = DecoderConfig(
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
+        vocab_size=config.vocab_size, width=config.hidden_size,
         layers=tuple(layer(index) for index in range(config.num_hidden_layers)),
         norm=NormConfig("layer", config.norm_eps, bias=config.norm_bias),
         rotary=tuple(rotary_of(config, longest, kind) for kind in rotations),
-        embedding="model.embeddings.tok_embeddings",
-        final_norm="model.final_norm",
+        embedding="model.embeddings.tok_embeddings", final_norm="model.final_norm",
         ignored=ignored if classifies else (*ignored, r"head\..*", r"classifier\..*"),
-    )
+    )  # fmt: skip
     return EncoderConfig(
         stack=stack, max_model_len=longest, embedding_norm="model.embeddings.norm", head=head if classifies else None
     )

@@ -18,10 +18,8 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `NemotronForCausalLM`."""
     bias = bool(config.attention_bias)
     return llama_like(
-        config,
-        length,
-        attention={"qkv_bias": bias, "out_bias": bias},
+        config, length, attention={"qkv_bias": bias, "out_bias": bias},
         mlp={"gated": False, "up": ("mlp.up_proj",), "bias": bool(config.mlp_bias)},
         norm=NormConfig("layer", config.norm_eps, offset=1.0, bias=True),
         rotary=(rotary_of(config, length, partial=True),),
-    )
+    )  # fmt: skip

@@ -63,16 +63,12 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     if unknown := [kind for kind in config.layers_block_type if kind not in parts]:
         raise unknown_layers(config.model_type, unknown[0], KINDS)
     return DecoderConfig(
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
+        vocab_size=config.vocab_size, width=config.hidden_size,
         layers=tuple(_layer(*parts[kind]) for kind in config.layers_block_type),
-        norm=NormConfig(epsilon=config.layer_norm_epsilon),
-        embedding="backbone.embeddings",
-        layer="backbone.layers.{}.",
-        final_norm="backbone.norm_f",
-        tied=bool(config.tie_word_embeddings),
+        norm=NormConfig(epsilon=config.layer_norm_epsilon), embedding="backbone.embeddings",
+        layer="backbone.layers.{}.", final_norm="backbone.norm_f", tied=bool(config.tie_word_embeddings),
         ignored=(r"mtp.*",),
-    )
+    )  # fmt: skip
 
 
 def _mixture(config: Any, dense: MLPConfig) -> MoEConfig:

@@ -45,21 +45,14 @@ def encoder_config(config: Any, length: int | None, classifies: bool) -> Encoder
         r"lm_head\..*",
     )
     stack = DecoderConfig(
-        vocab_size=config.vocab_size,
-        width=config.hidden_size,
-        layers=(layer,) * config.num_hidden_layers,
-        norm=NormConfig("layer", config.layer_norm_eps, bias=True),
-        rotary=(rotary_of(config, longest),),
-        embedding=f"{base}.embeddings.word_embeddings",
-        layer=f"{base}.layers.{{}}.",
-        final_norm=None,
+        vocab_size=config.vocab_size, width=config.hidden_size, layers=(layer,) * config.num_hidden_layers,
+        norm=NormConfig("layer", config.layer_norm_eps, bias=True), rotary=(rotary_of(config, longest),),
+        embedding=f"{base}.embeddings.word_embeddings", layer=f"{base}.layers.{{}}.", final_norm=None,
         ignored=ignored if classifies else (*ignored, r"classifier\..*"),
-    )
+    )  # fmt: skip
     return EncoderConfig(
-        stack=stack,
-        max_model_len=longest,
+        stack=stack, max_model_len=longest,
         segments=f"{base}.embeddings.token_type_embeddings" if config.type_vocab_size else None,
-        num_segments=config.type_vocab_size,
-        embedding_norm=f"{base}.embeddings.LayerNorm",
+        num_segments=config.type_vocab_size, embedding_norm=f"{base}.embeddings.LayerNorm",
         head=head if classifies else None,
-    )
+    )  # fmt: skip

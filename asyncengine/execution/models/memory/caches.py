@@ -183,14 +183,11 @@ def two_pools(
     ahead = min(config.most_ahead, max_model_len)
     span = -(-(window - 1) // size) + _EDGES
     return TwoPools(
-        page_bytes=page_bytes(whole, size, kind),
-        window_page_bytes=page_bytes(windowed, size, kind),
-        span=span,
-        least=-(-(window - 1 + ahead) // size) + _EDGES,
-        usual=-(-max(_WINDOWS * window, _TOKENS) // size),
+        page_bytes=page_bytes(whole, size, kind), window_page_bytes=page_bytes(windowed, size, kind), span=span,
+        least=-(-(window - 1 + ahead) // size) + _EDGES, usual=-(-max(_WINDOWS * window, _TOKENS) // size),
         most=config.max_num_seqs * span + -(-ahead // size),
         longest=config.max_num_seqs * -(-max_model_len // size) + 1,
-    )
+    )  # fmt: skip
 
 
 def window_of(layers: Sequence[LayerSpec]) -> int:

@@ -223,20 +223,14 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     if caches.why_one_pool(layers, described.device, states=bool(states)) is None:
         pools = caches.two_pools(layers, config, described.max_model_len, described.dtype)
     return ModelNeeds(
-        name=short_name(path_or_id),
-        dtype=str(described.dtype).removeprefix("torch."),
-        weight_bytes=weight_bytes + tower_bytes,
-        kv_bytes_per_token=per_token,
+        name=short_name(path_or_id), dtype=str(described.dtype).removeprefix("torch."),
+        weight_bytes=weight_bytes + tower_bytes, kv_bytes_per_token=per_token,
         state_bytes=caches.state_bytes(states, described.dtype),
         num_states=caches.num_states_for(states, config, described.dtype, torch.device("cpu"), _ENDLESS),
-        step_bytes=4 * (logits + hidden) * config.tensor_parallel,
-        max_model_len=described.max_model_len,
-        num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0,
-        vocab_size=text.vocab_size,
-        page_size=config.page_size,
-        two_pools=pools,
-        image_bytes=int(config.image_cache_memory) if tower_bytes else 0,
-    )
+        step_bytes=4 * (logits + hidden) * config.tensor_parallel, max_model_len=described.max_model_len,
+        num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0, vocab_size=text.vocab_size,
+        page_size=config.page_size, two_pools=pools, image_bytes=int(config.image_cache_memory) if tower_bytes else 0,
+    )  # fmt: skip
 
 
 def _sizes(

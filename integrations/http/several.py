@@ -44,7 +44,7 @@ class Several:
     @property
     def usage(self) -> Usage | None:
         """Token counts so far, of all prompts together."""
-        return _added([stream.usage for stream in self._streams])
+        return added([stream.usage for stream in self._streams])
 
     @property
     def timings(self) -> Timings | None:
@@ -118,7 +118,8 @@ class Several:
         )  # fmt: skip
 
 
-def _added(usages: Sequence[Usage | None]) -> Usage | None:
+def added(usages: Sequence[Usage | None]) -> Usage | None:
+    """Token counts of several requests together."""
     known = [usage for usage in usages if usage is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Endpoints of vectors and scores (/v1/embeddings, /v1/rerank), and of tokens (/tokenize, /detokenize).
+"""Endpoints of vectors and scores (/v1/embeddings, /v1/rerank, /score, ...), and of tokens (/tokenize, /detokenize).
 
 Embeddings have OpenAI's form; reranking has Jina's and Cohere's, or text-embeddings-inference's where `texts` are
 given; the others have vLLM's, and llama.cpp's where `content` is given.
@@ -28,7 +28,8 @@ from asyncengine.integrations.http.generating import IGNORED, Endpoint, identifi
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import facts_of, measured
-from asyncengine.outputs import Embeddings, Usage
+from asyncengine.integrations.http.several import added
+from asyncengine.outputs import Embeddings, Ranked, Ranking, Usage
 
 TRUNCATED = "x-asyncengine-truncated"
 """Header that lists the numbers of texts that were cut to what the model takes."""
@@ -41,6 +42,9 @@ def routes(serving: Serving) -> list[Route]:
     """Paths of vectors, scores and tokens."""
     served: dict[str, tuple[Work, str, str]] = {
         "/v1/embeddings": (_embed, "embed", "embeddings"),
+        "/pooling": (partial(_embed, pooled=True), "embed", "embeddings"),
+        **dict.fromkeys(("/score", "/v1/score"), (_score, "rerank", "score")),
+        "/classify": (_classify, "classify", "classify"),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (_rerank, "rerank", "rerank")),
         "/tokenize": (_tokenize, "generate", "tokenize"),
         "/detokenize": (_detokenize, "generate", "detokenize"),
@@ -94,7 +98,8 @@ def _usage(usage: Usage) -> dict[str, int]:
 # -------------------------------------------------------------------- embeddings
 
 
-async def _embed(values: Values, target: Target) -> Made:
+async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Made:
+    """Embed texts, or a chat. `pooled`: the response has vLLM's names for pooled vectors."""
     own = values["own"]
     messages, limit = own.get("messages"), own.get("truncate_prompt_tokens", 0)
     with naming({"prompt"}, "input"):
@@ -115,16 +120,18 @@ async def _embed(values: Values, target: Target) -> Made:
         )
     head = {"id": f"embd-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": target.name}
     head["usage"] = _usage(made.usage)
-    text = await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format"))
+    head |= {"id": f"pool-{secrets.token_hex(16)}"} if pooled else {}
+    name, field = ("pooling", "data") if pooled else ("embedding", "embedding")
+    text = await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format"), name, field)
     return text, made.truncated, made.usage
 
 
-def _embedding_text(head: dict[str, Any], made: Embeddings, form: str | None) -> str:
+def _embedding_text(head: dict[str, Any], made: Embeddings, form: str | None, name: str, field: str) -> str:
     """The response's JSON, made row by row: one call for all of it would let no other thread run meanwhile."""
     rows = []
     for index, vector in enumerate(made.vectors):
         packed = base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()
-        rows.append(json.dumps({"object": "embedding", "index": index, "embedding": packed}))
+        rows.append(json.dumps({"object": name, "index": index, field: packed}))
     return f'{json.dumps(head)[:-1]}, "data": [{", ".join(rows)}]}}'
 
 
@@ -139,9 +146,7 @@ async def _rerank(values: Values, target: Target) -> Made:
     if most:
         documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
     with naming({"documents"}, name):
-        made = await target.engine.rerank(
-            own["query"], documents, truncate=own.get("truncate", True), adapter=target.adapter, **values["options"]
-        )
+        made = await _ranked(target, own["query"], documents, own, values["options"])
     shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
     truncated = tuple(sorted({*made.truncated, *shorter}))
     if name == "texts":
@@ -154,6 +159,56 @@ async def _rerank(values: Values, target: Target) -> Made:
     results = [{"index": e.index, "relevance_score": e.score, **texts[e.index]} for e in made.results]
     head = {"id": f"rerank-{secrets.token_hex(16)}", "object": "list", "model": target.name}
     return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
+
+
+async def _ranked(target: Target, query: str, documents: list[Any], own: Any, options: Mapping[str, Any]) -> Ranking:
+    """The documents ranked by a reranker, or by the cosines of an embedder's vectors, as vLLM has it."""
+    how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **options}
+    if target.engine.info.task != "embed":
+        return await target.engine.rerank(query, documents, **how)
+    most = how.pop("top_n", None)
+    made = await target.engine.embed([query, *documents], normalize=True, show_progress=False, **how)
+    scores = (made.vectors[1:] @ made.vectors[0]).tolist()
+    best = sorted(range(len(scores)), key=lambda at: -scores[at])[:most]
+    truncated = tuple(at - 1 for at in made.truncated if at)
+    return Ranking([Ranked(at, scores[at], documents[at]) for at in best], made.usage, truncated)
+
+
+async def _score(values: Values, target: Target) -> Made:
+    """Score each text with the one query, or with the query at its place."""
+    own = values["own"]
+    names = "text_1" if "text_1" in own else "queries", "text_2" if "text_2" in own else "documents"
+    queries, texts = ([each] if isinstance(each := own.get(name), str) else each or [] for name in names)
+    if len(queries) not in (1, len(texts)) or not texts:
+        limit = f"must be a text, or as many as {names[1]}, which are {len(texts)}"
+        raise InvalidParameter(names[0], limit, len(queries))
+    pairs = [(queries[0], texts)]
+    if len(queries) > 1:
+        pairs = [(query, [text]) for query, text in zip(queries, texts, strict=True)]
+    with naming({"query"}, names[0]), naming({"documents", "texts"}, names[1]):
+        calls = [_ranked(target, query, group, own, values["options"]) for query, group in pairs]
+        rankings = await asyncio.gather(*calls)
+    scores = [each.score for ranking in rankings for each in sorted(ranking.results, key=lambda one: one.index)]
+    rows = [{"object": "score", "score": score} for score in scores]
+    return _listed("score", target, rows, added([ranking.usage for ranking in rankings]), ())
+
+
+async def _classify(values: Values, target: Target) -> Made:
+    own = values["own"]
+    with naming({"prompt", "texts"}, "input"):
+        texts: list[Any] = read_prompts(own["input"])
+        how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **values["options"]}
+        made = await target.engine.classify(texts, **how)
+    each = [(result.label, [*result.scores.values()]) for result in made.results]
+    rows = [{"label": label, "probs": probs, "num_classes": len(probs)} for label, probs in each]
+    return _listed("classify", target, rows, made.usage, made.truncated)
+
+
+def _listed(name: str, target: Target, rows: list[dict[str, Any]], usage: Usage | None, cut: tuple[int, ...]) -> Made:
+    """A list of numbered rows in vLLM's form."""
+    usage, data = usage or Usage(0, 0), [{"index": at, **row} for at, row in enumerate(rows)]
+    head = {"id": f"{name}-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+    return {**head, "model": target.name, "data": data, "usage": _usage(usage)}, cut, usage
 
 
 def _cut(target: Target, texts: Sequence[str | list[int]], most: int) -> list[str | list[int]]:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -15,7 +15,10 @@ import pytest
 from support.http_server import serving_thread
 
 from asyncengine import Engine
-from asyncengine.integrations.http import app
+from asyncengine.integrations.http import app, vectors
+from asyncengine.integrations.http.fields import TABLES, Fields
+from asyncengine.integrations.http.models import Target
+from asyncengine.outputs import Classification, Classifications, Usage
 
 TEXTS = ["A cat sits on the mat.", "Stocks fell sharply.", "Two dogs play."]
 Engines = dict[str, Engine]
@@ -144,6 +147,60 @@ def test_documents_are_cut_to_a_number_of_tokens(url: str, engines: Engines) -> 
     assert answer.headers["x-asyncengine-truncated"] == "0, 1, 2"
     whole = post(url, "/rerank", query=query, documents=TEXTS, max_tokens_per_doc=4096)
     assert "x-asyncengine-truncated" not in whole.headers
+
+
+def test_an_embedder_ranks_by_cosines(url: str, engines: Engines) -> None:
+    made = engines["embedder"].embed(["What do dogs do?", *TEXTS], normalize=True).vectors
+    cosines = (made[1:] @ made[0]).tolist()
+    asked = {"model": "embedder", "query": "What do dogs do?", "documents": TEXTS, "top_n": 2}
+    found = post(url, "/rerank", **asked).json()["results"]
+    best = sorted(range(3), key=lambda at: -cosines[at])[:2]
+    assert [(each["index"], each["relevance_score"]) for each in found] == [(at, cosines[at]) for at in best]
+
+
+@pytest.mark.parametrize("model", ["reranker", "embedder"])
+def test_scores_of_pairs(url: str, model: str) -> None:
+    """One query with several texts, and pairs, have the scores of reranking, in the order of the request."""
+    ranked = post(url, "/rerank", model=model, query=TEXTS[0], documents=TEXTS).json()["results"]
+    wanted = [score for _, score in sorted((each["index"], each["relevance_score"]) for each in ranked)]
+    one = post(url, "/score", model=model, text_1=TEXTS[0], text_2=TEXTS).json()
+    assert [each["score"] for each in one["data"]] == wanted
+    assert [(each["index"], each["object"]) for each in one["data"]] == [(0, "score"), (1, "score"), (2, "score")]
+    assert (one["object"], one["model"], one["usage"]["total_tokens"] > 10) == ("list", model, True)
+    pairs = post(url, "/v1/score", model=model, queries=[TEXTS[0]] * 3, documents=TEXTS).json()
+    assert np.allclose([each["score"] for each in pairs["data"]], wanted, rtol=0, atol=1e-6)
+    for wrong in ({"text_1": TEXTS[:2], "text_2": TEXTS}, {"text_1": TEXTS[0]}, {"text_2": TEXTS}):
+        refused = post(url, "/score", model=model, **wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (
+            400,
+            "text_1" if "text_1" in wrong else "queries",
+        )
+
+
+def test_pooled_vectors_are_embeddings(url: str) -> None:
+    theirs = post(url, "/v1/embeddings", model="embedder", input=TEXTS).json()
+    found = post(url, "/pooling", model="embedder", input=TEXTS).json()
+    assert [each["data"] for each in found["data"]] == [each["embedding"] for each in theirs["data"]]
+    assert ({each["object"] for each in found["data"]}, found["usage"]) == ({"pooling"}, theirs["usage"])
+
+
+async def test_classes() -> None:
+    """A double stands for the engine, as no classifier is bundled: what it gives is sent, and what it was asked."""
+    asked: list[Any] = []
+
+    class Engine:
+        async def classify(self, texts: list[str], **how: Any) -> Classifications:
+            asked.append((texts, how))
+            made = Classification("yes", 0.75, {"no": 0.25, "yes": 0.75})
+            return Classifications([made] * len(texts), Usage(9, 0), (1,))
+
+    body = Fields({"input": TEXTS[:2], "priority": 3})
+    target: Any = Target("judge", "judge", cast(Any, Engine()))
+    answer, truncated, usage = await vectors._classify(body.read(TABLES["classify"]), target)
+    assert asked == [(TEXTS[:2], {"truncate": True, "adapter": None, "priority": 3})]
+    row = {"label": "yes", "probs": [0.25, 0.75], "num_classes": 2}
+    assert answer["data"] == [{"index": 0, **row}, {"index": 1, **row}]
+    assert (truncated, usage, answer["usage"]) == ((1,), Usage(9, 0), {"prompt_tokens": 9, "total_tokens": 9})
 
 
 # -------------------------------------------------------------------- tokens

@@ -157,6 +157,11 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         if self._on_demand is not None:
             self._on_demand.release(model)
 
+    def keep(self, model: str, seconds: float) -> None:
+        """Have a model stay for so long without a use until it is closed. One that was loaded at the start stays."""
+        if self._on_demand is not None:
+            self._on_demand.models[model].asked = seconds
+
     def engine_for(self, model: str | None, task: str = "generate") -> AsyncEngine:
         """The engine called `model`; None: the only one whose model does `task`.
 

@@ -65,8 +65,9 @@ def _object(properties: Mapping[str, Any], required: Sequence[str]) -> dict[str,
 
 def _operation(path: str, method: str) -> dict[str, Any]:
     name = PATHS.get(path, "")
-    error = "anthropic_error" if name == "messages" else "error"
-    kinds = ["application/json", "text/event-stream"] if "stream" in TABLES.get(name, {}) else ["application/json"]
+    error = "anthropic_error" if name == "messages" else "ollama_error" if path.startswith("/api/") else "error"
+    stream = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
+    kinds = ["application/json", stream] if "stream" in TABLES.get(name, {}) else ["application/json"]
     made: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", method + path),
         "responses": {
@@ -90,6 +91,7 @@ def document() -> dict[str, Any]:
     theirs = _object({"message": TEXT, "type": TEXT}, ("message", "type"))
     schemas = {name: object_of(TABLES[name]) for name in dict.fromkeys(PATHS.values())} | {
         "error": _object({"error": error}, ("error",)),
+        "ollama_error": _object({"error": TEXT}, ("error",)),
         "anthropic_error": _object({"type": TEXT, "error": theirs, "request_id": MAYBE}, ("type", "error")),
     }
     models: Any = SimpleNamespace(group=None, watch=lambda _: None)

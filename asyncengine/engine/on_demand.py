@@ -37,6 +37,8 @@ class OnDemandModel:
     loading: asyncio.Task[None] | None = None
     unloading: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
+    asked: float | None = None
+    """Seconds in place of `keep_alive`, until it is closed."""
 
     @property
     def usable(self) -> bool:
@@ -173,7 +175,7 @@ class OnDemand:
                 await self._change.wait()
             assert model.engine is not None
             await model.engine.aclose(drain=True)  # of those who use it without saying so
-            model.engine, model.taken = None, 0
+            model.engine, model.taken, model.asked = None, 0, None
         finally:
             model.unloading = None
             self._settle(model)
@@ -183,8 +185,9 @@ class OnDemand:
         self._change.set()
         self._change.clear()  # all who waited are woken
         self._stop_timer(model)
-        if model.idle and not self._closed and model.keep_alive < math.inf:
-            model.timer = self._loop.call_later(model.keep_alive, self._start_unloading, model)
+        patience = model.keep_alive if model.asked is None else model.asked
+        if model.idle and not self._closed and patience < math.inf:
+            model.timer = self._loop.call_later(patience, self._start_unloading, model)
 
     def _stop_timer(self, model: OnDemandModel) -> None:
         if model.timer is not None:

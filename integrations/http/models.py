@@ -130,7 +130,8 @@ class Models:
             if len(able) != 1:
                 raise Problem(400, f"must say which model: {_listed(able)}", "model", "model_required")
             return able[0], None
-        for wanted in (self._aliases.get(name, name), self._aliases.get("*")):
+        plain = name.removesuffix(":latest")  # which clients of Ollama put behind a name without a tag
+        for wanted in (self._aliases.get(name, name), self._aliases.get(plain, plain), self._aliases.get("*")):
             for base, adapter in self._names():
                 if wanted == (adapter or base):
                     return base, adapter

@@ -11,8 +11,9 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import anyio.to_thread
@@ -29,7 +30,7 @@ from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import facts_of, measured
 from asyncengine.integrations.http.several import added
-from asyncengine.outputs import Embeddings, Ranked, Ranking, Usage
+from asyncengine.outputs import Ranked, Ranking, Usage
 
 TRUNCATED = "x-asyncengine-truncated"
 """Header that lists the numbers of texts that were cut to what the model takes."""
@@ -122,17 +123,18 @@ async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Mad
     head["usage"] = _usage(made.usage)
     head |= {"id": f"pool-{secrets.token_hex(16)}"} if pooled else {}
     name, field = ("pooling", "data") if pooled else ("embedding", "embedding")
-    text = await anyio.to_thread.run_sync(_embedding_text, head, made, own.get("encoding_format"), name, field)
-    return text, made.truncated, made.usage
+    packed = _as_base64 if own.get("encoding_format") == "base64" else methodcaller("tolist")
+    rows = ({"object": name, "index": index, field: packed(vector)} for index, vector in enumerate(made.vectors))
+    return await anyio.to_thread.run_sync(rows_text, head, "data", rows), made.truncated, made.usage
 
 
-def _embedding_text(head: dict[str, Any], made: Embeddings, form: str | None, name: str, field: str) -> str:
-    """The response's JSON, made row by row: one call for all of it would let no other thread run meanwhile."""
-    rows = []
-    for index, vector in enumerate(made.vectors):
-        packed = base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()
-        rows.append(json.dumps({"object": name, "index": index, field: packed}))
-    return f'{json.dumps(head)[:-1]}, "data": [{", ".join(rows)}]}}'
+def _as_base64(vector: Any) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def rows_text(head: dict[str, Any], name: str, rows: Iterable[Any]) -> str:
+    """A response's JSON, made row by row: one call for all of it would let no other thread run meanwhile."""
+    return f'{json.dumps(head)[:-1]}, "{name}": [{", ".join([json.dumps(row) for row in rows])}]}}'
 
 
 # -------------------------------------------------------------------- scores

@@ -1,0 +1,156 @@
+"""Endpoints of Ollama's API: /api/chat and /api/generate, vectors, and what its clients ask about models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from asyncengine.config import parse_keep_alive
+from asyncengine.errors import naming
+from asyncengine.info import CHAT_SAMPLING
+from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.dialects import ollama as dialect
+from asyncengine.integrations.http.dialects.completions import read_prompts
+from asyncengine.integrations.http.fields import TABLES, Fields, Values
+from asyncengine.integrations.http.generating import Endpoint, answer, read_fields
+from asyncengine.integrations.http.models import Serving, Target
+from asyncengine.integrations.http.problems import Problem
+from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.integrations.http.vectors import Made, computing, rows_text
+
+VERSION = "0.33.0"
+"""The version of Ollama whose API this is: clients refuse servers that they take for too old."""
+NEVER = "9999-12-31T23:59:59Z"
+FAMILY = "asyncengine"
+ABILITIES = ("completion", "tools", "vision", "thinking", "embedding")
+"""Abilities that Ollama has a word for."""
+
+
+def routes(serving: Serving) -> list[Route]:
+    """Paths of Ollama's API."""
+
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def tags(_request: Request) -> Response:
+        return JSONResponse({"models": [_listed(serving, row) for row in serving.models.listing()]})
+
+    async def running(_request: Request) -> Response:
+        rows = [row for row in serving.models.listing() if row["loaded"]]
+        return JSONResponse({"models": [_listed(serving, row) | _running(serving, row["root"]) for row in rows]})
+
+    async def show(request: Request) -> Response:
+        own = (await read_fields(request, serving)).read(TABLES["ollama_show"])["own"]
+        return JSONResponse(_shown(serving, serving.models.described(own.get("model") or own.get("name", ""))))
+
+    async def pull(request: Request) -> Response:
+        """Say that a model is there, or what would fetch it: a server has the models that it was started with."""
+        own = (await read_fields(request, serving)).read(TABLES["ollama_pull"])["own"]
+        try:
+            serving.models.described(own.get("model") or own.get("name", ""))
+        except Problem as problem:
+            problem.message += "; a server that is started with a model of the Hugging Face hub fetches it"
+            raise
+        said = [{"status": "pulling manifest"}] * own.get("stream", True) + [{"status": "success"}]
+        return Response("".join([json.dumps(each) + "\n" for each in said]), media_type=dialect.LINES)
+
+    gets = {"version": version, "tags": tags, "ps": running}
+    posts: dict[str, Endpoint] = {
+        "chat": _generating(serving, lambda fields, _templated: dialect.read_chat(fields)),
+        "generate": _generating(serving, dialect.read_generate),
+        "embed": computing(serving, _embed, "embed", "ollama_embed"),
+        "embeddings": computing(serving, _embed, "embed", "ollama_embeddings"),
+        "show": show, "pull": pull,
+    }  # fmt: skip
+    made = [Route(f"/api/{name}", endpoint, methods=["GET"]) for name, endpoint in gets.items()]
+    return [*made, *[Route(f"/api/{name}", endpoint, methods=["POST"]) for name, endpoint in posts.items()]]
+
+
+def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpoint:
+    """The endpoint of requests that `read` makes a turn of: of their fields, and whether the model has a chat template.
+    One that asks nothing loads its model, or unloads it (`keep_alive` 0)."""
+
+    async def endpoint(request: Request) -> Response | Answer:
+        fields = await read_fields(request, serving)
+        name = fields.peek("model")
+        row = serving.models.described(name) if isinstance(name, str) else {}
+        turn = read(fields, "chat" in (row.get("capabilities") or ("chat",)))
+        keep, asks = turn.extra["keep_alive"], turn.messages or turn.prompts
+        seconds = None if keep is None else parse_keep_alive("keep_alive", keep)
+        if asks or row["loaded"] or seconds != 0:
+            if seconds is not None and (not serving.keys or serving.may_operate(request.scope)):
+                serving.models.group.keep(row["root"], seconds)
+            if asks:
+                return await answer(serving, dialect.Writer, turn, fields)
+            (await serving.models.acquire(turn.model)).release()
+        writer = dialect.Writer(turn, Answered("", turn.model or "", 0))
+        said = writer.piece(ended={"done_reason": "unload" if seconds == 0 else "load"})
+        return Response(json.dumps(said) + "\n", media_type=dialect.LINES)
+
+    return endpoint
+
+
+async def _embed(values: Values, target: Target) -> Made:
+    own, begun = values["own"], time.perf_counter()
+    name = "input" if "input" in own else "prompt"
+    with naming({"prompt", "texts"}, name):
+        how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **values["options"]}
+        made = await target.engine.embed(read_prompts(own[name]), show_progress=False, **how)
+    rows = (vector.tolist() for vector in made.vectors)
+    if name == "prompt":  # the older form, of one text
+        return {"embedding": next(rows)}, made.truncated, made.usage
+    total = int((time.perf_counter() - begun) * dialect.NANO)
+    head = {"model": target.name, "total_duration": total, "prompt_eval_count": made.usage.prompt_tokens}
+    return await anyio.to_thread.run_sync(rows_text, head, "embeddings", rows), made.truncated, made.usage
+
+
+# -------------------------------------------------------------------- models
+
+
+def _listed(serving: Serving, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Ollama's object of a model, from OpenAI's. What only a loaded model tells is empty until then."""
+    engine, name = serving.models.group.loaded.get(row["root"]), row["id"]
+    stored = [] if engine is None else [*engine.info.stored.values(), engine.info.dtype]
+    details = {
+        "parent_model": row["parent"] or "", "format": "", "family": FAMILY, "families": [FAMILY], "parameter_size": "",
+        "quantization_level": Counter(stored).most_common(1)[0][0] if stored else "",
+    }  # fmt: skip
+    modified = datetime.fromtimestamp(row["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "name": name, "model": name, "modified_at": modified, "size": engine.info.weight_bytes if engine else 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(), "details": details,
+    }  # fmt: skip
+
+
+def _running(serving: Serving, name: str) -> dict[str, Any]:
+    """Memory of a loaded model, and its end."""
+    info = serving.models.group.loaded[name].info
+    size = info.weight_bytes + info.kv_cache_bytes + info.num_states * info.state_bytes
+    on_device = 0 if info.device == "cpu" else size
+    return {"size": size, "size_vram": on_device, "expires_at": NEVER, "context_length": info.max_model_len}
+
+
+def _shown(serving: Serving, row: Mapping[str, Any]) -> dict[str, Any]:
+    engine, listed = serving.models.group.loaded.get(row["root"]), _listed(serving, row)
+    defaults = engine.info.chat_defaults if engine is not None and row["task"] == "generate" else {}
+    defaults = {name: defaults[name] for name in CHAT_SAMPLING if name in defaults}
+    known = {"context_length": row["max_model_len"], "embedding_length": engine.info.dimensions if engine else 0}
+    able = row["capabilities"] or ["embedding" if row["task"] == "embed" else "completion"]
+    return {
+        "modelfile": "", "template": "", "parameters": "\n".join(f"{key} {value}" for key, value in defaults.items()),
+        "details": listed["details"], "modified_at": listed["modified_at"],
+        "model_info": {
+            "general.architecture": FAMILY, **{f"{FAMILY}.{key}": value for key, value in known.items() if value},
+        },
+        "capabilities": [name for name in ABILITIES if name in able],
+    }  # fmt: skip

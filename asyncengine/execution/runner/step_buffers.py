@@ -4,16 +4,19 @@ Page tables are persistent: one row per slot, into which only pages that are new
 rests on the batch's sharing rule: a request's page list is appended to or replaced by a new list, never changed in
 place, so the same list object means the same leading pages.
 
-On a CPU a short step is written into the arrays of the short step of the same shape before it: making new ones takes
-longer than filling them. There a step has been computed when the next one is built, however many are in flight: nothing
-that outlives a launch may be kept of a `Step`. On other devices every step has arrays of its own, which are still being
-copied.
+On a CPU a short step is written into the arrays of one of the same sizes before it: there a step has been computed when
+the next one is built, however many are in flight, and nothing that outlives a launch may be kept of a `Step`. On other
+devices every step has arrays of its own, which are still being copied.
+
+The rest is counted row by row and token by token: of a short step, twenty calls of numpy that do the same take longer,
+and a long one takes a hundred times as long to compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from operator import is_
 from typing import NamedTuple
 
@@ -26,10 +29,9 @@ from asyncengine.execution.layers.states import StateSegments
 from asyncengine.execution.pooling.pool import Span
 from asyncengine.step import Batch, Row, first_scored
 
-FEW = 64
-"""Tokens of a step up to which counting them one by one takes less time than calling numpy."""
-_SHAPES = 64
-"""Shapes of short steps whose arrays are kept: a few KiB each."""
+_FEW, _SHAPES = 64, 64
+"""Tokens of a short step, and sizes of such whose arrays are kept: a few KiB each."""
+_Arrays = tuple[Int64Array, Sequence[Int64Array], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,24 +60,26 @@ class Step:
 class FlatStep(NamedTuple):
     """A step on the host. R rows, T tokens."""
 
+    numbers: Int64Array
+    """All numbers of the step."""
+    parts: Sequence[torch.Tensor]
+    """Parts of them: tokens, positions, KV slots, those in the pool of layers with windows, `wanted`, and others."""
     starts: Int64Array
     """[R] position of each row's first token."""
     counts: Int64Array
-    """[R]"""
-    slots: Int64Array
     """[R]"""
     indptr: Int64Array
     """[R + 1] where each row's tokens begin."""
     tables: Int32Array
     """[R, most pages of a row]"""
+    window_tables: Int32Array | None
+    """[R, most pages of a row], in the pool of layers with windows; None: all layers have one pool."""
     tokens: Int64Array
     """[T]; arbitrary where it is in flight."""
     positions: Int64Array
     """[T]"""
     kv_slots: Int64Array
     """[T]"""
-    window_slots: Int64Array | None
-    """[T], in the pool of layers with windows; None: all layers have one pool."""
     in_flight: Int64Array
     """[2, F] which tokens are the last tokens of their slots, and those slots."""
     wanted: list[int]
@@ -88,9 +92,11 @@ class FlatStep(NamedTuple):
     adapters: tuple[int, ...]
     """[R] adapter slot or 0."""
 
-    def view(self, kv_slots: torch.Tensor) -> StepView:
-        """The same for an attention backend, with `kv_slots` on the device."""
-        return StepView(self.starts, self.counts, self.indptr, self.tables, kv_slots)
+    def view(self, kv_slots: torch.Tensor, window_slots: torch.Tensor | None = None) -> StepView:
+        """The same for an attention backend, with slots on the device."""
+        return StepView(
+            self.starts, self.counts, self.indptr, self.tables, kv_slots, self.window_tables, window_slots
+        )  # fmt: skip
 
 
 SLOT, POSITION, KV_SLOT, NEXT, ADAPTER, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGET = range(9)
@@ -151,39 +157,15 @@ class _SlotTables:
             self.update(slots[place], pages[place], 0, int(need[place]))
 
 
-class _ArraySizes(NamedTuple):
-    """The numbers that decide how large the arrays of a step are."""
-
-    tokens: int
-    rows: int
-    logits: int
-    sampled: int
-    windows: bool
-
-
-class _ShortArrays:
-    """The arrays of short steps of one shape, in one block of memory."""
-
-    def __init__(self, shape: _ArraySizes) -> None:
-        tokens, rows, near = shape.tokens, shape.rows, shape.tokens * shape.windows
-        sizes = [tokens, tokens, tokens, near, shape.logits, rows, rows, rows + 1, shape.sampled]
-        self.numbers = np.empty(sum(sizes), dtype=np.int64)
-        parts = np.split(self.numbers, np.cumsum(sizes)[:-1])
-        self.starts, self.counts, self.qo_indptr, self.sample_logits = parts[5:]
-        self.input_ids, self.positions, self.kv_slots, self.window_slots, self.logit_rows = (
-            torch.from_numpy(part) for part in parts[:5]
-        )
-
-
 class StepBuffers:
-    """Builds steps for one runner. Keeps page tables per slot, and on a CPU the arrays of short steps."""
+    """Builds steps for one runner. Keeps page tables per slot."""
 
     def __init__(self, max_num_seqs: int, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
-        self._device = device
+        self._device, self._on_host = device, device.type == "cpu"
         self._tables = _SlotTables(max_num_seqs)
         self._window_tables = _SlotTables(max_num_seqs)
-        self._short: dict[_ArraySizes, _ShortArrays] = {}
+        self._short: dict[tuple[int, ...], _Arrays] = {}
         self._decodes = 0
         self._known: tuple[object, ...] | None = None
         """Slots, adapters, page tables and states of the last decode step's rows; None: not all had a token in flight.
@@ -194,13 +176,23 @@ class StepBuffers:
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
 
-        What a CPU's short step is made of is overwritten by the next one. Raises `ValueError` if a row does not carry
-        the tokens or pages its positions need.
+        Raises `ValueError` if a row does not carry the tokens or pages its positions need.
         """
         self._known = None
-        if self._device.type == "cpu" and 0 < batch.num_tokens <= FEW:
-            return self._build_short(batch.rows, last_token)
-        return self._build(batch.rows, last_token)
+        flat = self.flatten(batch.rows)
+        parts = flat.parts
+        if not self._on_host:
+            parts = torch.split(upload(flat.numbers, self._device), list(map(len, parts)))
+        input_ids, positions, targets, near, keep, *_ = parts
+        if flat.in_flight.size and self._on_host:
+            flat.tokens[flat.in_flight[0]] = last_token.numpy()[flat.in_flight[1]]
+        elif flat.in_flight.size:
+            into, source = upload(flat.in_flight, self._device)
+            input_ids = input_ids.index_copy(0, into, last_token[source])
+        return Step(
+            flat.view(targets, None if flat.window_tables is None else near), input_ids, positions, keep, flat.sampling,
+            flat.sample_logits, flat.prompt_spans, flat.pool_spans, _segments(batch.rows, flat.indptr.tolist()),
+        )  # fmt: skip
 
     def decodes(self, rows: tuple[Row, ...]) -> DecodeStep | None:
         """Flatten a step in which each row computes one token and samples one; None: it is another kind.
@@ -246,15 +238,15 @@ class StepBuffers:
             numbers[KV_SLOT, place] = pages[place][page] * self._page_size
         return not entered.size
 
-    def _build_short(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
-        """`_build`, token by token, into arrays that are there."""
+    def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
+        """Gather what the host knows of a step. Raises `ValueError` as `build`."""
         size = self._page_size
         ids: list[int] = []
         positions: list[int] = []
         targets: list[int] = []
         near: list[int] = []
+        flying: list[int] = []
         bounds, most = [0], 0
-        windows = rows[0].window is not None
         for row in rows:
             start, end, pages = row.start, row.start + row.num_scheduled, row.pages
             need = -(-end // size)
@@ -262,7 +254,7 @@ class StepBuffers:
             self._tables.update(row.slot, pages, 0, need)
             ids += self._input_tokens(row)
             if row.in_flight:
-                ids[-1] = int(last_token.numpy()[row.slot])
+                flying.append(len(ids) - 1)
             positions += range(start, end)
             targets += [pages[place // size] * size + place % size for place in range(start, end)]
             if row.window is not None:
@@ -271,79 +263,31 @@ class StepBuffers:
                 near += [pages[place // size - first] * size + place % size for place in range(start, end)]
             bounds.append(len(ids))
         wanted, sampling, sample_logits, spans, pooled = _wanted_logits(rows, bounds)
-        arrays = self._arrays(_ArraySizes(len(ids), len(rows), len(wanted), len(sampling), windows))
-        starts, counts = [row.start for row in rows], [row.num_scheduled for row in rows]
-        arrays.numbers[:] = [
-            *ids, *positions, *targets, *near, *wanted, *starts, *counts, *bounds, *sample_logits
-        ]  # fmt: skip
-        # the first pages of each row: of one row no copy
-        own = slice(rows[0].slot, rows[0].slot + 1) if len(rows) == 1 else [row.slot for row in rows]
-        view = StepView(
-            arrays.starts, arrays.counts, arrays.qo_indptr, self._tables.rows[own, :most], arrays.kv_slots,
-            self._window_tables.rows[own, :most] if windows else None, arrays.window_slots if windows else None,
-        )  # fmt: skip
-        return Step(
-            view, arrays.input_ids, arrays.positions, arrays.logit_rows, sampling, arrays.sample_logits, spans, pooled,
-            _segments(rows, bounds),
+        _, slots, starts, counts, _, in_flight, _, _, adapters, *_ = zip(*rows, strict=True)
+        own = [slot for slot, flies in zip(slots, in_flight, strict=True) if flies]
+        columns = (ids, positions, targets, near, wanted, starts, counts, bounds, sample_logits, flying, own)
+        sizes = tuple(map(len, columns))
+        numbers, arrays, tensors = self._short.get(sizes) or self._arrays(sizes)
+        numbers[:] = [*chain(*columns)]
+        # of one row no copy, where nothing is in flight that reads it
+        rows_of = slice(slots[0], slots[0] + 1) if len(rows) == 1 and self._on_host else list(slots)
+        return FlatStep(
+            numbers, tensors, arrays[5], arrays[6], arrays[7], self._tables.rows[rows_of, :most],
+            self._window_tables.rows[rows_of, :most] if near else None, arrays[0], arrays[1], arrays[2],
+            numbers[len(numbers) - 2 * len(own) :].reshape(2, -1), wanted, sampling, arrays[8], spans, pooled, adapters,
         )  # fmt: skip
 
-    def _arrays(self, shape: _ArraySizes) -> _ShortArrays:
-        found = self._short.get(shape)
-        if found is None:
+    def _arrays(self, sizes: tuple[int, ...]) -> _Arrays:
+        """Memory of the numbers of a step, and parts of so many as arrays and as tensors. On a CPU the next short step
+        of these sizes is written there."""
+        numbers = np.empty(sum(sizes), dtype=np.int64)
+        arrays = np.split(numbers, [*accumulate(sizes)][:-1])
+        made = numbers, arrays, torch.split(torch.from_numpy(numbers), list(sizes))
+        if self._on_host and sizes[0] <= _FEW:
             if len(self._short) == _SHAPES:
                 self._short.clear()
-            found = self._short[shape] = _ShortArrays(shape)
-        return found
-
-    def _build(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
-        flat = self.flatten(rows)
-        packed = [flat.tokens, flat.positions, flat.kv_slots, np.array(flat.wanted, dtype=np.int64)]
-        if flat.window_slots is not None:
-            packed.append(flat.window_slots)
-        on_device = upload(np.concatenate(packed), self._device)
-        input_ids, where, targets, keep, *near = torch.split(on_device, [len(part) for part in packed])
-        if flat.in_flight.size:
-            into, source = upload(flat.in_flight, self._device)
-            input_ids = input_ids.index_copy(0, into, last_token[source])
-        view = flat.view(targets)
-        if near:
-            slots, width = flat.slots, view.page_tables.shape[1]
-            view = replace(view, window_tables=self._window_tables.rows[slots, :width], window_slots=near[0])
-        return Step(
-            view, input_ids, where, keep, flat.sampling, flat.sample_logits, flat.prompt_spans, flat.pool_spans,
-            _segments(rows, flat.indptr),
-        )  # fmt: skip
-
-    def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
-        """Gather what the host knows of a step. Raises `ValueError` as `build`."""
-        _, own, first, scheduled, _, in_flight, pages, _, adapters, *_ = zip(*rows, strict=True)
-        slots, starts, counts = (np.array(column, dtype=np.int64) for column in (own, first, scheduled))
-        needs = -(-(starts + counts) // self._page_size)
-        self._tables.update_all(own, pages, needs)
-        indptr = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=indptr[1:])
-        bounds = indptr.tolist()
-        tokens = np.zeros(bounds[-1], dtype=np.int64)
-        for place, row in enumerate(rows):
-            if row.num_scheduled > 1 or not row.in_flight:
-                tokens[bounds[place] : bounds[place + 1]] = self._input_tokens(row)
-            if row.window is not None:
-                self._window_tables.update(row.slot, row.window.pages, row.window.first, int(needs[place]))
-        row_of_token = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(indptr[-1]) + (starts - indptr[:-1])[row_of_token]
-        places = (slots[row_of_token], positions // self._page_size)
-        offsets = positions % self._page_size
-        kv_slots = self._tables.rows[places].astype(np.int64) * self._page_size + offsets
-        near = None
-        if rows[0].window is not None:
-            near = self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets
-        flying = np.array(in_flight, dtype=np.bool_)
-        wanted, sampling, sample_logits, prompt_spans, pool_spans = _wanted_logits(rows, bounds)
-        return FlatStep(
-            starts, counts, slots, indptr, self._tables.rows[slots, : int(needs.max())], tokens, positions, kv_slots,
-            near, np.stack((indptr[1:][flying] - 1, slots[flying])), wanted, sampling,
-            np.array(sample_logits, dtype=np.int64), prompt_spans, pool_spans, adapters,
-        )  # fmt: skip
+            self._short[sizes] = made
+        return made
 
     def _input_tokens(self, row: Row) -> list[int]:
         end = row.start + row.num_scheduled

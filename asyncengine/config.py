@@ -212,9 +212,10 @@ class MemorySettings(checks.Settings):
     kv_cache_memory: checks.Memory | None = None
     """Bytes of KV memory (or "2GiB", "512MB"); None takes a share of what is free, enough for
     `max_num_seqs` requests of full length at most."""
-    kv_cache_dtype: Annotated[str, checks.one_of(("auto", "fp8"))] = "auto"
-    """"auto": keys and values are kept in the model's type; "fp8": in 8 bits (float8_e4m3fn), twice as many tokens for
-    some loss of accuracy. Needs the flashinfer attention backend."""
+    kv_cache_dtype: Annotated[str, checks.one_of(("auto", "int8", "fp8"))] = "auto"
+    """"auto": keys and values are kept in the model's type. In 8 bits twice as many tokens fit, for some loss of
+    accuracy: "int8" on a CPU, with a scale for each token and head (the compiled attention backend, pages of a multiple
+    of 16 tokens); "fp8" (float8_e4m3fn) on a GPU (the flashinfer attention backend)."""
     state_memory: checks.Memory | None = None
     """Bytes of memory for recurrent states (or "2GiB"), of models that keep any (gated delta rule, Mamba, short
     convolution): one for each running request, and what is left for snapshots of shared prefixes. None takes a share

@@ -12,6 +12,7 @@ from support.forwards import Forwards
 from support.layer_options import options
 from support.tiny_configs import FAMILIES
 
+from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -58,7 +59,7 @@ def test_products_of_torch_are_not_computed_and_whole_numbers_are_in_range() -> 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4", "olmo2", "lfm2", "nemotron-h"])
 def test_what_a_model_calls_is_listed(family: str) -> None:
     decoder = Decoder(decoder_config_of(FAMILIES[family](), 64), options(torch.bfloat16, bits=8), 64)
-    listed = kernels_of(decoder, 4, {}).needed
+    listed = kernels_of(decoder, EngineConfig(page_size=4), {}).needed
     for slot in decoder.slots().values():
         slot.load(torch.full(slot.shape, 0.01))
     decoder.recorded = None  # a record's replay calls no kernel from Python
@@ -84,7 +85,9 @@ def test_no_other_process_is_waited_for() -> None:
     ranks: Any = SimpleNamespace(rank=0, size=2, exact=True)  # without anything that exchanges results
     decoder = Decoder(described, replace(alone, ranks=ranks), 64)
     assert any(isinstance(linear.weight, ShardedWeight) for linear in decoder.layers[0].linears())
-    assert kernels_of(decoder, 4, {}) == kernels_of(Decoder(described, alone, 64), 4, {})
+    assert kernels_of(decoder, EngineConfig(page_size=4), {}) == kernels_of(
+        Decoder(described, alone, 64), EngineConfig(page_size=4), {}
+    )
 
 
 def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +96,15 @@ def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPa
     forms = [(torch.float32, None, 4), (torch.bfloat16, None, 4), (torch.bfloat16, 8, 4), (torch.bfloat16, 8, 32)]
 
     def lists() -> list[Any]:
-        return [kernels_of(Decoder(described, options(dtype, bits=bits), 64), size, {}) for dtype, bits, size in forms]
+        return [
+            kernels_of(Decoder(described, options(dtype, bits=bits), 64), EngineConfig(page_size=size), {})
+            for dtype, bits, size in forms
+        ]
 
     first = lists()
     monkeypatch.setattr("asyncengine.execution.models.first_kernels._run", lambda *_: pytest.fail("it is known"))
     assert lists() == first
     assert len({tuple(sorted(each.needed)) for each in first[:3]}) == 3
-    assert kernels_of(Decoder(described, options(torch.float32), 64), 4, {"top_k": 5}) != first[0]
+    assert (
+        kernels_of(Decoder(described, options(torch.float32), 64), EngineConfig(page_size=4), {"top_k": 5}) != first[0]
+    )

@@ -84,11 +84,12 @@ async def ask(path: Path, **settings: Any) -> tuple[list[list[Any]], list[int], 
 FAMILIES = {
     "qwen3": {}, "llama": {"quantization": "int4"}, "mistral": {}, "gemma3": {}, "gpt-oss": {}, "qwen3moe": {},
     "qwen3.5": {}, "falcon-h1": {}, "lfm2": {}, "deepseek-v3": {}, "gguf": {"dtype": "auto"},
-    "starcoder2": {"attention_backend": "torch"},
+    "starcoder2": {"attention_backend": "torch"}, "gemma2": {"kv_cache_dtype": "int8"},
+    "qwen3.5, untied": {"kv_cache_dtype": "int8"},
 }  # fmt: skip
-ONE_OF_EACH = ("llama", "gemma3", "qwen3moe", "qwen3.5", "falcon-h1", "deepseek-v3", "starcoder2")
+ONE_OF_EACH = ("llama", "gemma3", "qwen3moe", "qwen3.5", "falcon-h1", "deepseek-v3", "starcoder2", "gemma2")
 """Families that the short form asks: pages of one pool and of two, experts, states of two kinds, latent pages, torch's
-layout.
+layout, bytes.
 test_prefix_files.py imports those of GGUF files."""
 
 
@@ -118,7 +119,8 @@ async def test_another_model_type_or_adapter_finds_nothing(checkpoint: Callable[
     llama = checkpoint("llama")
     kinds: list[tuple[Path, dict[str, Any]]] = [
         (llama, {}), (llama, {"quantization": "int8"}), (llama, {"dtype": "bfloat16"}), (llama, {"page_size": 8}),
-        (llama, {"attention_backend": "torch"}), (make_checkpoint("llama", tmp_path / "other", seed=1), {}),
+        (llama, {"attention_backend": "torch"}), (llama, {"kv_cache_dtype": "int8"}),
+        (make_checkpoint("llama", tmp_path / "other", seed=1), {}),
     ]  # fmt: skip
     for path, settings in kinds:
         _, restored, _ = await ask(path, kv_cache_dir=tmp_path / "kv", **settings)

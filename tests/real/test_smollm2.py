@@ -80,6 +80,7 @@ def perplexities(model: Path, texts: list[list[int]], **settings: Any) -> list[f
     ("settings", "most"),
     [
         ({"dtype": "float32"}, 1.002),
+        ({"dtype": "float32", "kv_cache_dtype": "int8"}, 1.003),
         ({"quantization": "int8"}, 1.02),
         ({"quantization": "int4"}, 1.10),
     ],

@@ -51,6 +51,9 @@ class LayerSpec:
     """Values are the last `value_dim` numbers of the keys, and nothing else is kept of them (DeepSeek V2). One kv head.
     """
 
+    positions: bool = False
+    """Keys hold positions (ALiBi), which are exact in the model's type alone."""
+
     @property
     def kept_dims(self) -> int:
         """Numbers that are kept of a token for each kv head."""
@@ -187,5 +190,6 @@ def first_seen(window: int | None, chunk: int | None, positions: Int64Array) -> 
 
 
 def page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, keys and values."""
-    return sum(spec.num_kv_heads * spec.kept_dims for spec in layers) * page_size * dtype.itemsize
+    """Bytes one page takes over all layers, keys and values. In int8 both have a float32 scale for each token."""
+    scales = 8 if dtype == torch.int8 else 0
+    return sum(spec.num_kv_heads * (spec.kept_dims * dtype.itemsize + scales) for spec in layers) * page_size

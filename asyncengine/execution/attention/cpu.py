@@ -47,16 +47,17 @@ class CompiledBackend(base.AttentionBackend):
     def __init__(
         self, layers: Sequence[base.LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype,
         one_pool: bool = False, num_window_pages: int = 0, shared: SharedPools | None = None,
+        kept: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step.
         `num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages; None:
-        wherever torch puts them."""
+        wherever torch puts them. `kept`: the type of keys and values, `dtype` or int8."""
         self.shared = shared
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers = tuple(layers)
         self._dtype = dtype
-        self._kernels = PagedAttention(dtype, page_size)
+        self._kernels = PagedAttention(dtype, page_size, kept or dtype)
         known: dict[tuple[int, ...], _Memory] = {}
         empty = ordinary if shared is None else shared.empty
         self._pools = []
@@ -65,7 +66,7 @@ class CompiledBackend(base.AttentionBackend):
             of_windows = bool(num_window_pages) and spec.windowed
             pages = num_window_pages if of_windows else num_pages
             if shape not in known:
-                known[shape] = _Memory(spec, pages * page_size, dtype, empty)
+                known[shape] = _Memory(spec, pages * page_size, self._kernels.lanes, kept or dtype, empty)
             memory = known[shape]
             self._pools.append(_LayerPool(spec, pages, page_size, self._kernels.lanes, memory, of_windows))
         self.kv_bytes = sum(memory.bytes for memory in known.values())
@@ -208,11 +209,10 @@ class CompiledSequences:
 class _Memory:
     """Memory for the keys and values of `tokens` tokens. Untouched memory costs nothing."""
 
-    def __init__(self, spec: base.LayerSpec, tokens: int, dtype: torch.dtype, empty: Empty) -> None:
-        size, numbers = dtype.itemsize, tokens * spec.num_kv_heads
-        # A key of an odd number of dimensions takes one more.
-        self.keys = empty([numbers * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK], torch.uint8)
-        self.values = empty([numbers * (spec.kept_dims - spec.key_dim) * size + fields.SLACK], torch.uint8)
+    def __init__(self, spec: base.LayerSpec, tokens: int, lanes: int, kept: torch.dtype, empty: Empty) -> None:
+        tiles, values = tokens * spec.num_kv_heads // lanes, spec.kept_dims - spec.key_dim
+        sizes = fields.tile_sizes(spec.key_dim, values, lanes, kept.itemsize)
+        self.keys, self.values = (empty([tiles * size + fields.SLACK], torch.uint8) for size in sizes)
         self.bytes = self.keys.numel() + self.values.numel() - 2 * fields.SLACK
 
 

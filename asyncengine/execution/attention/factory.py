@@ -22,7 +22,26 @@ logger = logging.getLogger("asyncengine")
 
 def kv_dtype(config: MemorySettings, dtype: torch.dtype) -> torch.dtype:
     """Type of KV memory for a model of `dtype`."""
-    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(config.kv_cache_dtype, dtype)
+
+
+def check_kv_dtype(config: EngineConfig, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `InvalidParameter` if keys and values of these layers cannot be kept in int8 as they are to be."""
+    if config.kv_cache_dtype != "int8":
+        return
+    missing = compiler_missing(dtype, device)
+    if config.attention_backend not in ("auto", "compiled"):
+        missing = f'attention_backend is "{config.attention_backend}"'
+    if missing is not None:
+        missing = f"needs the compiled attention backend; {missing}"
+    elif config.page_size % 16:
+        missing = f"needs pages of a multiple of 16 tokens, and page_size is {config.page_size}"
+    elif any(spec.latent for spec in layers):
+        missing = "is not for latent attention, which has one vector for all heads"
+    elif any(spec.positions for spec in layers):
+        missing = "is not for ALiBi, whose keys hold positions"
+    if missing is not None:
+        raise InvalidParameter("kv_cache_dtype", missing, "int8")
 
 
 def make_backend(
@@ -38,6 +57,8 @@ def make_backend(
     the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
     do what is asked.
     """
+    check_kv_dtype(config, layers, dtype, device)
+    kept = kv_dtype(config, dtype)
     reason = f'attention_backend is "{config.attention_backend}"'
     if config.attention_backend in ("auto", "flashinfer"):
         found = _flashinfer_missing(layers, dtype, device, config.page_size)
@@ -51,14 +72,16 @@ def make_backend(
             raise InvalidParameter("attention_backend", f"flashinfer cannot be used: {reason}", "flashinfer")
         if device.type == "cuda" and layers:
             logger.warning("attention runs on the slower torch backend: %s", reason)
-    if kv_dtype(config, dtype) != dtype:
+    if kept == torch.float8_e4m3fn:
         raise InvalidParameter("kv_cache_dtype", f"needs the flashinfer attention backend; {reason}", "fp8")
     if config.attention_backend != "torch":
         missing = compiler_missing(dtype, device)
         if missing is None:
             from asyncengine.execution.attention.cpu import CompiledBackend  # imports numba
 
-            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype, False, num_window_pages, shared)
+            compiled = CompiledBackend(
+                layers, num_pages, config.page_size, dtype, num_window_pages=num_window_pages, shared=shared, kept=kept
+            )
             if all_kernels:
                 compiled.warm_up()
             return compiled

@@ -230,7 +230,7 @@ class Attention:
         self.spec = LayerSpec(
             index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=key_dim, value_dim=dim,
             scale=config.scale, window=config.window, chunk=config.chunk, first=config.first, softcap=config.softcap,
-            both=config.both, sinks=sinks, divided=self.share is not None,
+            both=config.both, sinks=sinks, divided=self.share is not None, positions=self._slopes is not None,
         )  # fmt: skip
         gated, lone = config.output_gate or config.lone_gate is not None, config.lone_gate is not None
         self.gate = HeadGate(options, own.num_heads, dim, lone) if gated else None

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import StepView
+from asyncengine.execution.attention.factory import check_kv_dtype, kv_dtype
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import StepContext
@@ -42,44 +44,46 @@ _listed: dict[Hashable, FirstKernels] = {}
 """Kernels of the decoders that this process has loaded: a list takes as long as several steps."""
 
 
-def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) -> FirstKernels:
-    """`defaults`: the model's own sampling parameters, by name."""
+def kernels_of(decoder: Decoder, config: EngineConfig, defaults: Mapping[str, Any]) -> FirstKernels:
+    """`defaults`: the model's own sampling parameters, by name. Raises as `check_kv_dtype`."""
+    check_kv_dtype(config, decoder.specs, decoder.dtype, decoder.device)
     options = decoder.options
     if options.kernels.name != "compiled":
         return FirstKernels()
     if options.ranks is not None:  # other processes do not run along
         alone = replace(options, ranks=None, memory=Arena())
         decoder = Decoder(decoder.config, alone, decoder.max_model_len)
-    key = decoder.key, page_size
+    pages = config.page_size, kv_dtype(config, decoder.dtype)
+    key = decoder.key, pages
     if key not in _listed:
         if len(_listed) >= _MAX_LISTED:
             _listed.clear()
-        _listed[key] = _list(decoder, page_size)
+        _listed[key] = _list(decoder, pages)
     (needed, later), (sampled, others) = _listed[key], _sampling(defaults)
     first = dict.fromkeys((*needed, *sampled))
     return FirstKernels(list(first), [name for name in (*others, *later) if name not in first])
 
 
-def _list(decoder: Decoder, page_size: int) -> FirstKernels:
-    """The decoder's own kernels."""
+def _list(decoder: Decoder, pages: tuple[int, torch.dtype]) -> FirstKernels:
+    """The decoder's own kernels. `pages`: tokens of a page, and the type of keys and values."""
     from asyncengine.kernels.api import KernelList
 
     moved = all(layer.state is None or layer.state.kernel is not None for layer in decoder.layers)
     needed, later = KernelList(), KernelList()
     with needed:
         for count in (1, min(_LONG if moved else _BY_TORCH, decoder.max_model_len)):
-            _run(decoder, page_size, 0, count)
+            _run(decoder, *pages, 0, count)
     with later:
-        _run(decoder, page_size, decoder.max_model_len - 1, 1)
+        _run(decoder, *pages, decoder.max_model_len - 1, 1)
     return FirstKernels(needed.names, later.names)
 
 
 @torch.inference_mode()
-def _run(decoder: Decoder, page_size: int, start: int, count: int) -> None:
+def _run(decoder: Decoder, page_size: int, kept: torch.dtype, start: int, count: int) -> None:
     """Run a step of one row, of `count` tokens from position `start` on, and what else long contexts need."""
     from asyncengine.execution.attention.cpu import CompiledBackend
 
-    backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True)
+    backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True, kept=kept)
     starts, counts, bounds = (np.array(each, dtype=np.int64) for each in ([start], [count], [0, count]))
     tables = np.zeros((1, -(-(start + count) // page_size)), dtype=np.int32)
     positions, ids = torch.arange(start, start + count), torch.zeros(count, dtype=torch.int64)

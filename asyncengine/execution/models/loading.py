@@ -265,7 +265,7 @@ def _load_decoder(
         reason = None if split else decoder.unsteady or "all of its matrices have too few outputs"
         check_split(config, ranks, reason, "tensor_parallel")
     if ahead is not None and config.attention_backend != "torch":
-        ahead.start(*kernels_of(decoder, config.page_size, described.generation_defaults))
+        ahead.start(*kernels_of(decoder, config, described.generation_defaults))
     on_gpu = described.device.type == "cuda" and options.kernels.name != "torch"
     works = modules_of(decoder, config, described.dtype) if on_gpu else []
     with threads(), building(works, bar):

@@ -22,7 +22,7 @@ import numpy as np
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_blocks import attend_block, find_tiles, gather
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
-from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
+from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR, stored_size
 from asyncengine.kernels.cpu.calls import address_of, call, call_rare, name_of, parallel_for
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order
 from asyncengine.kernels.cpu.vectors import size_of
@@ -96,9 +96,10 @@ def _attend_unit(
     value_dim = spec[fields.VALUE_DIM]
     places = fields.scratch_places(rows, spec[fields.KEY_DIM], value_dim)
     sums, joined, state = scratch + places[fields.SUMS], scratch + places[fields.JOINED], scratch + places[fields.STATE]
-    size = size_of(kind)
+    size, stored = size_of(kind), stored_size(kind, operand)
     first = query + own[fields.TOKEN] * token_size + head * group * head_size
-    gather(first, token_size, head_size, rows, group, spec[fields.KEY_DIM], scratch, kind, operand)
+    units = state + rows * 6 * 4
+    gather(first, token_size, head_size, rows, group, spec[fields.KEY_DIM], scratch, units, kind, operand)
     begin, end = own[fields.BEGIN] // fields.SPLIT, (own[fields.END] - 1) // fields.SPLIT + 1
     total = state + rows * 4 * 4
     keys, values = scratch + places[fields.TILE_LISTS], scratch + places[fields.TILE_LISTS] + fields.TILES * 8
@@ -109,8 +110,8 @@ def _attend_unit(
         _clear(sums, state, rows, value_dim)
         last = min(own[fields.END], (split + 1) * fields.SPLIT)
         first = max(own[fields.BEGIN], split * fields.SPLIT)
-        find_tiles(own[fields.ROW], head, first, last, layer, step, keys, values, kind)
-        _look_ahead(item, head, following, after, first, last, layer, step, keys, values, kind)
+        find_tiles(own[fields.ROW], head, first, last, layer, step, keys, values, stored)
+        _look_ahead(item, head, following, after, first, last, layer, step, keys, values, stored)
         for block in range(first // BLOCK * BLOCK, last, BLOCK):
             at = (max(block, first) // spec[fields.LANES] - first // spec[fields.LANES]) * 8
             call(
@@ -135,7 +136,7 @@ def _attend_unit(
 @serial_in_order
 def _look_ahead(
     item: int, head: int, following: int, after: int, first: int, last: int, layer: int, step: int, keys: int,
-    values: int, kind: Any,
+    values: int, stored: int,
 ) -> None:  # fmt: skip
     """Behind the tiles of keys [first, last), write down those that will be wanted next: `AHEAD` of them at least."""
     lanes = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))[fields.LANES]
@@ -146,13 +147,12 @@ def _look_ahead(
     count = (last - 1) // lanes - first // lanes + 1
     at, wanted = count * 8, AHEAD * lanes
     if last < own[fields.END]:
-        found = find_tiles(
-            own[fields.ROW], head, last, min(own[fields.END], last + wanted), layer, step, keys + at, values + at, kind
-        )
+        end = min(own[fields.END], last + wanted)
+        found = find_tiles(own[fields.ROW], head, last, end, layer, step, keys + at, values + at, stored)
     else:
         begin = other[fields.BEGIN]
         end = min(other[fields.END], begin // lanes * lanes + wanted)
-        found = find_tiles(other[fields.ROW], after, begin, end, layer, step, keys + at, values + at, kind)
+        found = find_tiles(other[fields.ROW], after, begin, end, layer, step, keys + at, values + at, stored)
     every_key = array(pointer(keys, _WHOLE), (fields.TILES,))
     every_value = array(pointer(values, _WHOLE), (fields.TILES,))
     for index in range(count + found, count + AHEAD + 1):

@@ -10,10 +10,10 @@ from numba.core import cgutils
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu import attention_tiles as tile
 from asyncengine.kernels.cpu import matrix_unit, vectors
-from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax, store_scaled
-from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES
+from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax, store_scaled, whole_weights
+from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES, stored_size
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
-from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, room, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import LANES, LINE, LONG, UNIT, WIDE, load, size_of
 
 # The two products of attention by the CPU's matrix unit (Intel's AMX), for tiles of sixteen keys in bfloat16.
@@ -164,20 +164,32 @@ def _add_values(
                 column += _KEYS
 
 
+MOST_DIM = 1024
+"""Dimensions of a query or value beside keys and values in bytes, at most."""
 _WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 
 
 @serial_in_order
 def gather(
-    query: int, token_size: int, head_size: int, rows: int, group: int, dim: int, out: int, kind: Any, operand: Any
-) -> None:
-    """An item's queries, heads of the group innermost, side by side: as bits for `operand` uint16, else as float32."""
+    query: int, token_size: int, head_size: int, rows: int, group: int, dim: int, out: int, units: int, kind: Any,
+    operand: Any,
+) -> None:  # fmt: skip
+    """An item's queries, heads of the group innermost, side by side: as bits for `operand` uint16, as float32, or for
+    int16 as multiples of what is written to `units`, one float32 a row."""
     width = dim + dim % 2
     held = array(pointer(out, operand), (rows, width))
     for row in range(rows):
         place = query + row // group * token_size + row % group * head_size
-        values = array(pointer(place, kind), (dim,))
-        if size_of(operand) == size_of(kind):
+        values, one = array(pointer(place, kind), (dim,)), array(pointer(units + row * 4, _SINGLE), (1,))
+        one[0] = np.float32(1)
+        if stored_size(kind, operand) == 1:  # no sum of products with bytes is above 2 ** 31
+            spread = room(MOST_DIM, _SINGLE)
+            one[0] = spread_out(place, spread, dim, kind)
+            unit = whole_numbers(spread, dim, np.float32(min(32767, 2**31 // 128 // dim)))
+            one[0] *= unit
+            for index in range(dim):
+                held[row, index] = np.int16(spread[index])
+        elif size_of(operand) == size_of(kind):
             for index in range(dim):
                 held[row, index] = values[index]
         else:
@@ -185,6 +197,38 @@ def gather(
                 held[row, index] = narrow(widen(values[index]), operand)
         if width > dim:
             held[row, dim] = operand
+
+
+@serial_in_order
+def spread_out(source: int, out: Any, dim: int, kind: Any) -> np.float32:
+    """out = a query or key times Hadamard's matrix, in blocks of a power of two; returns the inverse of their size, by
+    which products of two such vectors are to be multiplied. What is large in one dimension is then a part of all of the
+    block, and the steps of eight bits become smaller (S. Ashkboos et al.: QuaRot, 2024)."""
+    values = array(pointer(source, kind), (dim,))
+    for index in range(dim):
+        out[index] = widen(values[index])
+    half = 1
+    while dim % (2 * half) == 0:
+        for begin in range(0, dim, 2 * half):
+            for index in range(begin, begin + half):
+                low, high = out[index], out[index + half]
+                out[index], out[index + half] = low + high, low - high
+        half *= 2
+    return np.float32(1) / np.float32(half)
+
+
+@serial_in_order
+def whole_numbers(values: Any, dim: int, most: np.float32) -> np.float32:
+    """Make whole numbers of float32 `values`, the largest of them `most`; returns what 1 of these stands for. NaN for
+    what is not finite."""
+    largest, odd = np.float32(0), np.float32(0)
+    for index in range(dim):
+        largest = max(largest, abs(values[index]))
+        odd += values[index] - values[index]
+    factor = most / largest if largest > np.float32(1e-30) else np.float32(0)
+    for index in range(dim):
+        values[index] = np.rint(values[index] * factor)
+    return largest / most + odd
 
 
 @serial_in_order
@@ -200,10 +244,11 @@ def attend_block(
     sums, state = scratch + places[fields.SUMS], scratch + places[fields.STATE]
     wide = spec[fields.LANES]
     begin, end = (max(own[fields.BEGIN], block) - block) // wide, (min(last, block + BLOCK) - block - 1) // wide + 1
-    steps = (spec[fields.KEY_DIM] * size_of(kind) + 3) // 4
+    stored = stored_size(kind, operand)
+    steps = (spec[fields.KEY_DIM] * max(stored, 2) + 3) // 4
     query_size = (spec[fields.KEY_DIM] + spec[fields.KEY_DIM] % 2) * size_of(operand)
     to = scores + begin * wide * 4
-    by_unit = UNIT and size_of(operand) == 2 and takes_unit(spec[fields.KEY_DIM], spec[fields.VALUE_DIM])
+    by_unit = UNIT and size_of(operand) == stored == 2 and takes_unit(spec[fields.KEY_DIM], spec[fields.VALUE_DIM])
     if by_unit:
         score_block_by_unit(rows, scratch, query_size, keys, end - begin, spec[fields.KEY_DIM], to)
     else:
@@ -212,11 +257,12 @@ def attend_block(
     width = BLOCK * 2 if size_of(operand) == 2 else SCORES * 4
     to = weights if size_of(operand) == 2 else scores
     there = min(last, block + BLOCK) - block
+    units = array(pointer(state + rows * 6 * 4, _SINGLE), (rows,))
     for row in range(rows):
         place = scores + row * (SCORES * 4)
-        scale = numbers[fields.SCALE] * np.float32(LOG2E)
+        scale = numbers[fields.SCALE] * units[row] * np.float32(LOG2E)
         if numbers[fields.SOFT_CAP] > 0:
-            softcap(place, numbers[fields.SCALE], numbers[fields.SOFT_CAP])
+            softcap(place, numbers[fields.SCALE] * units[row], numbers[fields.SOFT_CAP])
             scale = np.float32(1)
         position = own[fields.POSITION] + row // group - block
         low = max(own[fields.BEGIN] - block, 0)
@@ -224,7 +270,11 @@ def attend_block(
             low = max(low, position - spec[fields.WINDOW] + 1)
         high = min(position + spec[fields.LATER] + own[fields.BEYOND], min(own[fields.END] - block, BLOCK) - 1) + 1
         at = state + row * 4
-        softmax(there, place, to + row * width, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
+        made = place if stored == 1 else to + row * width
+        softmax(there, place, made, low, high, scale, at, at + rows * 4, at + rows * 8, operand)
+        if stored == 1:
+            of_tile, first = spec[fields.VALUE_DIM] * wide, begin * wide
+            whole_weights(place + first * 4, values, of_tile, end - begin, to + row * width + first * 2, at + rows * 12)
     to += begin * wide * size_of(operand)
     rest, count, dim, decay = there - (end - 1) * wide, end - begin, spec[fields.VALUE_DIM], state + rows * 8
     if spec[fields.POOL_VALUES] == 0:
@@ -270,18 +320,17 @@ def _turn_numbers(source: int, out: int, dim: int, lanes: int, step: int, kind: 
 
 @serial_in_order
 def find_tiles(
-    row: int, head: int, begin: int, end: int, layer: int, step: int, keys: int, values: int, kind: Any
+    row: int, head: int, begin: int, end: int, layer: int, step: int, keys: int, values: int, size: int
 ) -> int:
-    """Write down the addresses of the tiles in which keys [begin, end) of a row lie, and say how many there are."""
+    """Write down the addresses of the tiles, of numbers of `size` bytes, in which keys [begin, end) of a row lie, and
+    say how many there are."""
     spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
     steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
     table = array(pointer(steps[fields.TABLE] + row * steps[fields.WIDTH] * 4, _PAGE), (steps[fields.WIDTH],))
     lanes, page_size = spec[fields.LANES], spec[fields.PAGE_SIZE]
     first, count = begin // lanes, (end - 1) // lanes - begin // lanes + 1
     key_tiles, value_tiles = array(pointer(keys, _WHOLE), (count,)), array(pointer(values, _WHOLE), (count,))
-    size = size_of(kind)
-    key_size = (spec[fields.KEY_DIM] * size + 3) // 4 * 4 * lanes
-    value_size = spec[fields.VALUE_DIM] * size * lanes
+    key_size, value_size = fields.bytes_of_tiles(spec[fields.KEY_DIM], spec[fields.VALUE_DIM], lanes, size)
     for index in range(count):
         position = (first + index) * lanes
         page = head * spec[fields.PAGES] + table[position // page_size]
@@ -296,22 +345,9 @@ def _score_block(
     rows: int, query: int, query_size: int, tiles: int, count: int, steps: int, out: int, wide: int, kind: Any,
     lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
-    size = SCORES * 4
     for first in range(0, count, 2):
-        at, to = tiles + first * 8, out + first * wide * 4
-        row = 0
-        while rows - row >= tile.MOST:
-            own = query + row * query_size
-            tile.scores_most(own, query_size, at, steps, to + row * size, size, kind, lanes, operand)
-            row += tile.MOST
-        if rows - row >= 4:
-            tile.scores4(query + row * query_size, query_size, at, steps, to + row * size, size, kind, lanes, operand)
-            row += 4
-        if rows - row >= 2:
-            tile.scores2(query + row * query_size, query_size, at, steps, to + row * size, size, kind, lanes, operand)
-            row += 2
-        if rows > row:
-            tile.scores1(query + row * query_size, query_size, at, steps, to + row * size, size, kind, lanes, operand)
+        to = out + first * wide * 4
+        tile.scores(rows, query, query_size, tiles + first * 8, steps, to, SCORES * 4, kind, lanes, operand)
 
 
 @serial_in_order
@@ -320,10 +356,11 @@ def _sum_values(
     kind: Any, lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
     """sums = sums * decay + weights times the values of `count` tiles, of which the last has `rest` keys."""
-    words = 2 if size_of(kind) == 2 and wide > 1 else 1
-    size, vector = dim * size_of(kind) * words, 16 * size_of(kind) * words
+    stored = stored_size(kind, operand)
+    words = 2 if stored < 4 and wide > 1 else 1
+    size, vector = dim * stored * words, 16 * stored * words
     steps, out_size = wide // words, fields.padded(dim) * 4
-    whole = count if rest == wide else count - 1
+    whole = count if rest == wide or stored == 1 else count - 1  # bytes are finite, whosoever they are
     for part in range(2):
         at, first = tiles, weights
         number, length, shrink = whole, steps, decay
@@ -335,20 +372,17 @@ def _sum_values(
         column = 0
         while column < dim:
             place, to = column // 16 * vector, sums + column * 4
+            given = (
+                rows, first, width, at, number, length, size, place, to, out_size, shrink, kind, lanes, operand
+            )  # fmt: skip
             if dim - column > 112 and rows <= 2:  # a decode row: memory is read in its own order
-                _sum_columns128(
-                    rows, first, width, at, number, length, size, place, to, out_size, shrink, kind, lanes, operand
-                )
+                _sum_columns128(given)
                 column += 128
             elif dim - column > 48 and (WIDE or rows <= 2):
-                _sum_columns64(
-                    rows, first, width, at, number, length, size, place, to, out_size, shrink, kind, lanes, operand
-                )
+                _sum_columns64(given)
                 column += 64
             else:
-                _sum_columns16(
-                    rows, first, width, at, number, length, size, place, to, out_size, shrink, kind, lanes, operand
-                )
+                _sum_columns16(given)
                 column += 16
 
 
@@ -357,30 +391,15 @@ def _sum_values(
 
 
 @serial_in_order
-def _sum_columns128(
-    rows: int, weights: int, width: int, tiles: int, count: int, steps: int, size: int, column: int, out: int,
-    out_size: int, decay: int, kind: Any, lanes: Any, operand: Any,
-) -> None:  # fmt: skip
-    tile.sum_values128(
-        rows, weights, width, tiles, count, steps, size, column, out, out_size, decay, kind, lanes, operand
-    )
+def _sum_columns128(given: Any) -> None:
+    tile.sum_values128(*given)
 
 
 @serial_in_order
-def _sum_columns64(
-    rows: int, weights: int, width: int, tiles: int, count: int, steps: int, size: int, column: int, out: int,
-    out_size: int, decay: int, kind: Any, lanes: Any, operand: Any,
-) -> None:  # fmt: skip
-    tile.sum_values64(
-        rows, weights, width, tiles, count, steps, size, column, out, out_size, decay, kind, lanes, operand
-    )
+def _sum_columns64(given: Any) -> None:
+    tile.sum_values64(*given)
 
 
 @serial_in_order
-def _sum_columns16(
-    rows: int, weights: int, width: int, tiles: int, count: int, steps: int, size: int, column: int, out: int,
-    out_size: int, decay: int, kind: Any, lanes: Any, operand: Any,
-) -> None:  # fmt: skip
-    tile.sum_values16(
-        rows, weights, width, tiles, count, steps, size, column, out, out_size, decay, kind, lanes, operand
-    )
+def _sum_columns16(given: Any) -> None:
+    tile.sum_values16(*given)

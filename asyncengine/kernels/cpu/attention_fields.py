@@ -37,8 +37,9 @@ TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL, BEYOND = range(8)
 ITEM_FIELDS = 8
 
 
-# Parts of a thread's scratch memory: queries, scores, weights, sums of a split and of all so far (JOINED), maxima and
-# sums of weights (STATE), lists of tiles; and its size.
+# Parts of a thread's scratch memory: queries, scores, weights, sums of a split and of all so far (JOINED), numbers of
+# each row (STATE: maxima and sums of weights, factors by which sums shrink, 1 or what 1 of its weights stands for, the
+# first two of all splits so far, what 1 of its query stands for), lists of tiles; and its size.
 QUERY, SCORE_ROWS, WEIGHT_ROWS, SUMS, JOINED, STATE, TILE_LISTS, SIZE = range(8)
 
 
@@ -51,6 +52,13 @@ def padded(dim: int) -> int:
 def partial_size(group: int, value_dim: int) -> int:
     """Floats of a partial result of one kv head: maxima, sums of weights, sums of values (`padded`)."""
     return group * (2 + (value_dim + 63) // 64 * 64)
+
+
+def tile_sizes(key_dim: int, value_dim: int, lanes: int, size: int) -> Any:
+    """Bytes of a tile of keys and of one of values, of numbers of so many bytes. Of numbers of one byte, the scale of
+    each token, float32, follows them."""
+    unit, scales = min(4, 2 * size), 4 * lanes if size == 1 else 0
+    return (key_dim * size + unit - 1) // unit * unit * lanes + scales, value_dim * size * lanes + scales
 
 
 def turned_size(value_dim: int) -> int:
@@ -66,10 +74,11 @@ def scratch_sizes(rows: int, key_dim: int, value_dim: int) -> Any:
     sums = weights + rows * BLOCK * 4
     joined = sums + rows * ((value_dim + 63) // 64 * 64) * 4
     state = joined + rows * ((value_dim + 63) // 64 * 64) * 4
-    tiles = state + (rows * 6 * 4 + 63) // 64 * 64
+    tiles = state + (rows * 7 * 4 + 63) // 64 * 64
     return query, scores, weights, sums, joined, state, tiles, tiles + 2 * TILES * 8
 
 
 # Python computes a few sizes before each step: it does so by itself, and nothing has to be compiled for that
 partial_floats = serial_in_order(partial_size)
 scratch_places = serial_in_order(scratch_sizes)
+bytes_of_tiles = serial_in_order(tile_sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -42,7 +43,7 @@ def softmax(
 
     `maximum`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought
     up to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in
-    `operand`: of all keys of a block, or of `FEW` where no more than so many are `there`.
+    `operand` (float32 for int16): of all keys of a block, or of `FEW` where no more than so many are `there`.
     """
     with builder.if_else(builder.icmp_signed("<=", there, LONG(FEW))) as (few, more):
         for count, part in ((FEW, few), (BLOCK, more)):
@@ -73,12 +74,43 @@ def _write_weights(
     shift = vectors.splat(builder, now)
     weights = [exp2(builder, builder.fsub(block, shift)) for block in blocks]
     for place, part in enumerate(weights):
-        vectors.write(builder, part, builder.add(out, LONG(operand.bitwidth // 8 * LANES * place)), operand)
+        size = 2 if operand == numba.types.uint16 else 4
+        vectors.write(builder, part, builder.add(out, LONG(size * LANES * place)), operand)
     shrink = builder.extract_element(shrink, WORD(0))
     found = _reduce(builder, weights, lambda builder, left, right: builder.fadd(left, right))
     store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), shrink), found), total)
     store(builder, now, maximum)
     store(builder, shrink, decay)
+
+
+@emitted(*[INT64] * 6)
+def whole_weights(builder: Any, weights: Any, tiles: Any, scales: Any, count: Any, out: Any, unit: Any) -> None:
+    """out, int16: `weights`, float32, of the keys of `count` tiles, times the scales that lie `scales` bytes into each
+    tile of values, as multiples of `unit`, one float32, by which the largest is 32,767."""
+    largest = cgutils.alloca_once_value(builder, vectors.constant(WORDS, 0))
+    with cgutils.for_range(builder, count) as loop:
+        own = builder.add(weights, builder.mul(loop.index, LONG(4 * LANES)))
+        place = load(builder, builder.add(tiles, builder.mul(loop.index, LONG(8))), LONG)
+        weight = load(builder, own, FLOATS)
+        scaled = builder.fmul(weight, load(builder, builder.add(place, scales), FLOATS))
+        unseen = builder.fcmp_ordered("==", weight, vectors.constant(FLOATS, 0.0))  # whatever its scale may be
+        scaled = builder.select(unseen, weight, scaled)
+        store(builder, scaled, own)
+        bits = builder.and_(builder.bitcast(scaled, WORDS), vectors.constant(WORDS, 0x7FFFFFFF))  # a NaN is above all
+        builder.store(_more(builder, bits, builder.load(largest)), largest)
+    top = builder.bitcast(_reduce(builder, [builder.load(largest)], _more), FLOAT)
+    store(builder, builder.fmul(top, FLOAT(1 / 32767)), unit)
+    some = builder.fcmp_ordered(">", top, FLOAT(1e-30))
+    factor = vectors.splat(builder, builder.select(some, builder.fdiv(FLOAT(32767.0), top), FLOAT(0.0)))
+    with cgutils.for_range(builder, count) as loop:
+        scaled = load(builder, builder.add(weights, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
+        number = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [builder.fmul(scaled, factor)])
+        shorts = builder.trunc(builder.fptosi(number, WORDS), vectors.HALF_WORDS)
+        store(builder, shorts, builder.add(out, builder.mul(loop.index, LONG(2 * LANES))))
+
+
+def _more(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
 
 @emitted(INT64, FLOAT32, INT64, INT64, KIND)

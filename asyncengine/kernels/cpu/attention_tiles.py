@@ -8,16 +8,21 @@ that belong to one sum: what the CPU's instruction for pairs (AVX512-BF16) wants
     keys    [key dim / 2][lanes][2]   bfloat16, or [key dim][lanes] float32
     values  [lanes / 2][value dim][2] bfloat16, or [lanes][value dim] float32, or [1][value dim] bfloat16 for one lane
 
+Keys and values of 8 bits lie like those of bfloat16, a byte each; the scales of the tile's tokens follow, [lanes]
+float32. They are multiplied by queries and weights of 16 bits: sums of whole numbers are the same in any order.
+
 Every sum is made in one order, whatever the number of rows beside it: a query's result depends on nothing but the
 query, its keys and its values. The softmax goes block by block (M. Milakov, N. Gimelshein: Online normalizer
 calculation for softmax, 2018; T. Dao et al.: FlashAttention, 2022).
 
 Three types travel as zeros: `kind` is what the pool holds (see `jit`); `operand` what queries and weights are held as,
-uint16 to multiply pairs by the CPU's instruction (sixteen lanes only) or float32; `lanes` see `LANES`.
+uint16 to multiply pairs by the CPU's instruction (sixteen lanes only), float32, or int16 where the pool holds bytes
+(sixteen lanes only, whatever `kind`); `lanes` see `LANES`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -41,24 +46,38 @@ SCORES = BLOCK + 16
 """Floats of a row of scores: a block, and room for what the last pair of tiles writes too much."""
 
 _LANES_OF = {numba.typeof(zero): lanes for lanes, zero in LANES.items()}
-_HALF, _FLOAT32 = numba.types.uint16, numba.types.float32
+_HALF, _FLOAT32, _SHORT = numba.types.uint16, numba.types.float32, numba.types.int16
 
 
-def _make_scores(rows: int) -> Any:
-    """scores(query, query_size, tiles, steps, out, out_size, kind, lanes, operand): query [rows, :] times two tiles.
+@emitted(KIND, KIND, result=INT64)
+def stored_size(builder: Any, kind: Any, operand: Any) -> Any:
+    """Bytes of a number in the pool."""
+    return LONG(1 if operand == _SHORT else kind.bitwidth // 8)
 
-    Addresses, and the bytes of a row of `query` and of `out`, float32. `tiles`: two addresses. A step is a word.
-    """
 
-    @emitted(*[INT64] * 6, KIND, KIND, KIND)
-    def scores(
-        builder: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any,
-        lanes: Any, operand: Any,
-    ) -> None:  # fmt: skip
-        held, count = (kind, operand), _LANES_OF[lanes]
-        _write_scores(builder, rows, count, held, query, query_size, tiles, steps, out, out_size)
+@emitted(*[INT64] * 7, KIND, KIND, KIND)
+def scores(
+    builder: Any, rows: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any,
+    lanes: Any, operand: Any,
+) -> None:  # fmt: skip
+    """out [rows, 2 * lanes], float32, = query [rows, :] times two tiles. Addresses, and the bytes of a row of `query`
+    and of `out`. `tiles`: two addresses. A step is a word."""
 
-    return scores
+    def write(together: int, row: Any) -> None:
+        own, to = builder.add(query, builder.mul(row, query_size)), builder.add(out, builder.mul(row, out_size))
+        _write_scores(builder, together, _LANES_OF[lanes], (kind, operand), own, query_size, tiles, steps, to, out_size)
+
+    _by_rows(builder, rows, (8 if vectors.WIDE else 6, 4, 3, 2, 1), write)
+
+
+def _by_rows(builder: Any, rows: Any, most: tuple[int, ...], write: Callable[[int, Any], None]) -> None:
+    """Emit `write(together, first row)` for all rows, which go together in `most`, the largest first, down to 1."""
+    done: Any = LONG(0)
+    for together in most:
+        turns = builder.udiv(builder.sub(rows, done), LONG(together))
+        with cgutils.for_range(builder, turns) as loop:
+            write(together, builder.add(done, builder.mul(loop.index, LONG(together))))
+        done = builder.add(done, builder.mul(turns, LONG(together)))
 
 
 def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
@@ -66,7 +85,8 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
     operand):
 
     out [rows, 16 * width] = out * decay [rows, 1] + weights [rows, :] times `count` tiles of `steps` words each, `size`
-    bytes from one to the next, `column` bytes into them. Rows go together in `most`, the largest first, down to 1.
+    bytes from one to the next, `column` bytes into them. Rows go together in `most` (`_by_rows`).
+    Behind `decay`, [rows] numbers say what 1 of whole weights stands for.
     """
 
     @emitted(*[INT64] * 11, KIND, KIND, KIND)
@@ -74,18 +94,15 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
         builder: Any, rows: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any,
         column: Any, out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
     ) -> None:  # fmt: skip
-        done: Any = LONG(0)
-        for together in most:
-            turns = builder.udiv(builder.sub(rows, done), LONG(together))
-            with cgutils.for_range(builder, turns) as loop:
-                row = builder.add(done, builder.mul(loop.index, LONG(together)))
-                _write_values(
-                    builder, together, width, (kind, operand, _LANES_OF[lanes]),
-                    builder.add(weights, builder.mul(row, weights_size)), weights_size, tiles, count, steps, size,
-                    column, builder.add(out, builder.mul(row, out_size)), out_size,
-                    builder.add(decay, builder.mul(row, LONG(4))),
-                )  # fmt: skip
-            done = builder.add(done, builder.mul(turns, LONG(together)))
+        def write(together: int, row: Any) -> None:
+            _write_values(
+                builder, together, width, (kind, operand, _LANES_OF[lanes]),
+                builder.add(weights, builder.mul(row, weights_size)), weights_size, tiles, count, steps, size, column,
+                builder.add(out, builder.mul(row, out_size)), out_size,
+                *(builder.add(decay, builder.mul(place, LONG(4))) for place in (row, builder.add(row, rows))),
+            )  # fmt: skip
+
+        _by_rows(builder, rows, most, write)
 
     return sum_values
 
@@ -119,8 +136,9 @@ def _write_scores(
     builder: Any, rows: int, lanes: int, held: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any,
     out_size: Any,
 ) -> None:  # fmt: skip
-    words = ir.VectorType(WORD, lanes)
-    zero = vectors.constant(ir.VectorType(FLOAT, lanes), 0.0)
+    short = held[1] == _SHORT
+    floats, size = ir.VectorType(FLOAT, lanes), (2 if short else 4) * lanes
+    zero = vectors.constant(ir.VectorType(WORD, lanes) if short else floats, 0)
     bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
     together = 2 if vectors.WIDE or rows <= 2 else 1  # of vectors of eight, more sums would not stay in registers
     places = [load(builder, builder.add(tiles, LONG(8 * tile)), LONG) for tile in range(2)]
@@ -129,9 +147,8 @@ def _write_scores(
         own = range(first, first + together)
         sums = [[cgutils.alloca_once_value(builder, zero) for _ in own] for _ in range(rows)]
         with cgutils.for_range(builder, steps) as loop:
-            offset = builder.mul(loop.index, LONG(4 * lanes))
-            keys = [load(builder, builder.add(places[tile], offset), words) for tile in own]
-            keys = [_parts(builder, key, held) for key in keys]
+            offset = builder.mul(loop.index, LONG(size))
+            keys = [_parts(builder, builder.add(places[tile], offset), lanes, held) for tile in own]
             for tile in own:
                 vectors.prefetch(builder, builder.add(ahead[tile], offset))
             for row in range(rows):
@@ -141,25 +158,30 @@ def _write_scores(
                     _accumulate(builder, total, factors, key, held)
         for row in range(rows):
             for tile, total in zip(own, sums[row], strict=True):
-                place = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile))
-                store(builder, builder.load(total), place)
+                place, found = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile)), builder.load(total)
+                if short:
+                    scales = load(builder, builder.add(places[tile], builder.mul(steps, LONG(size))), floats)
+                    found = builder.fmul(builder.sitofp(found, floats), scales)
+                store(builder, found, place)
 
 
 def _write_values(
     builder: Any, rows: int, width: int, types: Any, weights: Any, weights_size: Any, tiles: Any, count: Any,
-    steps: Any, size: Any, column: Any, out: Any, out_size: Any, decay: Any,
+    steps: Any, size: Any, column: Any, out: Any, out_size: Any, decay: Any, unit: Any,
 ) -> None:  # fmt: skip
     kind, operand, lanes = types
-    single = kind == _HALF and lanes == 1
+    short, single = operand == _SHORT, kind == _HALF and lanes == 1
     held = (_FLOAT32, _FLOAT32) if single else (kind, operand)
     bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
-    sums = []
+    sums: list[list[Any]] = []
+    before: list[list[Any]] = []
     for row in range(rows):
         factor = vectors.splat(builder, load(builder, builder.add(decay, LONG(4 * row)), FLOAT))
-        before = [
-            load(builder, vectors.at(builder, out, out_size, row, LONG(64 * part)), FLOATS) for part in range(width)
-        ]
-        sums.append([cgutils.alloca_once_value(builder, builder.fmul(part, factor)) for part in before])
+        places = [vectors.at(builder, out, out_size, row, LONG(64 * part)) for part in range(width)]
+        before.append([builder.fmul(load(builder, place, FLOATS), factor) for place in places])
+        starts = [vectors.constant(vectors.WORDS, 0)] * width if short else before[row]
+        sums.append([cgutils.alloca_once_value(builder, start) for start in starts])
+    span = 32 if short or single else 64
     with cgutils.for_range(builder, count) as outer:
         tile = load(builder, builder.add(tiles, builder.mul(outer.index, LONG(8))), LONG)
         ahead = load(builder, builder.add(tiles, builder.mul(builder.add(outer.index, LONG(AHEAD)), LONG(8))), LONG)
@@ -167,10 +189,10 @@ def _write_values(
         first = builder.mul(outer.index, steps)
         with cgutils.for_range(builder, steps) as inner:
             base = builder.add(tile, builder.mul(inner.index, size))
-            parts = [_value(builder, base, part, held, single) for part in range(width)]
+            parts = [_value(builder, builder.add(base, LONG(span * part)), held, single) for part in range(width)]
             wanted = builder.add(ahead, builder.mul(inner.index, size))
-            for part in range(width):
-                vectors.prefetch(builder, builder.add(wanted, LONG(64 * part)))
+            for begin in range(0, span * width, 64):
+                vectors.prefetch(builder, builder.add(wanted, LONG(begin)))
             offset = builder.mul(builder.add(first, inner.index), LONG(bytes_of_step))
             for row in range(rows):
                 place = vectors.at(builder, weights, weights_size, row, offset)
@@ -179,29 +201,39 @@ def _write_values(
                     _accumulate(builder, total, factors, value, held)
     for row in range(rows):
         for part in range(width):
-            store(builder, builder.load(sums[row][part]), vectors.at(builder, out, out_size, row, LONG(64 * part)))
+            found = builder.load(sums[row][part])
+            if short:
+                factor = vectors.splat(builder, load(builder, builder.add(unit, LONG(4 * row)), FLOAT))
+                found = vectors.multiply_add(builder, builder.sitofp(found, FLOATS), factor, before[row][part])
+            store(builder, found, vectors.at(builder, out, out_size, row, LONG(64 * part)))
 
 
-def _value(builder: Any, base: Any, part: int, held: Any, single: bool) -> list[Any]:
+def _value(builder: Any, place: Any, held: Any, single: bool) -> list[Any]:
     """The sixteen words of a step's values that make up one vector, as the factors they are."""
     if single:
-        halves = load(builder, builder.add(base, LONG(32 * part)), ir.VectorType(ir.IntType(16), vectors.LANES))
+        halves = load(builder, place, ir.VectorType(ir.IntType(16), vectors.LANES))
         words = builder.zext(halves, vectors.WORDS)
         return [builder.bitcast(builder.shl(words, vectors.constant(vectors.WORDS, 16)), FLOATS)]
-    return _parts(builder, load(builder, builder.add(base, LONG(64 * part)), vectors.WORDS), held)
+    return _parts(builder, place, vectors.LANES, held)
 
 
-def _parts(builder: Any, words: Any, held: Any) -> list[Any]:
-    """A vector of words as what `_accumulate` multiplies: itself, or the one or two float32 in each word."""
+def _parts(builder: Any, place: Any, lanes: int, held: Any) -> list[Any]:
+    """A vector of words of memory as what `_accumulate` multiplies: itself, the one or two float32 in each word, or
+    pairs of whole numbers of 16 bits, which are bytes in memory."""
     kind, operand = held
+    if operand == _SHORT:
+        numbers = load(builder, place, ir.VectorType(vectors.BYTE, 2 * lanes))
+        return [builder.sext(numbers, ir.VectorType(vectors.HALF_WORD, 2 * lanes))]
+    words = load(builder, place, ir.VectorType(WORD, lanes))
     return [words] if operand == _HALF else vectors.sides(builder, words, kind)
 
 
 def _factors(builder: Any, place: Any, held: Any, lanes: int) -> list[Any]:
     """One step of a query or of weights, in all lanes."""
     kind, operand = held
-    if operand == _HALF:
-        return [vectors.splat(builder, load(builder, place, WORD), lanes)]
+    if operand in (_HALF, _SHORT):
+        pairs = vectors.splat(builder, load(builder, place, WORD), lanes)
+        return [pairs if operand == _HALF else builder.bitcast(pairs, ir.VectorType(vectors.HALF_WORD, 2 * lanes))]
     count = 2 if kind == _HALF else 1
     places = [builder.add(place, LONG(4 * index)) for index in range(count)]
     return [vectors.splat(builder, load(builder, each, FLOAT), lanes) for each in places]
@@ -212,14 +244,13 @@ def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], 
     for factor, part in zip(factors, parts, strict=True):
         if held[1] == _HALF:
             found = vectors.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [found, factor, part])
+        elif held[1] == _SHORT:
+            found = vectors.add_pairs(builder, found, factor, part)
         else:
             found = vectors.multiply_add(builder, factor, part, found)
     builder.store(found, total)
 
 
-MOST = 8 if vectors.WIDE else 6
-"""Rows of the largest tile of scores."""
-scores1, scores2, scores4, scores_most = map(_make_scores, (1, 2, 4, MOST))
-sum_values16 = _make_sum_values(1, (4, 2, 1) if vectors.WIDE else (6, 4, 2, 1))
-sum_values64 = _make_sum_values(4, (4, 2, 1))
+sum_values16 = _make_sum_values(1, (4, 3, 2, 1) if vectors.WIDE else (6, 4, 2, 1))
+sum_values64 = _make_sum_values(4, (4, 3, 2, 1))
 sum_values128 = _make_sum_values(8, (2, 1))

@@ -155,7 +155,9 @@ def _widen(_: Any, value: Any) -> Any:
 
 def _narrow(_: Any, value: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return vectors.narrow(builder, arguments[0]) if kind == numba.types.uint16 else arguments[0]
+        if kind == numba.types.uint16:
+            return vectors.narrow(builder, arguments[0])
+        return context.cast(builder, arguments[0], numba.types.float32, kind)
 
     return kind(numba.types.float32, kind), generate
 

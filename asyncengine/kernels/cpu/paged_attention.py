@@ -13,9 +13,10 @@ import torch
 
 from asyncengine.kernels.cpu import attention
 from asyncengine.kernels.cpu import attention_fields as fields
-from asyncengine.kernels.cpu.attention_tiles import LANES
+from asyncengine.kernels.cpu.attention_blocks import MOST_DIM, spread_out, whole_numbers
+from asyncengine.kernels.cpu.attention_tiles import LANES, stored_size
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial
+from asyncengine.kernels.cpu.jit import array, kind_of, pointer, room, serial, serial_in_order, widen
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -25,20 +26,21 @@ from asyncengine.kernels.cpu.vectors import cpu_has, size_of
 class PagedAttention:
     """The calls of one backend, by the team of the calling thread."""
 
-    def __init__(self, dtype: torch.dtype, page_size: int) -> None:
+    def __init__(self, dtype: torch.dtype, page_size: int, kept: torch.dtype) -> None:
+        """`kept`: what the pool holds, `dtype` or int8; the latter in pages of whole tiles (`max(LANES)` tokens)."""
         self.lanes = math.gcd(page_size, max(LANES))
         """Tokens of a page that lie side by side."""
         pairs = dtype == torch.bfloat16 and self.lanes == max(LANES) and cpu_has("avx512bf16")
         self._kind: Any = kind_of(dtype)
         self._form: Any = LANES[self.lanes]
-        self._operand: Any = np.uint16(0) if pairs else np.float32(0)
+        self._operand: Any = np.int16(0) if kept == torch.int8 else np.uint16(0) if pairs else np.float32(0)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int, step: int) -> None:
         """Put key [tokens, kv heads, key dim] and value alike, heads contiguous, into their pages."""
         size = key.element_size()
         write(
             key.data_ptr(), key.stride(0) * size, key.stride(1) * size, value.data_ptr(), value.stride(0) * size,
-            value.stride(1) * size, layer, step, self._kind, use_team(),
+            value.stride(1) * size, layer, step, self._kind, self._operand, use_team(),
         )  # fmt: skip
 
     def prepare_and_write(
@@ -49,7 +51,7 @@ class PagedAttention:
         prepare_and_write(
             qkv.data_ptr(), query.data_ptr(), 0 if q_norm is None else q_norm.data_ptr(),
             0 if k_norm is None else k_norm.data_ptr(), epsilon, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], layer,
-            step, self._kind, use_team(),
+            step, self._kind, self._operand, use_team(),
         )  # fmt: skip
 
     def attend(
@@ -68,7 +70,7 @@ class PagedAttention:
 
 # Preparation of queries, keys and values for attention: norms per head, rotation, and writing into the pool.
 
-_WHOLE, _WORD, _HALF = np.int64(0), np.uint32(0), np.uint16(0)
+_WHOLE, _WORD, _HALF, _BYTE, _SINGLE = np.int64(0), np.uint32(0), np.uint16(0), np.int8(0), np.float32(0)
 _MANY = 16
 """Tokens of a piece from which on they are shared out by tokens, not by heads."""
 _WORK = 16
@@ -78,26 +80,25 @@ _WORK = 16
 @serial
 def write(
     key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int, layer: int, step: int,
-    kind: Any, team: int,
+    kind: Any, operand: Any, team: int,
 ) -> None:  # fmt: skip
     """Put key [tokens, kv heads, key dim] and value alike where they belong; their steps are given in bytes."""
     pieces = _pieces(layer, step, team)
-    parallel_for(
-        _write_units, team, pieces, (key, key_token, key_head, value, value_token, value_head, layer, step, kind)
-    )
+    given = (key, key_token, key_head, value, value_token, value_head, layer, step, kind, operand)
+    parallel_for(_write_units, team, pieces, given)
 
 
 @serial
 def _write_units(
     piece: int, pieces: int, worker: int,
     key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int,
-    layer: int, step: int, kind: Any,
+    layer: int, step: int, kind: Any, operand: Any,
 ) -> None:  # fmt: skip
     first, last, begin, end = share(piece, pieces, layer, step)
     for token in range(first, last):
         for head in range(begin, end):
             own, other = key + token * key_token + head * key_head, value + token * value_token + head * value_head
-            store(own, other, token, head, layer, step, kind)
+            store(own, other, token, head, layer, step, kind, operand)
 
 
 @serial
@@ -129,7 +130,7 @@ def share(piece: int, pieces: int, layer: int, step: int) -> Any:
 
 
 @serial
-def store(key: int, value: int, token: int, head: int, layer: int, step: int, kind: Any) -> None:
+def store(key: int, value: int, token: int, head: int, layer: int, step: int, kind: Any, operand: Any) -> None:
     """One token's key and value of one head into its tiles. The layout: see `attention_tiles`."""
     spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
     slot = array(pointer(array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))[fields.SLOTS], _WHOLE), (token + 1,))[
@@ -138,6 +139,12 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
     lanes, size = spec[fields.LANES], size_of(kind)
     place = head * (spec[fields.PAGES] * spec[fields.PAGE_SIZE] // lanes) + slot // lanes
     lane = slot % lanes
+    if stored_size(kind, operand) == 1:
+        key_dim, value_dim = spec[fields.KEY_DIM], spec[fields.VALUE_DIM]
+        sizes = fields.bytes_of_tiles(key_dim, value_dim, lanes, 1)
+        _store_bytes(key, key_dim, spec[fields.POOL_KEYS] + place * sizes[0], lane, True, kind)
+        _store_bytes(value, value_dim, spec[fields.POOL_VALUES] + place * sizes[1], lane, False, kind)
+        return
     words = (spec[fields.KEY_DIM] * size + 3) // 4
     tile = array(pointer(spec[fields.POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))
     whole = array(pointer(key, _WORD), (words,))
@@ -164,22 +171,46 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
             row[index] = numbers[index]
 
 
+@serial_in_order
+def _store_bytes(source: int, dim: int, tile: int, lane: int, keys: bool, kind: Any) -> None:
+    """One token's key or value of one head into a tile of bytes: whole multiples of its scale."""
+    values, given, lanes = room(MOST_DIM, _SINGLE), array(pointer(source, kind), (dim,)), 16
+    if keys:
+        spread_out(source, values, dim, kind)
+    else:
+        for index in range(dim):
+            values[index] = widen(given[index])
+    rows, columns = ((dim + 1) // 2, lanes) if keys else (lanes // 2, dim)
+    to = array(pointer(tile, _BYTE), (rows, columns, 2))
+    scale = whole_numbers(values, dim, np.float32(127))
+    for index in range(dim):
+        number = np.int8(values[index])
+        if keys:
+            to[index // 2, lane, index % 2] = number
+        else:
+            to[lane // 2, index, lane % 2] = number
+    if keys and dim % 2 == 1:
+        to[rows - 1, lane, 1] = np.int8(0)
+    array(pointer(tile + rows * columns * 2, _SINGLE), (lanes,))[lane] = scale
+
+
 @serial
 def prepare_and_write(
     qkv: int, query: int, q_norm: int, k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, layer: int,
-    step: int, kind: Any, team: int,
+    step: int, kind: Any, operand: Any, team: int,
 ) -> None:  # fmt: skip
     """Norms and rotation of a merged projection; queries to `query` [tokens, heads, key dim], the rest to the pool."""
     small = np.float32(epsilon)
     pieces = _pieces(layer, step, team)
-    parallel_for(_prepare_units, team, pieces, (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind))
+    given = (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind, operand)
+    parallel_for(_prepare_units, team, pieces, given)
 
 
 @serial
 def _prepare_units(
     piece: int, pieces: int, worker: int,
     qkv: int, query: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int,
-    rotary: int, layer: int, step: int, kind: Any,
+    rotary: int, layer: int, step: int, kind: Any, operand: Any,
 ) -> None:  # fmt: skip
     spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
     steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
@@ -198,4 +229,4 @@ def _prepare_units(
             own = qkv + token * row + (heads + head) * key_size
             prepare_head(own, key, spec[fields.KEY_DIM], k_norm, epsilon, cosines, sines, rotary, kind)
             value = qkv + token * row + (heads + kv_heads) * key_size + head * value_size
-            store(key, value, token, head, layer, step, kind)
+            store(key, value, token, head, layer, step, kind, operand)

@@ -57,13 +57,16 @@ STEPS = [
 class Pair:
     """The same steps through two backends whose pages lie elsewhere and hold NaN before they are written."""
 
-    def __init__(self, spec: LayerSpec, dtype: torch.dtype, page_size: int = 16) -> None:
+    def __init__(
+        self, spec: LayerSpec, dtype: torch.dtype, page_size: int = 16, kept: torch.dtype | None = None
+    ) -> None:
         self.spec, self.dtype, self.page_size = spec, dtype, page_size
         self.generator = torch.Generator().manual_seed(page_size + spec.num_heads)
         most = -(-max(length for length, _ in STEPS[-1]) // page_size)
         pages = torch.randperm(len(STEPS[0]) * most, generator=self.generator) + 1
         self.tables = pages.view(len(STEPS[0]), most).to(torch.int32).numpy()
-        self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype)
+        self.kept = kept
+        self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype, kept=kept)
         self.torch = TorchPagedBackend([replace(spec, index=0)], pages.numel() + 1, page_size, torch.float32, CPU)
         for pool in self.compiled.page_pools():
             pool.memory.fill_(0xFF)
@@ -89,9 +92,13 @@ class Pair:
         query = self.random(tokens, spec.num_heads, spec.key_dim)
         key = self.random(tokens, spec.num_kv_heads, spec.key_dim)
         value = self.random(tokens, spec.num_kv_heads, spec.value_dim)
-        for backend, dtype in ((self.compiled, self.dtype), (self.torch, torch.float32)):
+        for backend in (self.compiled, self.torch):
             backend.plan(view)
-            backend.write(0, key.to(dtype), value.to(dtype))
+        self.compiled.write(0, key, value)
+        key, value = key.float(), value.float()
+        if self.kept == torch.int8:
+            key, value = spread(in_bytes(spread(key))), in_bytes(value)
+        self.torch.write(0, key, value)
         return self.compiled.attend(0, query).float(), self.torch.attend(0, query.float())
 
 
@@ -103,6 +110,49 @@ def test_against_torch(shape: str, dtype: torch.dtype) -> None:
         found, expected = pair.step(step)
         limit = 1e-5 if dtype == torch.float32 else 2**-6
         assert float((found - expected).abs().max()) < limit * (1 + float(expected.abs().max()))
+
+
+def in_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x as 8 bits with a scale for each token and head keep it."""
+    unit = x.abs().amax(-1, keepdim=True) / 127
+    return (x / unit).round() * unit
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """x times Hadamard's matrix, its own inverse, in blocks of the largest power of two that divides its size."""
+    size = x.shape[-1] & -x.shape[-1]
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2) / math.sqrt(size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [name for name, spec in SHAPES.items() if not spec.latent])
+def test_bytes_against_torch(shape: str, dtype: torch.dtype) -> None:
+    """Products of int8 keys and values are those of the numbers they stand for; a few lie between two steps."""
+    pair = Pair(SHAPES[shape], dtype, kept=torch.int8)
+    for step in STEPS:
+        found, expected = pair.step(step)
+        far = (found - expected).abs() / (1 + float(expected.abs().max()))
+        assert float(far.max()) < (2e-3 if dtype == torch.float32 else 2**-6)
+        assert float(far.mean()) < (3e-5 if dtype == torch.float32 else 2**-8)
+
+
+def test_bytes_of_large_dimensions_do_not_spoil_the_others() -> None:
+    """Keys of real models have a few dimensions that are tens of times larger than others."""
+    pair = Pair(BASE, torch.float32, kept=torch.int8)
+    view = pair.view(STEPS[0])
+    tokens = int(view.qo_indptr[-1])
+    query, key, value = pair.random(tokens, 4, 64), pair.random(tokens, 2, 64), pair.random(tokens, 2, 64)
+    key[..., 5] += 60
+    for backend in (pair.compiled, pair.torch):
+        backend.plan(view)
+        backend.write(0, key, value)
+    found, exact = pair.compiled.attend(0, query), pair.torch.attend(0, query)
+    pair.torch.write(0, in_bytes(key), in_bytes(value))
+    plain = pair.torch.attend(0, query)
+    assert (found - exact).norm() < 0.5 * (plain - exact).norm()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 32])
@@ -166,11 +216,13 @@ def test_a_block_is_the_same_bits_in_any_company() -> None:
 class Lengths:
     """Rows of fixed keys and values in one pool; any of them can be attended to in any company."""
 
-    def __init__(self, spec: LayerSpec, lengths: list[int], threads: int = 2) -> None:
+    def __init__(self, spec: LayerSpec, lengths: list[int], kept: torch.dtype | None = None) -> None:
         generator = torch.Generator().manual_seed(5)
         pages = [-(-length // 16) for length in lengths]
         self.spec, self.lengths, self.first = spec, lengths, np.cumsum([1, *pages])
-        self.backend = CompiledBackend([spec], int(self.first[-1]), 16, torch.float32)
+        self.backend = CompiledBackend([spec], int(self.first[-1]), 16, torch.float32, kept=kept)
+        for pool in self.backend.page_pools():
+            pool.memory.fill_(0xFF)
         self.query = torch.randn(sum(lengths), spec.num_heads, spec.key_dim, generator=generator)
         self.key = torch.randn(sum(lengths), spec.num_kv_heads, spec.key_dim, generator=generator)
         self.value = torch.randn(sum(lengths), spec.num_kv_heads, spec.value_dim, generator=generator)
@@ -196,11 +248,12 @@ class Lengths:
         return list(self.backend.attend(0, self.query[tokens]).split(counts.tolist()))
 
 
+@pytest.mark.parametrize("kept", [None, torch.int8])
 @pytest.mark.parametrize("shape", ["group of 3, 80 dimensions", "window", "chunks", "all"])
-def test_bit_for_bit_in_any_company(shape: str) -> None:
+def test_bit_for_bit_in_any_company(shape: str, kept: torch.dtype | None) -> None:
     """Rows run alone, among 64, on one or two threads, in chunks of any size; long rows are split when alone."""
     lengths = [1300, 17, 600, *[20 + row for row in range(61)]]
-    rows = Lengths(SHAPES[shape], lengths)
+    rows = Lengths(SHAPES[shape], lengths, kept)
     whole = rows.attend([(row, 0, length) for row, length in enumerate(lengths)])
     for count in (1, 2, 3):
         with team_of(count):
@@ -234,11 +287,12 @@ def test_a_long_row_alone_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     assert partials.dtype is torch.float32
 
 
-def test_a_row_of_nan_stays_alone() -> None:
-    rows = Lengths(BASE, [40, 33, 21])
+@pytest.mark.parametrize("kept", [None, torch.int8])
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_a_row_of_nan_stays_alone(part: str, kept: torch.dtype | None) -> None:
+    rows = Lengths(BASE, [40, 33, 21], kept)
     before = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])
-    rows.query[rows.token[1] : rows.token[2]] = math.nan
-    rows.value[rows.token[1] : rows.token[2]] = math.nan
+    getattr(rows, part)[rows.token[1] : rows.token[2]] = math.nan
     after = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])
     assert torch.equal(after[0], before[0])
     assert torch.equal(after[2], before[2])
@@ -309,7 +363,27 @@ def test_the_choice() -> None:
     assert caught.value.field == "attention_backend"
 
 
-def test_the_pool_is_as_large_as_counted() -> None:
-    backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16)
-    assert backend.kv_bytes == 7 * page_bytes([BASE, BASE], 16, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("field", "settings", "change", "dtype"),
+    [
+        ("needs the compiled attention backend; attention_backend is", {"attention_backend": "torch"}, {}, "float32"),
+        ("compiled kernels read bfloat16 and float32, not float16", {}, {}, "float16"),
+        ("pages of a multiple of 16 tokens, and page_size is 24", {"page_size": 24}, {}, "float32"),
+        ("not for latent attention", {}, {"latent": True}, "float32"),
+        ("not for ALiBi", {}, {"positions": True}, "float32"),
+    ],
+)
+def test_bytes_are_refused_by_name(
+    field: str, settings: dict[str, Any], change: dict[str, Any], dtype: str
+) -> None:  # fmt: skip
+    config = EngineConfig(kv_cache_dtype="int8", **settings)
+    with pytest.raises(InvalidParameter, match=field) as caught:
+        factory.make_backend(config, [replace(BASE, **change)], 5, getattr(torch, dtype), CPU)
+    assert caught.value.field == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8])
+def test_the_pool_is_as_large_as_counted(kept: torch.dtype) -> None:
+    backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16, kept=kept)
+    assert backend.kv_bytes == 7 * page_bytes([BASE, BASE], 16, kept)
     backend.close()

@@ -58,23 +58,25 @@ async def scores(engine: AsyncEngine) -> list[Any]:
     return [decision.answers, *([(sample.token_ids, sample.logprobs) for sample in each.samples] for each in made)]
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("setting", "kept"), [("tensor_parallel", "auto"), ("pipeline_parallel", "auto"), ("tensor_parallel", "int8")]
+)
 async def test_an_engine_over_two_processes_answers_as_one(
-    tmp_path: Path, setting: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, setting: str, kept: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guesses, grammars, adapters, preemption, samples; then other weights, sleep, and prefixes from files and a store,
     which are those of one process. Last the other process is killed, in the midst of answers or while there are none:
     the engine ends with it, and nothing is left."""
     file, other, prompt = tmp_path / "prefix", tmp_path / "other", list(range(50, 120))
     greedy = SamplingParams(max_tokens=8, temperature=0, top_logprobs=3)
-    async with await load(1) as engine:
+    async with await load(1, kv_cache_dtype=kept) as engine:
         expected = await scores(engine)
         last = await engine.generate([*prompt, 7], greedy)
         await engine.export_prefix(prompt, other)
-        weights, kept = engine.info.weight_bytes, engine.info.kv_cache_bytes
-    async with await load(setting=setting, kv_cache_dir=str(tmp_path / "store")) as engine:
+        weights, kv_bytes = engine.info.weight_bytes, engine.info.kv_cache_bytes
+    async with await load(setting=setting, kv_cache_dir=str(tmp_path / "store"), kv_cache_dtype=kept) as engine:
         assert getattr(engine.info, setting) == 2
-        assert engine.info.kv_cache_bytes == kept
+        assert engine.info.kv_cache_bytes == kv_bytes
         assert "2 processes" in engine.info.in_words
         assert weights <= engine.info.weight_bytes < 1.1 * weights
         assert await scores(engine) == expected

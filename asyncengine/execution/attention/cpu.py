@@ -8,7 +8,6 @@ keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,6 @@ _BYTES = 26
 """That could be read for a cost of 1."""
 _PAGE = 64
 """Tokens of a page where sequences are attended to as a whole: each begins with one of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerGroup:
-    """Layers that share a plan."""
-
-    window: int | None
-    chunk: int | None
-    first: int
-    num_heads: int
-    num_kv_heads: int
 
 
 class CompiledBackend(base.AttentionBackend):
@@ -87,8 +75,17 @@ class CompiledBackend(base.AttentionBackend):
         rows = cpu_plan.StepRows.of(step)
         others = rows._replace(blocks=far.blocks)
         for group, spec in self._groups.items():
-            views = (near, rows) if spec.windowed else (far, others)
-            self._plan_group(self._plans[group], spec, *views)
+            step, own = (near, rows) if spec.windowed else (far, others)
+            work = cpu_plan.items_of(spec, own, self._threads)
+            if work.partials:  # of one kv head each
+                heads = spec.num_heads // spec.num_kv_heads
+                need = work.partials * spec.num_kv_heads * fields.partial_size(heads, self._widest)
+                if self._partials.numel() < need:
+                    self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
+            bounds = cpu_plan.even_pieces(work.costs, spec.num_kv_heads, self._threads, self._piece // _BYTES)
+            self._plans[group].fill(
+                work, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
+            )
 
     def kept_plans(self) -> list[cpu_plan.KeptPlan]:
         """Copies of the plans of a step, to be planned again at no cost."""
@@ -153,20 +150,6 @@ class CompiledBackend(base.AttentionBackend):
     def close(self) -> None:
         self._pools, self._plans, self._planned = [], {}, []
         self._scratch, self._partials = torch.empty(0, dtype=torch.uint8), torch.empty(0)
-
-    # -- planning ------------------------------------------------------------------------------------------------
-
-    def _plan_group(
-        self, plan: cpu_plan.StepPlan, spec: base.LayerSpec, step: base.StepView, rows: cpu_plan.StepRows
-    ) -> None:
-        work = cpu_plan.items_of(spec, rows, self._threads)
-        if work.partials:  # of one kv head each
-            group = spec.num_heads // spec.num_kv_heads
-            need = work.partials * spec.num_kv_heads * fields.partial_size(group, self._widest)
-            if self._partials.numel() < need:
-                self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
-        bounds = cpu_plan.even_pieces(work.costs, spec.num_kv_heads, self._threads, self._piece // _BYTES)
-        plan.fill(work, bounds, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size)
 
 
 _KEPT = 64
@@ -255,8 +238,9 @@ def _scratch_bytes(spec: base.LayerSpec) -> int:
     return -(-int(fields.scratch_sizes(rows, spec.key_dim, spec.value_dim)[-1] + turned) // 4096) * 4096
 
 
-def _group_of(spec: base.LayerSpec) -> _LayerGroup:
-    return _LayerGroup(spec.window, spec.chunk, spec.first, spec.num_heads, spec.num_kv_heads)
+def _group_of(spec: base.LayerSpec) -> tuple[int | None, ...]:
+    """What layers that share a plan have in common."""
+    return spec.window, spec.chunk, spec.first, spec.num_heads, spec.num_kv_heads
 
 
 def _dense(part: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -149,13 +148,6 @@ class _SlotTables:
         self.rows[slot, copied:need] = pages[copied - first : need - first]
         self._copied[slot] = max(copied, need)
 
-    def update_all(self, slots: tuple[int, ...], pages: tuple[list[int], ...], need: Int64Array) -> None:
-        """The same for many; those of whom nothing is new are not looked at one by one."""
-        copied = np.fromiter(map(self._copied.__getitem__, slots), dtype=np.int64, count=len(slots))
-        known = np.fromiter(map(is_, map(self._lists.__getitem__, slots), pages), dtype=np.bool_, count=len(slots))
-        for place in np.flatnonzero((copied < need) | ~known).tolist():
-            self.update(slots[place], pages[place], 0, int(need[place]))
-
 
 class StepBuffers:
     """Builds steps for one runner. Keeps page tables per slot."""
@@ -215,7 +207,8 @@ class StepBuffers:
                 return None
             numbers[STATE_SOURCE], numbers[STATE_TARGET] = [use.source for use in uses], [use.slot for use in uses]
         page = numbers[POSITION] // self._page_size
-        self._tables.update_all(own, pages, page + 1)
+        for slot, held, need in zip(own, pages, (page + 1).tolist(), strict=True):
+            self._tables.update(slot, held, 0, need)
         first_of_page = self._tables.rows[numbers[SLOT], page].astype(np.int64) * self._page_size
         numbers[KV_SLOT] = first_of_page + numbers[POSITION] % self._page_size
         numbers[ADAPTER] -= 1

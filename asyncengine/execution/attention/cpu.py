@@ -239,7 +239,7 @@ def _scratch_bytes(spec: base.LayerSpec) -> int:
 
 
 def _group_of(spec: base.LayerSpec) -> tuple[int | None, ...]:
-    """What layers that share a plan have in common."""
+    """The fields in which layers with one plan are equal."""
     return spec.window, spec.chunk, spec.first, spec.num_heads, spec.num_kv_heads
 
 

@@ -10,7 +10,15 @@ from numba.core import cgutils
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu import attention_tiles as tile
 from asyncengine.kernels.cpu import matrix_unit, vectors
-from asyncengine.kernels.cpu.attention_softmax import LOG2E, softcap, softmax, store_scaled, whole_weights
+from asyncengine.kernels.cpu.attention_softmax import (
+    LOG2E,
+    magnitude,
+    softcap,
+    softmax,
+    spread_lanes,
+    store_scaled,
+    whole_weights,
+)
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES, stored_size
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, room, serial_in_order, widen
@@ -164,7 +172,7 @@ def _add_values(
                 column += _KEYS
 
 
-MOST_DIM = 1024
+MOST_DIM = 1024 + LANES
 """Dimensions of a query or value beside keys and values in bytes, at most."""
 _WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 
@@ -184,9 +192,8 @@ def gather(
         one[0] = np.float32(1)
         if stored_size(kind, operand) == 1:  # no sum of products with bytes is above 2 ** 31
             spread = room(MOST_DIM, _SINGLE)
-            one[0] = spread_out(place, spread, dim, kind)
-            unit = whole_numbers(spread, dim, np.float32(min(32767, 2**31 // 128 // dim)))
-            one[0] *= unit
+            one[0] = spread_out(place, spread, dim, True, kind)
+            one[0] *= whole_numbers(spread, dim, np.float32(min(32767, 2**31 // 128 // dim)))
             for index in range(dim):
                 held[row, index] = np.int16(spread[index])
         elif size_of(operand) == size_of(kind):
@@ -200,15 +207,19 @@ def gather(
 
 
 @serial_in_order
-def spread_out(source: int, out: Any, dim: int, kind: Any) -> np.float32:
-    """out = a query or key times Hadamard's matrix, in blocks of a power of two; returns the inverse of their size, by
-    which products of two such vectors are to be multiplied. What is large in one dimension is then a part of all of the
-    block, and the steps of eight bits become smaller (S. Ashkboos et al.: QuaRot, 2024)."""
-    values = array(pointer(source, kind), (dim,))
-    for index in range(dim):
-        out[index] = widen(values[index])
-    half = 1
-    while dim % (2 * half) == 0:
+def spread_out(source: int, out: Any, dim: int, spread: bool, kind: Any) -> np.float32:
+    """out = a query, key or value; to `spread`, times Hadamard's matrix in blocks of a power of two from sixteen on, by
+    the inverse of whose size, returned, products of two such vectors are to be multiplied. What is large in one
+    dimension is then a part of all of its block, and steps of eight bits become smaller (S. Ashkboos: QuaRot, 2024)."""
+    values, half = array(pointer(source, kind), (dim,)), 1
+    if spread and dim % LANES == 0:
+        half = LANES
+        for first in range(0, dim, LANES):
+            spread_lanes(source + first * size_of(kind), out.ctypes.data + first * 4, kind)
+    else:
+        for index in range(dim):
+            out[index] = widen(values[index])
+    while half > 1 and dim % (2 * half) == 0:
         for begin in range(0, dim, 2 * half):
             for index in range(begin, begin + half):
                 low, high = out[index], out[index + half]
@@ -219,16 +230,15 @@ def spread_out(source: int, out: Any, dim: int, kind: Any) -> np.float32:
 
 @serial_in_order
 def whole_numbers(values: Any, dim: int, most: np.float32) -> np.float32:
-    """Make whole numbers of float32 `values`, the largest of them `most`; returns what 1 of these stands for. NaN for
-    what is not finite."""
-    largest, odd = np.float32(0), np.float32(0)
-    for index in range(dim):
-        largest = max(largest, abs(values[index]))
-        odd += values[index] - values[index]
+    """Make whole numbers of float32 `values`, the largest of them `most`; returns what 1 of these stands for, which
+    is not finite if one of them is not. There is room for sixteen more."""
+    for index in range(dim, dim + LANES):
+        values[index] = np.float32(0)
+    largest = magnitude(values.ctypes.data, dim + LANES - 1)
     factor = most / largest if largest > np.float32(1e-30) else np.float32(0)
     for index in range(dim):
         values[index] = np.rint(values[index] * factor)
-    return largest / most + odd
+    return largest / most
 
 
 @serial_in_order

@@ -87,7 +87,6 @@ def _write_weights(
 def whole_weights(builder: Any, weights: Any, tiles: Any, scales: Any, count: Any, out: Any, unit: Any) -> None:
     """out, int16: `weights`, float32, of the keys of `count` tiles, times the scales that lie `scales` bytes into each
     tile of values, as multiples of `unit`, one float32, by which the largest is 32,767."""
-    largest = cgutils.alloca_once_value(builder, vectors.constant(WORDS, 0))
     with cgutils.for_range(builder, count) as loop:
         own = builder.add(weights, builder.mul(loop.index, LONG(4 * LANES)))
         place = load(builder, builder.add(tiles, builder.mul(loop.index, LONG(8))), LONG)
@@ -96,9 +95,7 @@ def whole_weights(builder: Any, weights: Any, tiles: Any, scales: Any, count: An
         unseen = builder.fcmp_ordered("==", weight, vectors.constant(FLOATS, 0.0))  # whatever its scale may be
         scaled = builder.select(unseen, weight, scaled)
         store(builder, scaled, own)
-        bits = builder.and_(builder.bitcast(scaled, WORDS), vectors.constant(WORDS, 0x7FFFFFFF))  # a NaN is above all
-        builder.store(_more(builder, bits, builder.load(largest)), largest)
-    top = builder.bitcast(_reduce(builder, [builder.load(largest)], _more), FLOAT)
+    top = _magnitude(builder, weights, count)
     store(builder, builder.fmul(top, FLOAT(1 / 32767)), unit)
     some = builder.fcmp_ordered(">", top, FLOAT(1e-30))
     factor = vectors.splat(builder, builder.select(some, builder.fdiv(FLOAT(32767.0), top), FLOAT(0.0)))
@@ -107,6 +104,34 @@ def whole_weights(builder: Any, weights: Any, tiles: Any, scales: Any, count: An
         number = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [builder.fmul(scaled, factor)])
         shorts = builder.trunc(builder.fptosi(number, WORDS), vectors.HALF_WORDS)
         store(builder, shorts, builder.add(out, builder.mul(loop.index, LONG(2 * LANES))))
+
+
+@emitted(INT64, INT64, result=FLOAT32)
+def magnitude(builder: Any, numbers: Any, count: Any) -> Any:
+    """The largest absolute value of `count` float32, cut to a multiple of sixteen; NaN if one of them is."""
+    return _magnitude(builder, numbers, builder.udiv(count, LONG(LANES)))
+
+
+def _magnitude(builder: Any, numbers: Any, count: Any) -> Any:
+    """The same of so many vectors. Without their signs a NaN is the largest of all numbers' bits."""
+    largest = cgutils.alloca_once_value(builder, vectors.constant(WORDS, 0))
+    with cgutils.for_range(builder, count) as loop:
+        words = load(builder, builder.add(numbers, builder.mul(loop.index, LONG(4 * LANES))), WORDS)
+        words = builder.and_(words, vectors.constant(WORDS, 0x7FFFFFFF))
+        builder.store(_more(builder, words, builder.load(largest)), largest)
+    return builder.bitcast(_reduce(builder, [builder.load(largest)], _more), FLOAT)
+
+
+@emitted(INT64, INT64, KIND)
+def spread_lanes(builder: Any, source: Any, out: Any, kind: Any) -> None:
+    """out, float32, = sixteen numbers times Hadamard's matrix, by turns of sums and differences of neighbours."""
+    numbers = vectors.read(builder, source, kind)
+    for distance in (1, 2, 4, 8):
+        other = ir.Constant(WORDS, [lane ^ distance for lane in range(LANES)])
+        sign = ir.Constant(FLOATS, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
+        turned = builder.shuffle_vector(numbers, numbers, other)
+        numbers = vectors.multiply_add(builder, numbers, sign, turned)
+    store(builder, numbers, out)
 
 
 def _more(builder: Any, left: Any, right: Any) -> Any:

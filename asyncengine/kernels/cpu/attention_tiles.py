@@ -189,7 +189,11 @@ def _write_values(
         first = builder.mul(outer.index, steps)
         with cgutils.for_range(builder, steps) as inner:
             base = builder.add(tile, builder.mul(inner.index, size))
-            parts = [_value(builder, builder.add(base, LONG(span * part)), held, single) for part in range(width)]
+            places = [builder.add(base, LONG(span * part)) for part in range(width)]
+            if single:
+                parts = [[vectors.read(builder, place, _HALF)] for place in places]
+            else:
+                parts = [_parts(builder, place, vectors.LANES, held) for place in places]
             wanted = builder.add(ahead, builder.mul(inner.index, size))
             for begin in range(0, span * width, 64):
                 vectors.prefetch(builder, builder.add(wanted, LONG(begin)))
@@ -206,15 +210,6 @@ def _write_values(
                 factor = vectors.splat(builder, load(builder, builder.add(unit, LONG(4 * row)), FLOAT))
                 found = vectors.multiply_add(builder, builder.sitofp(found, FLOATS), factor, before[row][part])
             store(builder, found, vectors.at(builder, out, out_size, row, LONG(64 * part)))
-
-
-def _value(builder: Any, place: Any, held: Any, single: bool) -> list[Any]:
-    """The sixteen words of a step's values that make up one vector, as the factors they are."""
-    if single:
-        halves = load(builder, place, ir.VectorType(ir.IntType(16), vectors.LANES))
-        words = builder.zext(halves, vectors.WORDS)
-        return [builder.bitcast(builder.shl(words, vectors.constant(vectors.WORDS, 16)), FLOATS)]
-    return _parts(builder, place, vectors.LANES, held)
 
 
 def _parts(builder: Any, place: Any, lanes: int, held: Any) -> list[Any]:

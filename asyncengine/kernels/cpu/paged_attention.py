@@ -16,7 +16,7 @@ from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_blocks import MOST_DIM, spread_out, whole_numbers
 from asyncengine.kernels.cpu.attention_tiles import LANES, stored_size
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import array, kind_of, pointer, room, serial, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import array, kind_of, pointer, room, serial, serial_in_order
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -174,12 +174,8 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
 @serial_in_order
 def _store_bytes(source: int, dim: int, tile: int, lane: int, keys: bool, kind: Any) -> None:
     """One token's key or value of one head into a tile of bytes: whole multiples of its scale."""
-    values, given, lanes = room(MOST_DIM, _SINGLE), array(pointer(source, kind), (dim,)), 16
-    if keys:
-        spread_out(source, values, dim, kind)
-    else:
-        for index in range(dim):
-            values[index] = widen(given[index])
+    values, lanes = room(MOST_DIM, _SINGLE), 16
+    spread_out(source, values, dim, keys, kind)
     rows, columns = ((dim + 1) // 2, lanes) if keys else (lanes // 2, dim)
     to = array(pointer(tile, _BYTE), (rows, columns, 2))
     scale = whole_numbers(values, dim, np.float32(127))

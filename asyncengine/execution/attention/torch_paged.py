@@ -74,15 +74,6 @@ _SCORE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerGroup:
-    """Layers that share index tensors and masks."""
-
-    window: int | None
-    chunk: int | None
-    num_kv_heads: int
-
-
-@dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """Decode rows of similar length."""
 
@@ -162,7 +153,7 @@ class TorchPagedBackend(AttentionBackend):
             share = max(keys.nbytes for keys in self._keys) // 4
             self._scratch_bytes = max(min(_DEVICE_SCRATCH_BYTES, share), _SCRATCH_BYTES)
         self._groups = {_group_of(spec): spec for spec in layers}
-        self._plans: dict[_LayerGroup, _GroupPlan] = {}
+        self._plans: dict[tuple[int | None, ...], _GroupPlan] = {}
         self._kv_slots: dict[bool, torch.Tensor] = {}
         """Positions in the pool, by whether a layer has a window."""
         self._opened: dict[bool, torch.Tensor] = {}
@@ -172,9 +163,7 @@ class TorchPagedBackend(AttentionBackend):
         views = {False: step.for_others(), True: step.for_windows()}
         self._kv_slots = {windowed: view.kv_slots for windowed, view in views.items()}
         self._opened = self._opened_pages(views)
-        self._plans = {
-            group: self._plan_group(group, spec, views[spec.windowed]) for group, spec in self._groups.items()
-        }
+        self._plans = {group: self._plan_group(spec, views[spec.windowed]) for group, spec in self._groups.items()}
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         windowed = self._layers[layer].windowed
@@ -233,22 +222,22 @@ class TorchPagedBackend(AttentionBackend):
             for windowed, view in views.items()
         }
 
-    def _plan_group(self, group: _LayerGroup, spec: LayerSpec, step: StepView) -> _GroupPlan:
+    def _plan_group(self, spec: LayerSpec, step: StepView) -> _GroupPlan:
         ends = step.starts + step.counts
-        first_pages = first_seen(group.window, group.chunk, step.starts) // self.page_size
+        first_pages = first_seen(spec.window, spec.chunk, step.starts) // self.page_size
         num_pages = -(-ends // self.page_size) - first_pages
         one_page = spec.num_kv_heads * self.page_size * spec.key_dim * self._dtype.itemsize
         most_pages = max(self._scratch_bytes // one_page, 1)
         decodes = []
         for rows in _similar_lengths(np.flatnonzero(step.counts == 1), num_pages, most_pages):
-            decodes.append(self._plan_decodes(group, spec, step, rows, first_pages[rows], int(num_pages[rows].max())))
+            decodes.append(self._plan_decodes(spec, step, rows, first_pages[rows], int(num_pages[rows].max())))
         chunks = []
         for row in np.flatnonzero(step.counts > 1).tolist():
-            chunks.append(self._plan_chunk(group, spec, step, row, int(first_pages[row]), int(num_pages[row])))
+            chunks.append(self._plan_chunk(spec, step, row, int(first_pages[row]), int(num_pages[row])))
         return _GroupPlan(tuple(decodes), tuple(chunks))
 
     def _plan_decodes(
-        self, group: _LayerGroup, spec: LayerSpec, step: StepView, rows: Int64Array, first_pages: Int64Array, width: int
+        self, spec: LayerSpec, step: StepView, rows: Int64Array, first_pages: Int64Array, width: int
     ) -> _DecodeGroup:
         positions = step.starts[rows]
         columns = first_pages[:, None] + np.arange(width)
@@ -256,7 +245,7 @@ class TorchPagedBackend(AttentionBackend):
         tables = step.page_tables[rows[:, None], np.minimum(columns, step.page_tables.shape[1] - 1)]
         pages = np.where(used, tables, 0)
         keys = first_pages[:, None] * self.page_size + np.arange(width * self.page_size)
-        hidden = (keys > positions[:, None]) | (keys < first_seen(group.window, group.chunk, positions)[:, None])
+        hidden = (keys > positions[:, None]) | (keys < first_seen(spec.window, spec.chunk, positions)[:, None])
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
         return _DecodeGroup(
             tokens=self._to_device(step.qo_indptr[rows]),
@@ -264,18 +253,16 @@ class TorchPagedBackend(AttentionBackend):
             bias=self._to_device(bias).to(self._dtype)[:, None, :],
         )
 
-    def _plan_chunk(
-        self, group: _LayerGroup, spec: LayerSpec, step: StepView, row: int, first_page: int, num_pages: int
-    ) -> _PromptChunk:
+    def _plan_chunk(self, spec: LayerSpec, step: StepView, row: int, first_page: int, num_pages: int) -> _PromptChunk:
         start, count = int(step.starts[row]), int(step.counts[row])
         first = int(step.qo_indptr[row])
         first_key = first_page * self.page_size
         num_keys = start + count - first_key
-        window_matters = any(most is not None and num_keys > most for most in (group.window, group.chunk))
+        window_matters = any(most is not None and num_keys > most for most in (spec.window, spec.chunk))
         bias = None
         blocks = [(low, end) for own, low, end in step.blocks if own == row]
         if start > 0 or window_matters or blocks or any(_needs_scores(layer) for layer in self._layers):
-            bias = causal_bias(start, count, first_key, num_keys, group.window, self._scratch[0], group.chunk)
+            bias = causal_bias(start, count, first_key, num_keys, spec.window, self._scratch[0], spec.chunk)
             for low, end in blocks:
                 bias[max(low - start, 0) : end - start, max(low - first_key, 0) : end - first_key] = 0
         pages = step.page_tables[row, first_page : first_page + num_pages]
@@ -345,8 +332,9 @@ class TorchPagedBackend(AttentionBackend):
         return torch.cat(outs, dim=1).transpose(0, 1)
 
 
-def _group_of(spec: LayerSpec) -> _LayerGroup:
-    return _LayerGroup(spec.window, spec.chunk, spec.num_kv_heads)
+def _group_of(spec: LayerSpec) -> tuple[int | None, ...]:
+    """The fields in which layers with the same index tensors and masks are equal."""
+    return spec.window, spec.chunk, spec.num_kv_heads
 
 
 def _needs_scores(spec: LayerSpec) -> bool:

@@ -74,6 +74,17 @@ async def test_a_text_alone_is_computed_here_and_counted_like_any_other() -> Non
         assert_nothing_held(engine.core)
 
 
+async def test_a_few_texts_of_one_call_are_a_step_of_their_own() -> None:
+    engine, executor = embedder()
+    async with engine:
+        executor.keep_batches = True
+        texts = [TEXT, TEXT[::-1], TEXT[:1]]
+        assert_right(await engine.embed(texts), *texts)
+        assert executor.launched_by == [threading.get_ident()]
+        assert [len(batch.rows) for batch in executor.executed] == [3]
+        assert engine.stats().finished == {"stop": 3}
+
+
 async def test_observers_hear_of_its_step() -> None:
     engine, _ = embedder()
     async with engine:

@@ -66,12 +66,10 @@ _ITEMS = 4
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
 """Can be iterated over, and are no sequences of token ids."""
 _TASKS = {
-    "generate": ("a text generator", ("generate", "chat", "decide")),
-    "embed": ("an embedding model", ("embed",)),
-    "rerank": ("a reranker", ("rerank", "classify")),
-    "classify": ("a classifier", ("classify",)),
+    "generate": ("a text generator", ("generate", "chat", "decide")), "embed": ("an embedding model", ("embed",)),
+    "rerank": ("a reranker", ("rerank", "classify")), "classify": ("a classifier", ("classify",)),
     "decide": ("a decision model", ("decide",)),
-}
+}  # fmt: skip
 """Models of each task: their kind in words, and the calls that they serve."""
 
 

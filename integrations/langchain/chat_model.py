@@ -111,11 +111,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
             choice = openai_choice(tool_choice, offered)
             answer = None if response_format is None else structured.response_format(response_format, strict)
         bound = {
-            "tools": offered or None,
-            "tool_choice": choice,
-            "parallel_tool_calls": several_calls(parallel_tool_calls, tool_choice, choice),
-            "response_format": answer,
-        }
+            "tools": offered or None, "tool_choice": choice,
+            "parallel_tool_calls": several_calls(parallel_tool_calls, tool_choice, choice), "response_format": answer,
+        }  # fmt: skip
         return self.bind(**{name: value for name, value in bound.items() if value is not None}, **kwargs)
 
     def with_structured_output(

@@ -14,22 +14,14 @@ from langchain_core import exceptions as lc
 from asyncengine import errors
 
 _THEIRS: dict[type[errors.EngineError], str | None] = {
-    errors.InvalidParameter: "ModelInvalidRequestError",
-    errors.GrammarTimeout: "ModelTimeoutError",
-    errors.ContextLengthExceeded: "ContextOverflowError",
-    errors.AdapterNotFound: "ModelNotFoundError",
-    errors.ModelNotFound: "ModelNotFoundError",
-    errors.UnsupportedModel: "ModelNotFoundError",
-    errors.OutOfMemory: "ModelAPIError",
-    errors.QueueFull: "ModelRateLimitError",
-    errors.RequestTimeout: "ModelTimeoutError",
-    errors.RequestFailed: "ModelAPIError",
-    errors.EngineClosed: "ModelConnectionError",
-    errors.EngineAsleep: "ModelConnectionError",
-    errors.EngineDead: "ModelConnectionError",
-    errors.FleetError: "ModelConnectionError",
-    errors.WrongProcess: None,
-}
+    errors.InvalidParameter: "ModelInvalidRequestError", errors.GrammarTimeout: "ModelTimeoutError",
+    errors.ContextLengthExceeded: "ContextOverflowError", errors.AdapterNotFound: "ModelNotFoundError",
+    errors.ModelNotFound: "ModelNotFoundError", errors.UnsupportedModel: "ModelNotFoundError",
+    errors.OutOfMemory: "ModelAPIError", errors.QueueFull: "ModelRateLimitError",
+    errors.RequestTimeout: "ModelTimeoutError", errors.RequestFailed: "ModelAPIError",
+    errors.EngineClosed: "ModelConnectionError", errors.EngineAsleep: "ModelConnectionError",
+    errors.EngineDead: "ModelConnectionError", errors.FleetError: "ModelConnectionError", errors.WrongProcess: None,
+}  # fmt: skip
 """LangChain's names of the engine's errors; one that is absent has its base's. `WrongLoop`, `WrongProcess` and
 `InvariantViolation` have none: mistakes in a program, not failures of the model."""
 

@@ -12,11 +12,9 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects import openai_shape
 
 _ROLES = {
-    types.MessageRole.DEVELOPER: "system",
-    types.MessageRole.CHATBOT: "assistant",
-    types.MessageRole.MODEL: "assistant",
+    types.MessageRole.DEVELOPER: "system", types.MessageRole.CHATBOT: "assistant", types.MessageRole.MODEL: "assistant",
     types.MessageRole.FUNCTION: "tool",
-}
+}  # fmt: skip
 
 
 def check_messages(messages: object) -> None:

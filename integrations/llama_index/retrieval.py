@@ -118,11 +118,9 @@ class RankedNodes(EngineChoice, BaseNodePostprocessor):
         kept = self.top_n or len(nodes)
         dispatcher.event(ReRankStartEvent(query=query, nodes=list(nodes), top_n=kept, model_name=name))
         payload: dict[str, Any] = {
-            EventPayload.NODES: list(nodes),
-            EventPayload.MODEL_NAME: name,
-            EventPayload.QUERY_STR: query,
+            EventPayload.NODES: list(nodes), EventPayload.MODEL_NAME: name, EventPayload.QUERY_STR: query,
             EventPayload.TOP_K: kept,
-        }
+        }  # fmt: skip
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
             yield outcome
             event.on_end(payload={EventPayload.NODES: outcome})

@@ -1,0 +1,1 @@
+"""Providers of the engine for evaluation harnesses: `inspect_ai` (Inspect)."""

@@ -1,1 +1,0 @@
-"""Providers of the engine for evaluation harnesses: `inspect_ai` (Inspect)."""

@@ -1,9 +1,9 @@
 """config.json of a model that is written down here, read without transformers' classes, whose import takes longer than
 loading a small model.
 
-A family's file says which fields have defaults (`DEFAULTS`) and works out what transformers' class of the family works
-out (`complete`). A file that lacks any other field that its family reads is left to that class, with its defaults.
-`tests/execution/models/test_config.py` compares both for every family.
+families/decoders.toml says which fields have defaults, and a family's file works out what transformers' class of the
+family works out (`complete`). A config.json that lacks any other field that its family reads is left to that class,
+with its defaults. `tests/execution/models/test_config.py` compares both for every family.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 
-Defaults = Mapping[str, Mapping[str, Any]]
-"""Defaults of fields by model_type; `...`: the field must be there, whatever `COMMON` says."""
 COMMON: Mapping[str, Any] = MappingProxyType(
     {
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "head_dim": None, "layer_types": None,
@@ -25,7 +23,7 @@ COMMON: Mapping[str, Any] = MappingProxyType(
         "eos_token_id": ...,
     }
 )  # fmt: skip
-"""Defaults of all families; a family's own come before these."""
+"""Defaults of all families; a family's own come before these. `...`: the field must be there."""
 _MAY_BE_NULL = (
     "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv",
     "n_inner", "q_lora_rank", "moe_latent_size", "num_experts", "eos_token_id",

@@ -33,7 +33,7 @@ _KNOWN = "weights.json"
 SOURCES = (
     "execution/attention", "execution/layers", "execution/models", "execution/runner", "kernels", "lora",
 )  # fmt: skip
-"""Folders of the package whose code decides on the bits of weights, keys, values and states."""
+"""Folders of the package whose code and tables decide on the bits of weights, keys, values and states."""
 
 
 def digest_of(parts: Any) -> str:
@@ -86,7 +86,7 @@ def _digest_of_file(file: Path, size: int) -> str:
 def digest_of_code(package: Path = Path(__file__).parents[2]) -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
-        for file in sorted((package / name).rglob("*.py")):
+        for file in sorted([*(package / name).rglob("*.py"), *(package / name).rglob("*.toml")]):
             digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -300,6 +300,8 @@ def test_the_code_that_decides_on_bits_is_in_the_digest(folder: str, tmp_path: P
     for name in identity.SOURCES:
         shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     assert identity.digest_of_code(tmp_path) == identity.digest_of_code()
-    some = next((tmp_path / folder).rglob("*.py"))
-    some.write_text(some.read_text() + "\n# changed\n")
-    assert identity.digest_of_code(tmp_path) != identity.digest_of_code()
+    for some in [next((tmp_path / folder).rglob("*.py")), *(tmp_path / folder).rglob("*.toml")]:  # code, and all tables
+        content = some.read_text()
+        some.write_text(content + "\n# changed\n")
+        assert identity.digest_of_code(tmp_path) != identity.digest_of_code()
+        some.write_text(content)

@@ -1,14 +1,15 @@
 """The families that are written down: from a config.json to a `DecoderConfig`, one short file for each group.
 
-`NATIVE` says which file serves which `model_type`. A family that only renames another costs a name here. All others
-run through `models.fallback`, and so do options of these that are not written down.
+decoders.toml says which file serves which `model_type`. A family that only renames another costs a name there. All
+others run through `models.fallback`, and so do options of these that are not written down.
 """
 
 from __future__ import annotations
 
 import logging
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, resources
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
@@ -23,52 +24,10 @@ DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 """(a `ModelConfig` or transformers' config object, longest sequence) -> what the decoder is built of. Raises
 `UnsupportedModel` for an option of the family that is not written down: such a model runs through transformers."""
 
-_FILES: Mapping[str, Sequence[str]] = {
-    "apertus": ("apertus",),
-    "cohere": ("cohere", "cohere2"),
-    "falcon": ("falcon", "bloom", "mpt"),
-    "gemma": ("gemma", "gemma2", "gemma3_text"),
-    "gemma4": ("gemma4_text",),
-    "gpt2": ("gpt2", "gpt_neo"),
-    "opt": ("opt",),
-    "llama": (
-        "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3",
-        "qwen3_vl_text", "smollm3", "seed_oss", "hunyuan_v1_dense",
-    ),
-    "llama4": ("llama4_text",),
-    "nemotron": ("nemotron",),
-    "phi": ("phi3", "glm", "glm4", "glm4v_text"),
-    "granite": ("granite", "granitemoehybrid", "granitemoe", "granitemoeshared"),
-    "olmo": ("olmo", "olmo2", "olmo3", "exaone4", "olmo_hybrid"),
-    "mixtral": ("mixtral", "phimoe", "minimax_m2"),
-    "qwen_moe": ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe"),
-    "qwen_next": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    "gpt_oss": ("gpt_oss",),
-    "glm_moe": ("glm4_moe", "glm4v_moe_text", "dots1", "ernie4_5_moe"),
-    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"),
-    "kimi_linear": ("kimi_linear",),
-    "lfm2": ("lfm2", "lfm2_moe", "lfm3"),
-    "mamba": ("mamba2", "bamba", "falcon_h1"),
-    "nemotron_h": ("nemotron_h",),
-    "stablelm": ("stablelm", "starcoder2"),
-}  # fmt: skip
-"""Each file in this folder that has a `decoder_config` -> the model_types that it serves."""
-NATIVE: Mapping[str, str] = {family: file for file, families in _FILES.items() for family in families}
+_TABLES = tomllib.loads((resources.files(__package__) / "decoders.toml").read_text(encoding="utf-8"))
+NATIVE: Mapping[str, str] = {family: file for file, families in _TABLES["files"].items() for family in families}
 """model_type -> the file in this folder with its `decoder_config`."""
-
-
-MULTIMODAL: Mapping[str, Inside] = {
-    **dict.fromkeys(
-        (
-            "gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
-            "glm4v", "glm46v", "glm4v_moe", "mistral3", "aya_vision", "cohere2_vision", "exaone4_5", "internvl",
-            "lfm2_vl", "llava", "llava_next", "llava_onevision", "qwen2_audio", "voxtral",
-        ),
-        Inside(),
-    ),
-    **dict.fromkeys(("idefics3", "smolvlm"), Inside("model.text_model.")),
-    "llama4": Inside("language_model.model.", "language_model.lm_head"),
-}  # fmt: skip
+MULTIMODAL: Mapping[str, Inside] = {family: Inside(**names) for family, names in _TABLES["multimodal"].items()}
 """model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
@@ -94,8 +53,10 @@ def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | N
         if not isinstance(family, str) or family not in NATIVE:
             return _with_language_model(content) if family in tuple(MULTIMODAL) else None
         module = import_module(f"{__name__}.{NATIVE[family]}")
-        own, aliases = (getattr(module, name, {}).get(family, {}) for name in ("DEFAULTS", "ALIASES"))
-        found = read_fields(content, own, aliases, getattr(module, "complete", lambda config: None))
+        known = _TABLES["fields"].get(family, {})
+        own = dict.fromkeys(known.get("optional", ())) | dict.fromkeys(known.get("required", ()), ...)
+        own |= known.get("defaults", {})
+        found = read_fields(content, own, known.get("aliases", {}), getattr(module, "complete", lambda config: None))
     except MissingField:
         return None
     found._name_or_path = name

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like
-
-DEFAULTS: Defaults = {
-    "apertus": {"num_key_value_heads": None, "rope_theta": 1.2e7, "rope_parameters": ...},
-}  # fmt: skip
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

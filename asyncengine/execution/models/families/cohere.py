@@ -8,14 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import alternate, llama_like, rotary_of, windows_of
-
-DEFAULTS: Defaults = {
-    "cohere": {"num_key_value_heads": None, "tie_word_embeddings": True, "use_qk_norm": False, "rope_theta": 5e5},
-    "cohere2": {"num_key_value_heads": None, "tie_word_embeddings": True},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

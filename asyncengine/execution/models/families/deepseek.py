@@ -13,7 +13,7 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, rotary_of
 from asyncengine.execution.models.families.glm_moe import FREQUENCIES, mixture_of, sigmoid_router
@@ -21,17 +21,6 @@ from asyncengine.execution.models.families.glm_moe import FREQUENCIES, mixture_o
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, whatever config.json says of the others."""
 _DENSE = ("youtu", "minicpm3")
-DEFAULTS: Defaults = {
-    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "deepseek_v3": {"rope_interleave": True},
-    "glm4_moe_lite": {"rope_interleave": True, "mlp_layer_types": None},
-    "youtu": {"rope_interleave": True, "tie_word_embeddings": ...},
-    "minicpm3": {"tie_word_embeddings": ..., "v_head_dim": None},
-}
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
-    "glm4_moe_lite": {"num_local_experts": "n_routed_experts"},
-}
 
 
 def complete(config: ModelConfig) -> None:

@@ -6,30 +6,14 @@ bias of scores by distance, ALiBi.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig, UnknownLayers
+from asyncengine.execution.models.config import ModelConfig, UnknownLayers
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like
 
-DEFAULTS: Defaults = {
-    "falcon": {
-        "num_ln_in_parallel_attn": None, "alibi": False, "new_decoder_architecture": False, "multi_query": True,
-        "parallel_attn": True, "bias": False, "max_position_embeddings": 2048, "activation": "gelu",
-        "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
-    },
-    "bloom": {
-        "layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False, "tie_word_embeddings": True,
-    },
-    "mpt": {"layer_norm_epsilon": 1e-5, "max_seq_len": 2048, "attn_config": None, "tie_word_embeddings": True},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "bloom": {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
-    "mpt": {"num_attention_heads": "n_heads", "hidden_size": "d_model", "num_hidden_layers": "n_layers"},
-}
 _ALIBI = (RotaryConfig((), style="alibi"),)
 _ATTENTION: dict[str, Any] = {"qkv": ("self_attention.query_key_value",), "out": "self_attention.dense"}
 _MLP: dict[str, Any] = {"up": ("mlp.dense_h_to_4h",), "down": "mlp.dense_4h_to_h", "gated": False}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families import common
 
@@ -20,11 +20,6 @@ SANDWICH: Mapping[str, Any] = {
     "after_mlp": "post_feedforward_layernorm",
 }
 """Norms before and after both branches, fields of `LayerConfig`."""
-DEFAULTS: Defaults = {
-    "gemma": {"head_dim": ..., "tie_word_embeddings": True},
-    "gemma2": {"head_dim": ..., "final_logit_softcapping": ..., "tie_word_embeddings": True},
-    "gemma3_text": {"head_dim": ..., "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

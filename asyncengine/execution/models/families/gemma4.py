@@ -10,21 +10,12 @@ from asyncengine.execution.layers.basic import LayerInputConfig, NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mlp import MLPConfig, SideExpertsConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, alternate, layer_types_of, rotary_of, windows_of
 from asyncengine.execution.models.families.gemma import SANDWICH
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
-DEFAULTS: Defaults = {
-    "gemma4_text": {
-        "head_dim": ..., "tie_word_embeddings": True,
-        "rope_parameters": {
-            "sliding_attention": {"rope_theta": 1e4},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-        },
-    },
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

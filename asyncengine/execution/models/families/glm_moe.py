@@ -5,7 +5,6 @@ ERNIE 4.5 (Baidu 2025) has softmax scores, and no groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
 from asyncengine.execution.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of
@@ -22,15 +21,6 @@ _SHARED = "mlp.shared_experts."
 FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
 _LEAST = 1e-20
 """A sum of weights at least."""
-DEFAULTS: Defaults = {
-    "glm4_moe": {"partial_rotary_factor": 0.5, "use_qk_norm": False},
-    "glm4v_moe_text": {"partial_rotary_factor": 0.5, "attention_bias": True},
-    "ernie4_5_moe": {"tie_word_embeddings": True, "use_bias": False, "rope_theta": 5e5},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    **{family: {"num_local_experts": "n_routed_experts"} for family in ("glm4_moe", "glm4v_moe_text", "dots1")},
-    "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -5,29 +5,13 @@ GPT-2's matrices are stored transposed. GPT-Neo's scores are not scaled, and eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_layers
+from asyncengine.execution.models.config import ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like
-
-DEFAULTS: Defaults = {
-    "gpt2": {
-        "n_inner": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-        "tie_word_embeddings": True,
-    },
-    "gpt_neo": {"window_size": 256, "intermediate_size": None, "tie_word_embeddings": True},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

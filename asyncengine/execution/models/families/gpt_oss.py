@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.mlp import MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import alternate, llama_like, windows_of
-
-DEFAULTS: Defaults = {
-    "gpt_oss": {"head_dim": ..., "attention_bias": True, "rope_theta": 1.5e5, "rope_parameters": ...},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "gpt_oss": {"num_experts": "num_local_experts"},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, layer_types_of, llama_like, rotary_of, with_states
 from asyncengine.execution.models.families.mamba import KINDS, complete_mixer, mixer
 
 _BLOCK = "block_sparse_moe."
 _SHARED: dict[str, Any] = {"up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
-DEFAULTS: Defaults = {
-    "granite": {"num_key_value_heads": None},
-    "granitemoe": {"num_local_experts": ..., "num_key_value_heads": None},
-    "granitemoeshared": {"num_local_experts": ..., "num_key_value_heads": None},
-    "granitemoehybrid": {"num_local_experts": ..., "num_key_value_heads": None, "position_embedding_type": None},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "granitemoehybrid": {"layers_block_type": "layer_types"},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -6,7 +6,7 @@ rows share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,13 +181,6 @@ _LEAST = 1e-20
 """A sum of weights at least."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of the latent vector's norm, whatever config.json says of the others."""
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "kimi_linear": {
-        "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group", "num_local_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts",
-    },
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep
 from asyncengine.execution.layers.stored import TensorSlot
-from asyncengine.execution.models.config import Defaults, ModelConfig, UnknownLayers
+from asyncengine.execution.models.config import ModelConfig, UnknownLayers
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
 
@@ -92,14 +92,6 @@ _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
 """Number added to the sum of a row's weights."""
-DEFAULTS: Defaults = {
-    "lfm2": {"block_auto_adjust_ff_dim": True, "tie_word_embeddings": True, "rope_theta": 1e6},
-    "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1e6},
-    "lfm3": {
-        "tie_word_embeddings": True, "head_dim": 128, "use_sandwich_norm": True, "use_attention_gate": True,
-        "conv_bias": False, "conv_L_cache": 7, "sliding_window": 256, "norm_eps": 1e-5, "rope_theta": 1e6,
-    },
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families import common
 
@@ -22,20 +22,6 @@ _HEAD_NORMS = {
     "hunyuan_v1_dense": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
 }
 _WINDOW_EVERYWHERE = ("mistral", "ministral3")
-_USUAL = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
-DEFAULTS: Defaults = {
-    "llama": {**_USUAL, "num_key_value_heads": None, "eos_token_id": 2},
-    "mistral": {**_USUAL, "eos_token_id": 2},
-    "qwen2": {**_USUAL, "eos_token_id": None},
-    "qwen3": {**_USUAL, "head_dim": ..., "eos_token_id": None},
-    "hunyuan_v1_dense": {"num_key_value_heads": None},
-    "ministral3": {"head_dim": ..., "rope_parameters": ...},
-    "qwen2_vl_text": {"rope_theta": 1e6},
-    "qwen2_5_vl_text": {"rope_theta": 1e6},
-    "qwen3_vl_text": {"head_dim": ..., "rope_theta": 5e5, "eos_token_id": None},
-    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
-    "seed_oss": {"head_dim": ..., "attention_bias": True},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, layer_types_of, llama_like, rotary_of
 
@@ -20,7 +20,6 @@ KINDS = ("full_attention", "chunked_attention")
 _BLOCK = "feed_forward."
 _EACH = f"{_BLOCK}experts.{{}}."
 _GATED = ("gate_proj", "up_proj")
-DEFAULTS: Defaults = {"llama4_text": {"head_dim": ..., "rope_theta": 5e5}}
 
 
 def complete(config: ModelConfig) -> None:

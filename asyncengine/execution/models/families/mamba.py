@@ -8,12 +8,11 @@ from typing import Any, Literal
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
 
 KINDS = ("linear_attention", "full_attention")
-DEFAULTS: Defaults = {"mamba2": {"head_dim": ...}}
 
 
 def complete(config: ModelConfig) -> None:

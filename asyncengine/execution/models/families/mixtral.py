@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +11,12 @@ from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.mlp import MoEConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like, rotary_of
 
 _BLOCK = "block_sparse_moe."
 _W1, _W2, _W3 = (f"{_BLOCK}experts.{{}}.w{index}.weight" for index in (1, 2, 3))
-DEFAULTS: Defaults = {
-    "mixtral": {"rope_theta": 1e6},
-    "phimoe": {"rope_theta": 1e6},
-    "minimax_m2": {"head_dim": ..., "rope_theta": 5e6},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "minimax_m2": {"num_experts": "num_local_experts"},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import llama_like, rotary_of
-
-DEFAULTS: Defaults = {
-    "nemotron": {"num_key_value_heads": None, "partial_rotary_factor": 0.5},
-}  # fmt: skip
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

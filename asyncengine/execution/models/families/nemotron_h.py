@@ -5,7 +5,6 @@ Experts are not gated. Scores are DeepSeek V3's; beside the experts of its choic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.layers.mlp import LatentExpertsConfig, MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig, unknown_layers
+from asyncengine.execution.models.config import ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, head_dim_of
 from asyncengine.execution.models.families.mamba import check_silu
@@ -24,13 +23,6 @@ KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 _LEAST = 1e-20
 """A sum of weights at least."""
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-DEFAULTS: Defaults = {"nemotron_h": {"head_dim": ...}}
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "nemotron_h": {
-        "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
-        "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
-    },
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

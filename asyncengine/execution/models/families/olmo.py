@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig, UnknownLayers
+from asyncengine.execution.models.config import ModelConfig, UnknownLayers
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families import common
 from asyncengine.execution.models.families.common import alternate, layer_types_of, llama_like, rotary_of, windows_of
@@ -22,12 +22,6 @@ _AFTER = {
     "after_mlp": "post_feedforward_layernorm",
 }  # fmt: skip
 KINDS = ("linear_attention", *common.KINDS)
-DEFAULTS: Defaults = {
-    "olmo": {"num_key_value_heads": None, "clip_qkv": None},
-    "olmo2": {"num_key_value_heads": None},
-    "olmo3": {"num_key_value_heads": None, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
-    "olmo_hybrid": {"num_key_value_heads": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import activation, llama_like
 
 _OFFSET = 2
 _MODEL = "model.decoder."
-DEFAULTS: Defaults = {
-    "opt": {
-        "_remove_final_layer_norm": False, "enable_bias": True, "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

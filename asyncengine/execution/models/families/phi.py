@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncengine.execution.models.config import Defaults
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import llama_like, rotary_of
 
 _SANDWICH = {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
-DEFAULTS: Defaults = {
-    "glm4v_text": {"eos_token_id": None},
-    "phi3": {"num_key_value_heads": None, "partial_rotary_factor": 1.0},
-    "glm": {"head_dim": ..., "partial_rotary_factor": 0.5, "attention_bias": True},
-    "glm4": {"head_dim": ..., "partial_rotary_factor": 0.5, "attention_bias": True},
-}  # fmt: skip
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

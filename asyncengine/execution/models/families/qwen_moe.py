@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
@@ -10,22 +9,11 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import KINDS, activation, llama_like, windows_of
 
 _SHARED = "mlp.shared_expert."
-DEFAULTS: Defaults = {
-    "qwen2_moe": {"mlp_only_layers": [], "qkv_bias": True},
-    "qwen3_moe": {"mlp_only_layers": []},
-    "qwen3_vl_moe_text": {"tie_word_embeddings": True, "mlp_only_layers": [], "rope_theta": 5e5},
-    "olmoe": {"num_key_value_heads": None, "clip_qkv": None},
-}  # fmt: skip
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-    "qwen3_vl_moe_text": {"num_local_experts": "num_experts"},
-    "olmoe": {"num_local_experts": "num_experts"},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
-from asyncengine.execution.models.config import Defaults, ModelConfig
+from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
 from asyncengine.execution.models.families.common import (
@@ -25,14 +25,6 @@ from asyncengine.execution.models.families.common import (
 
 _SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")
-DEFAULTS: Defaults = {
-    "qwen3_next": {
-        "head_dim": ..., "num_experts": ..., "partial_rotary_factor": 0.25, "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-    },
-    "qwen3_5_text": {"head_dim": ..., "partial_rotary_factor": 0.25, "num_experts": 0},
-    "qwen3_5_moe_text": {"head_dim": ..., "num_experts": ..., "partial_rotary_factor": 0.25},
-}  # fmt: skip
 
 
 def complete(config: ModelConfig) -> None:

@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.models.config import Defaults
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import llama_like, rotary_of
-
-DEFAULTS: Defaults = {
-    "stablelm": {"partial_rotary_factor": 0.25},
-    "starcoder2": {"tie_word_embeddings": True},
-}  # fmt: skip
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -102,6 +103,16 @@ class SystemDisk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def opened(disk: Disk, path: str, *, create: bool = False) -> Iterator[int]:
+    """A descriptor of a file, which is closed behind the block. Raises `OSError`."""
+    descriptor = disk.open(path, create=create)
+    try:
+        yield descriptor
+    finally:
+        disk.close(descriptor)
 
 
 def _in_parts(transfer: Callable[[Sequence[Any], int], int], buffers: Sequence[Buffer], offset: int) -> int:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from asyncengine.kvcache.store.counts import StoreCounts
-from asyncengine.kvcache.store.disk import Disk
+from asyncengine.kvcache.store.disk import Disk, opened
 from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, checksum
 from asyncengine.step import RecordPart
 
@@ -128,11 +128,8 @@ class SegmentStore:
         header, path = entry.header, self._path(entry.segment, "data")
         head = memoryview(bytearray(header.head_size))
         try:
-            descriptor = self._disk.open(path)
-            try:
+            with opened(self._disk, path) as descriptor:
                 count = self._disk.preadv(descriptor, [head, *buffers], entry.offset)
-            finally:
-                self._close(descriptor)
         except OSError as error:
             self.failures += 1
             self._entries.pop(key, None)
@@ -246,13 +243,10 @@ class SegmentStore:
 
     def _size_of(self, path: str) -> int:
         try:
-            descriptor = self._disk.open(path)
+            with opened(self._disk, path) as descriptor:
+                return self._disk.size(descriptor)
         except OSError:
             return 0  # dropped by another process meanwhile, or not ours
-        try:
-            return self._disk.size(descriptor)
-        finally:
-            self._close(descriptor)
 
     def _make_room(self, segments: dict[tuple[str, int], int]) -> None:
         """Drop the oldest segments until another one fits. Of other fingerprints the newest stays: a process may be
@@ -268,8 +262,7 @@ class SegmentStore:
 
     def _drop(self, name: str, number: int) -> None:
         if name == self._prefix:
-            kept = {key: entry for key, entry in self._entries.items() if entry.segment != number}
-            self._entries = kept
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.segment != number}
         for kind in ("index", "data"):  # the index first: nobody looks for records that are gone
             with contextlib.suppress(OSError):
                 self._disk.unlink(posixpath.join(self._folder, f"{name}-{number:08}.{kind}"))
@@ -318,12 +311,12 @@ class SegmentStore:
         numbers = sorted(number for name, number in self._segments() if name == self._prefix)
         last: tuple[int, int, int] | None = None
         for number in numbers:
+            last = None
             try:
                 last = self._read_index(number)
             except FileNotFoundError:
-                last = None  # a process died before it had made the second of the two files
+                pass  # a process died before it had made the second of the two files
             except OSError as error:
-                last = None
                 self.failures += 1
                 logger.warning("a segment of the prefix cache cannot be read: %s", error)
         if last is not None and self._lock is not None and last[1] < self._segment_bytes // 2:
@@ -332,11 +325,8 @@ class SegmentStore:
     def _read_index(self, number: int) -> tuple[int, int, int]:
         """Take the entries of a segment. Returns (number, bytes of whole records, bytes of whole entries)."""
         most = self._size_of(self._path(number, "data"))
-        descriptor = self._disk.open(self._path(number, "index"))
-        try:
+        with opened(self._disk, self._path(number, "index")) as descriptor:
             data = read_whole(self._disk, descriptor)
-        finally:
-            self._close(descriptor)
         data_end = index_end = 0
         for entry, place in entries_of(number, data):
             if entry.header.fingerprint == self.fingerprint and entry.end <= most:
@@ -371,23 +361,15 @@ def entries_of(segment: int, data: bytearray) -> Iterator[tuple[Entry, range]]:
     """Each whole entry of the index of a segment, and the bytes of `data` that it takes."""
     at = 0
     while at >= 0:
-        entry, after = _unpack_entry(segment, data, at)
-        if entry is None:
-            at = data.find(MAGIC, at + 1)  # damaged: those behind it may be whole
-        else:
-            yield entry, range(at, after)
+        try:
+            header, end = Header.unpack(data, at)
+            offset, check = _PLACE.unpack_from(data, end)
+            whole = check == zlib.crc32(data[at : end + 8])
+        except (RecordError, struct.error):  # cut off, or damaged
+            whole = False
+        if whole:
+            after = end + _PLACE.size
+            yield Entry(segment, offset, header), range(at, after)
             at = after
-
-
-def _unpack_entry(segment: int, data: bytearray, at: int) -> tuple[Entry | None, int]:
-    """(entry, offset behind it) of an index; (None, at) where there is no whole one."""
-    try:
-        header, end = Header.unpack(data, at)
-    except RecordError:
-        return None, at
-    if len(data) < end + _PLACE.size:
-        return None, at
-    offset, check = _PLACE.unpack_from(data, end)
-    if check != zlib.crc32(data[at : end + 8]):
-        return None, at
-    return Entry(segment, offset, header), end + _PLACE.size
+        else:
+            at = data.find(MAGIC, at + 1)  # those behind it may be whole

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncengine.kvcache.store.disk import Disk
+from asyncengine.kvcache.store.disk import Disk, opened
 from asyncengine.kvcache.store.record import checksum
 from asyncengine.kvcache.store.segments import NAME, Entry, entries_of, read_whole
 from asyncengine.step import RecordPart
@@ -64,20 +63,17 @@ def clear(disk: Disk, folder: str) -> tuple[int, list[str]]:
     segments = _segments(disk, folder)
     for prefix in sorted({prefix for prefix, _ in segments}):
         # The lock is held until all is gone, and its file stays: two engines could lock two files of that name.
-        lock = disk.open(posixpath.join(folder, f"{prefix}.lock"), create=True)
-        try:
+        with opened(disk, posixpath.join(folder, f"{prefix}.lock"), create=True) as lock:
             if not disk.lock(lock):
                 kept.append(prefix)
                 continue
             for number in [number for other, number in segments if other == prefix]:
                 for kind in ("index", "data"):  # the index first: nobody looks for records that are gone
                     path = posixpath.join(folder, f"{prefix}-{number}.{kind}")
-                    with contextlib.suppress(FileNotFoundError), _opened(disk, path) as descriptor:
+                    with contextlib.suppress(FileNotFoundError), opened(disk, path) as descriptor:
                         size = disk.size(descriptor)
                         disk.unlink(path)
                         removed += size
-        finally:
-            disk.close(lock)
     return removed, kept
 
 
@@ -86,26 +82,17 @@ def _segments(disk: Disk, folder: str) -> list[tuple[str, str]]:
     return sorted({(name[1], name[2]) for name in names})
 
 
-@contextlib.contextmanager
-def _opened(disk: Disk, path: str) -> Iterator[int]:
-    descriptor = disk.open(path)
-    try:
-        yield descriptor
-    finally:
-        disk.close(descriptor)
-
-
 def _is_locked(disk: Disk, path: str) -> bool:
     """Whether an engine holds the lock. It is tried for a moment: an engine that starts right then would only read."""
     try:
-        with _opened(disk, path) as descriptor:
+        with opened(disk, path) as descriptor:
             return not disk.lock(descriptor)
     except OSError:  # there is none, or the file system has no locks: nobody writes
         return False
 
 
 def _survey_segment(disk: Disk, path: str, model: ModelRecords, verify: bool) -> None:
-    with _opened(disk, f"{path}.index") as index, _opened(disk, f"{path}.data") as data:
+    with opened(disk, f"{path}.index") as index, opened(disk, f"{path}.data") as data:
         written = read_whole(disk, index)
         size = disk.size(data)
         model.bytes += size + len(written)

@@ -21,22 +21,14 @@ class CacheLog:
         """Hashes of pages that were not there when the log was last drained."""
         self.overflowed = False
 
-    def published(self, page: int) -> None:
-        if page not in self._last:
-            self._new[page] = None
-        self._note(page, True)
-
-    def evicted(self, page: int) -> None:
-        self._note(page, False)
-
-    def _note(self, page: int, there: bool) -> None:
+    def note(self, page: int, there: bool) -> None:
+        """The page was published (`there`), or evicted."""
         if self.overflowed:
             return
-        if len(self._last) >= self._limit and page not in self._last:
-            self.overflowed = True
-            self._last.clear()
-            self._new.clear()
-            return
+        if page not in self._last:
+            if there:
+                self._new[page] = None
+            self.overflowed = len(self._last) >= self._limit
         self._last[page] = there
 
     def drain(self, everything: Iterable[int]) -> CacheNews:

@@ -219,17 +219,15 @@ class RadixTree:
         page in place of its own (mini-sglang #142: not doing so is a use-after-free). The caller holds a lock on
         `node` and it moves to the child: lock counts on the path stay right. `owner`: the session of the request.
         """
-        child = node.children.get(tokens)
         self._tick += 1
-        if child is None:
-            child = self._join(node, tokens)
+        child = self.pass_over(node, tokens)
         if not child.page:
             child.created, child.priority = self._tick, priority
             child.private = owner is not None or node.private
             child.page = page  # last: who copies a page on another thread sees by both that it is the same one
             self.num_pages += 1
             if self.log is not None:
-                self.log.published(child.hash)
+                self.log.note(child.hash, True)
         child.last_used = self._tick
         child.owner = owner
         child.priority = min(child.priority, priority)
@@ -276,13 +274,9 @@ class RadixTree:
         something must be joined to."""
         child = node.children.get(tokens)
         if child is None:
-            child = self._join(node, tokens)
-        return child
-
-    def _join(self, node: Node, tokens: tuple[int, ...]) -> Node:
-        child = node.children[tokens] = Node(node, tokens, 0, self._tick, 0)
-        if self.log is not None:
-            child.hash = page_hash(node.hash, tokens)
+            child = node.children[tokens] = Node(node, tokens, 0, self._tick, 0)
+            if self.log is not None:
+                child.hash = page_hash(node.hash, tokens)
         return child
 
     def evict(self, count: int) -> list[int]:
@@ -381,6 +375,6 @@ class RadixTree:
         node.tips, node.owner, node.private = (), None, False
         self.num_pages -= 1
         if self.log is not None:
-            self.log.evicted(node.hash)
+            self.log.note(node.hash, False)
         page, node.page = node.page, 0
         return page

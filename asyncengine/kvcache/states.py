@@ -23,8 +23,9 @@ own, and goes on in the slot before the first wrong one. Nothing is copied or co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
@@ -135,7 +136,7 @@ class StateGroup:
     def start(self, node: Node, position: int, marks: list[int]) -> WorkingState | None:
         """A working slot for a request that starts from the snapshot of `node` (a root: from no token at all), to be
         taken from a snapshot if need be. None: not now."""
-        snapshot = self._at(node)
+        snapshot = self.snapshot_of(node)
         self._pin(snapshot, 1)
         slot = self._take() or self._take_trail()
         if not slot:
@@ -245,7 +246,7 @@ class StateGroup:
             self._retiring.add(slot, working.trail_step)
             return
         self._hang(slot, working, node, depth)
-        if (snapshot := self._at(node)) is not None:
+        if (snapshot := self.snapshot_of(node)) is not None:
             self._pin(snapshot, 1)
             self.reading.add(snapshot, working.trail_step)
 
@@ -303,7 +304,7 @@ class StateGroup:
 
     def forget(self, node: Node) -> None:
         """`node` leaves the tree, and its snapshot with it."""
-        snapshot = self._at(node)
+        snapshot = self.snapshot_of(node)
         if snapshot is None:
             return
         if snapshot.readers:
@@ -331,11 +332,11 @@ class StateGroup:
 
     def snapshot_of(self, node: Node) -> Snapshot | None:
         """The snapshot that hangs on `node`: another object for each time that one was taken."""
-        return self._at(node)
+        return self.snapshots.get(node.state) or self._passed.get(node.state)
 
     def keep(self, node: Node) -> Snapshot | None:
         """Keep the snapshot of `node`, if it has one, until `keep_no_more`."""
-        snapshot = self._at(node)
+        snapshot = self.snapshot_of(node)
         if snapshot is not None:
             self._kept.append(snapshot)
             self._pin(snapshot, 1)
@@ -345,9 +346,6 @@ class StateGroup:
         """Undo `keep`."""
         self._kept.remove(snapshot)
         self._pin(snapshot, -1)
-
-    def _at(self, node: Node) -> Snapshot | None:
-        return self.snapshots.get(node.state) or self._passed.get(node.state)
 
     def _hang(self, slot: int, working: WorkingState, node: Node, depth: int) -> None:
         """Make `slot` the snapshot of the node in `depth` pages on the path to `node`, if that has none."""
@@ -372,17 +370,14 @@ class StateGroup:
     def _take(self) -> int:
         """A free slot, else the one of the snapshot that is least worth keeping; 0: all are in use."""
         if not self.pool.num_free:
-            victim = next((each for each in self._in_order() if not each.readers), None)
+            in_order = chain(self._passed.values(), self.snapshots.values())
+            victim = next((each for each in in_order if not each.readers), None)
             if victim is None:
                 return 0
             self._remove(victim)
             self._evictions += 1
             return victim.slot
         return self.pool.take(1)[0]
-
-    def _in_order(self) -> Iterator[Snapshot]:
-        yield from self._passed.values()
-        yield from self.snapshots.values()
 
     def _remove(self, snapshot: Snapshot) -> None:
         snapshot.node.state = 0
@@ -430,7 +425,7 @@ class StateGroup:
         self.pool.check(owned)
         if self._trails != {each.trail: each for each in working if each.trail}:
             raise InvariantViolation(f"trails {sorted(self._trails)} are not those of running requests")
-        snapshots = {each.slot: each for each in self._in_order()}
+        snapshots = {**self._passed, **self.snapshots}
         if {slot: each.node for slot, each in snapshots.items()} != hung:
             raise InvariantViolation(f"snapshots {sorted(snapshots)}, but the tree's are {sorted(hung)}")
         readers = [*self._kept, *self.reading, *(each.unread for each in working if each.unread is not None)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asyncengine.checks import check_unicode
@@ -45,7 +45,7 @@ class BatchTokenizer:
         self._backend = tokenizer.backend
         self._side = getattr(self._hf, "truncation_side", "right")
         self._types = "token_type_ids" in getattr(self._hf, "model_input_names", ())
-        self._lower = _lowering() if lower_case else None
+        self._lower_case = lower_case
         self._lock = threading.Lock()
 
     def prompt_length(self, prompt: str) -> int:
@@ -58,8 +58,10 @@ class BatchTokenizer:
     ) -> list[EncodedText]:
         """Raises `InvalidParameter` for a text that cannot be encoded (lone surrogates), by the caller's `name` for
         them all and its place among them; None: they are all there are."""
-        if self._lower is not None:
-            lower = self._lower
+        if self._lower_case:
+            from tokenizers.normalizers import Lowercase
+
+            lower = Lowercase().normalize_str
             texts = [lower(text) if isinstance(text, str) else (lower(text[0]), lower(text[1])) for text in texts]
         try:
             if self._frame is not None:
@@ -140,9 +142,3 @@ def _second(types: Sequence[int]) -> int:
 
 def _size(text: TextOrPair) -> int:
     return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
-
-
-def _lowering() -> Callable[[str], str]:
-    from tokenizers.normalizers import Lowercase
-
-    return Lowercase().normalize_str

@@ -115,6 +115,8 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
         return None
     if not isinstance(content, dict) or not isinstance(template, (str, type(None))) or not _is_known(config):
         return None
+    from tokenizers import Tokenizer
+
     try:
         size = len(content["model"]["vocab"]) + len(content["added_tokens"])
         kind = _class_of(folder, family, config, text, size)
@@ -125,21 +127,11 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
             return None
         if kind == "Qwen2Tokenizer" and not _is_qwen(content):
             return None
-        return PlainTokenizer(_backend(text), special, template, hashlib.sha256(text.encode()).hexdigest())
-    except (KeyError, TypeError, ValueError, AttributeError):  # no such file as it is expected here
-        return None
-
-
-def _backend(text: str) -> Any:
-    """Raises `ValueError` for what the package cannot read."""
-    from tokenizers import Tokenizer
-
-    try:
         backend = Tokenizer.from_str(text)
-    except Exception as error:  # it raises nothing more special
-        raise ValueError(str(error)) from error
+    except Exception:  # no such file as it is expected here; the package raises nothing more special
+        return None
     backend.encode_special_tokens = False
-    return backend
+    return PlainTokenizer(backend, special, template, hashlib.sha256(text.encode()).hexdigest())
 
 
 def _is_known(config: Any) -> bool:

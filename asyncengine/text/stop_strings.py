@@ -14,15 +14,16 @@ class StopAutomaton:
     strings: a state's usual successor is the next state, so only branches of the trie need a table entry.
     """
 
-    __slots__ = ("_branches", "_chars", "_depth", "_match", "failures", "first")
+    __slots__ = ("_branches", "_chars", "depth", "failures", "first", "match")
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._branches: dict[tuple[int, str], int] = {}
-        self._depth = array("i", [0])
-        self._match = array("i", [0])
-        """Length of the longest stop string that ends in this state; 0 if none does."""
+        self.depth = array("i", [0])
+        """Length of the longest suffix of the text that is a prefix of a stop string, by state."""
+        self.match = array("i", [0])
+        """Length of the longest stop string that ends in a state; 0 if none does."""
         chars = [""]
         parents = self._build_trie(stops, chars)
         self._chars = chars
@@ -37,35 +38,30 @@ class StopAutomaton:
         for stop in stops:
             state = 0
             for depth, char in enumerate(stop, 1):
-                child = self._child(chars, state, char)
+                child = state + 1 if chars[state] == char else self._branches.get((state, char))
                 if child is None:
                     child = len(parents)
                     parents.append((state, char))
                     chars.append("")
-                    self._depth.append(depth)
-                    self._match.append(0)
+                    self.depth.append(depth)
+                    self.match.append(0)
                     if child == state + 1:
                         chars[state] = char
                     else:
                         self._branches[state, char] = child
                 state = child
-            self._match[state] = len(stop)
+            self.match[state] = len(stop)
         return parents
 
     def _build_failures(self, parents: list[tuple[int, str]]) -> array[int]:
         """Each state's longest proper suffix that is a state too, shallow states first."""
         self.failures = fail = array("i", bytes(4 * len(parents)))
-        for state in sorted(range(1, len(parents)), key=self._depth.__getitem__):
+        for state in sorted(range(1, len(parents)), key=self.depth.__getitem__):
             parent, char = parents[state]
             if parent:
                 fail[state] = self.step(fail[parent], char)
-            self._match[state] = self._match[state] or self._match[fail[state]]
+            self.match[state] = self.match[state] or self.match[fail[state]]
         return fail
-
-    def _child(self, chars: list[str], state: int, char: str) -> int | None:
-        if chars[state] == char:
-            return state + 1
-        return self._branches.get((state, char))
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character. Linear in the text overall: each failure undoes an earlier success."""
@@ -79,14 +75,6 @@ class StopAutomaton:
             if not state:
                 return 0
             state = fail[state]
-
-    def depth(self, state: int) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop string."""
-        return self._depth[state]
-
-    def match(self, state: int) -> int:
-        """Length of the longest stop string that ends here, or 0."""
-        return self._match[state]
 
 
 class StopStringMatcher:
@@ -131,12 +119,12 @@ class StopStringMatcher:
                 at = begin.start()
             state = automaton.step(state, text[at])
             at += 1
-            if length := automaton.match(state):
+            if length := automaton.match[state]:
                 self.matched = text[at - length : at]
                 self.held = ""
                 return text[: at if self._include else at - length], self.matched
         self._state = state
-        shown = len(text) - automaton.depth(state)
+        shown = len(text) - automaton.depth[state]
         self.held = text[shown:]
         return text[:shown], None
 

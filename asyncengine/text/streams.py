@@ -169,7 +169,9 @@ class WindowStream:
     def push(self, token_ids: Sequence[int]) -> str:
         self._ids.extend(filter(self._visible, token_ids))
         whole = self._decode(self._ids)
-        stable = _common(whole, self._decode(self._ids[: -self._hold]))
+        before = self._decode(self._ids[: -self._hold])
+        differing = (at for at, (one, two) in enumerate(zip(whole, before, strict=False)) if one != two)
+        stable = next(differing, min(len(whole), len(before)))
         while stable and whole[stable - 1] == REPLACEMENT:
             stable -= 1
         out = whole[self._sent : stable]
@@ -210,11 +212,3 @@ class WholeStream:
     def finish(self) -> str:
         ids, self._ids = self._ids, []
         return self._decode(ids) if ids else ""
-
-
-def _common(one: str, two: str) -> int:
-    """Length of the common prefix."""
-    for at, (a, b) in enumerate(zip(one, two, strict=False)):
-        if a != b:
-            return at
-    return min(len(one), len(two))

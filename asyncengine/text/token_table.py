@@ -137,13 +137,10 @@ class TokenTable:
         for token_id, token in enumerate(self._tokens):
             item = b""
             if token is not None:
-                codes = [alphabet.get(char) for char in token]
-                # an added token with characters outside the alphabet stands for itself
-                item = (
-                    token.encode("utf-8", "surrogatepass")
-                    if None in codes
-                    else bytes(code for code in codes if code is not None)
-                )
+                try:
+                    item = bytes(map(alphabet.__getitem__, token))
+                except KeyError:  # an added token with characters outside the alphabet stands for itself
+                    item = token.encode("utf-8", "surrogatepass")
                 if self._raw([token_id]) != item.decode("utf-8", "replace"):
                     return None
             data.append(item)

@@ -256,22 +256,22 @@ def load_tokenizer(
     `trust_remote_code` is off.
     """
     folder = Path(path)
-    if folder.is_dir() and not _has_tokenizer(folder):
+    known = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
+    if folder.is_dir() and not known:
         return None
     load_hf = partial(_load_hf, str(path), config.revision, config.trust_remote_code, model_config)
     try:
-        plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
-        if plain is not None:
-            own = config.chat_template or (None if plain.chat_template else _template_beside(beside or folder))
-            return TextTokenizer(
-                plain, max_chat_chars=max_chat_chars, chat_template=own, load_hf=load_hf, folder=beside
-            )
-        tokenizer = load_hf()
+        tokenizer = plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
+        if plain is None:
+            tokenizer = load_hf()
         has_own = getattr(tokenizer, "chat_template", None)
-        own = config.chat_template or (None if has_own else _template_beside(beside or folder))
-        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=own, folder=beside)
+        return TextTokenizer(
+            tokenizer, max_chat_chars=max_chat_chars, load_hf=None if plain is None else load_hf, folder=beside,
+            chat_template=config.chat_template or (None if has_own else _template_beside(beside or folder)),
+        )  # fmt: skip
     except BaseException as error:  # transformers raises many types for missing and broken files
-        if isinstance(error, errors.EngineError) or not (isinstance(error, Exception) or _panicked(error)):
+        panicked = type(error).__name__ == "PanicException"  # inside the Rust library, but it is about one file only
+        if isinstance(error, errors.EngineError) or not (isinstance(error, Exception) or panicked):
             raise
         if "trust_remote_code" in str(error):
             raise errors.UnsupportedModel(
@@ -288,11 +288,6 @@ def _load_hf(path: str, revision: str | None, trust_remote_code: bool, model_con
     )
 
 
-def _panicked(error: BaseException) -> bool:
-    """A fault inside the Rust library: not an `Exception`, but here it is about one file only."""
-    return type(error).__name__ == "PanicException"
-
-
 def _template_beside(folder: Path) -> str | None:
     """The template of chat_template.json, where older models that read images keep it: transformers reads it for their
     processor, not for their tokenizer."""
@@ -302,7 +297,3 @@ def _template_beside(folder: Path) -> str | None:
         return None
     template = content.get("chat_template") if isinstance(content, dict) else None
     return template if isinstance(template, str) else None
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))

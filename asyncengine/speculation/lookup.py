@@ -157,7 +157,12 @@ class EarlierAnswers:
         self._answers.append((namespace, answer))
         self.num_tokens += len(answer)
         while self.num_tokens > self._max_tokens:
-            self._drop_oldest()
+            space, oldest = self._answers.popleft()
+            for pair in pairwise(oldest):
+                place = self._latest.get((space, *pair))
+                if place is not None and place[0] is oldest:
+                    del self._latest[space, *pair]
+            self.num_tokens -= len(oldest)
 
     def propose(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Draft:
         """The tokens that followed the last two of `tokens` when these stood in an answer the last time."""
@@ -172,11 +177,3 @@ class EarlierAnswers:
         self._answers.clear()
         self._latest.clear()
         self.num_tokens = 0
-
-    def _drop_oldest(self) -> None:
-        namespace, answer = self._answers.popleft()
-        for pair in pairwise(answer):
-            place = self._latest.get((namespace, *pair))
-            if place is not None and place[0] is answer:
-                del self._latest[namespace, *pair]
-        self.num_tokens -= len(answer)

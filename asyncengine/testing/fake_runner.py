@@ -70,10 +70,6 @@ class FakeStates:
             for position, slot in (*use.saves, *between, (len(tokens), use.slot)):
                 self.slots[slot] = after(before, tokens[row.start : position])
 
-    def forget(self) -> None:
-        """Forget all states, as if none had been written."""
-        self.slots[1:] = [None] * (len(self.slots) - 1)
-
     def difference(self, row: Row, tokens: Sequence[int], accepted: int = 0) -> int:
         """0 if the state after `row` with so many of its drafts is that of `tokens`; else something that depends on
         what it is instead."""
@@ -269,7 +265,7 @@ class FakeExecutor:
         self.memory = [[EMPTY] * self.page_size for _ in range(self.num_pages)]
         self.window_memory = [[EMPTY] * self.page_size for _ in range(self.num_window_pages)]
         if self.states is not None:
-            self.states.forget()
+            self.states.slots[1:] = [None] * (self.num_states - 1)
 
     def launch(self, batch: Batch) -> FinishedStep:
         return FinishedStep(self.execute(batch))

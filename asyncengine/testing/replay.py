@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -57,10 +57,7 @@ class Recording:
         """Write as JSON lines. Grammars are saved, matchers are not: `replay` makes them anew. Errors become their
         texts. Raises `TypeError` for a grammar that is not a `Grammar`, and for a policy that has no name alone."""
         path = Path(path)
-        head = {"config": asdict(self.config), "num_pages": self.num_pages}
-        kept = {"num_states": self.num_states, "windows": self.windows, "num_window_pages": self.num_window_pages}
-        kept["copies"] = self.copies
-        lines = [json.dumps({**head, **kept})]
+        lines = [json.dumps(asdict(replace(self, entries=[])))]
         for kind, value in self.entries:
             lines.append(json.dumps([kind, value if kind != "apply" else _message_to_json(value)]))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -69,13 +66,10 @@ class Recording:
     @classmethod
     def load(cls, path: str | Path) -> Recording:
         head, *lines = Path(path).read_text(encoding="utf-8").splitlines()
-        fields = json.loads(head)
-        config = {"step_time_target": None, **fields["config"]}  # 0.2 had none
-        recording = cls(EngineConfig(**config), fields["num_pages"])
-        recording.num_states = fields.get("num_states", 0)  # 0.1 had none
-        recording.windows = tuple((window, chunk) for window, chunk in fields.get("windows", ()))
-        recording.num_window_pages = fields.get("num_window_pages", 0)
-        recording.copies = fields.get("copies", False)
+        given = {"windows": (), "copies": False, **json.loads(head)}  # 0.1 had none
+        given["config"] = EngineConfig(**{"step_time_target": None, **given["config"]})  # 0.2 had none
+        given["windows"] = tuple(map(tuple, given["windows"]))
+        recording = cls(**given)
         older = _OldForm()
         for line in lines:
             kind, value = json.loads(line)
@@ -124,15 +118,11 @@ def replay(
                 launched.append(executor.launch(batch).wait())
         elif kind == "commit":
             scheduler.commit(launched.popleft(), value)
-        elif kind == "end_all":
-            scheduler.end_all(value)
-        elif kind == "pause":
-            scheduler.pause(value)
         elif kind in ("resume", "clear_cache"):
             getattr(scheduler, kind)()
-        elif kind == "start_anew":
-            scheduler.start_anew(value)
-            if update is not None:
+        elif kind in ("end_all", "pause", "start_anew"):
+            getattr(scheduler, kind)(value)
+            if kind == "start_anew" and update is not None:
                 update(value)
         scheduler.check()
         outputs += scheduler.take_outputs()
@@ -156,7 +146,9 @@ def _with_matcher(
 
 def _message_to_json(message: messages.Message) -> list[Any]:
     if isinstance(message, RequestSpec):  # a scheduler knows nothing of the pixels
-        images = [[*span[1:], span.image.digest.hex(), *_sizes(span.image)] for span in message.images]
+        images = [
+            [*place, image.digest.hex(), image.tokens, image.nbytes, image.grid] for image, *place in message.images
+        ]
         return [type(message).__name__, {**asdict(message), "images": images}]
     if isinstance(message, messages.GrammarReady | messages.AdapterReady) and message.error is not None:
         message = message._replace(error=str(message.error))
@@ -165,10 +157,6 @@ def _message_to_json(message: messages.Message) -> list[Any]:
     if isinstance(message, messages.PrefixFound):
         message = message._replace(read=None)
     return [type(message).__name__, message._asdict()]
-
-
-def _sizes(image: PromptImage) -> tuple[int, int, tuple[int, int] | None]:
-    return image.tokens, image.nbytes, image.grid
 
 
 def _span_from_json(value: list[Any]) -> ImageSpan:
@@ -183,10 +171,8 @@ def _message_from_json(value: list[Any]) -> messages.Message:
         params["grammar"] = _grammar_from_json(params["grammar"])
         fields["params"] = SamplingParams(**params)
         fields["options"] = RequestOptions(**fields["options"])
-        fields["prompt"] = tuple(fields["prompt"])
-        fields["stop_ids"] = tuple(fields["stop_ids"])
-        fields["prediction"] = tuple(fields.get("prediction", ()))
-        fields["resumed"] = tuple(fields.get("resumed", ()))
+        for each in ("prompt", "stop_ids", "prediction", "resumed"):
+            fields[each] = tuple(fields.get(each, ()))
         fields["images"] = tuple(map(_span_from_json, fields.get("images", ())))
         if fields.get("pooled") is not None:
             fields["pooled"] = Pooled(**fields["pooled"])

@@ -97,34 +97,27 @@ class VirtualLock(_Primitive):
         self.release()
 
 
-class VirtualCondition(_Primitive):
-    """A condition variable with a lock of its own."""
+class VirtualCondition(VirtualLock):
+    """A condition variable, which is its own lock."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self._lock = VirtualLock(world, reentrant=True)
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        super().__init__(world, reentrant=True)
+        self._waiters = _Line(world)
 
     def wait(self, timeout: float | None = None) -> bool:
-        until, count = self._until(timeout), self._lock._count
+        until, count = self._until(timeout), self._count
         try:
-            self._line.wait(until, self._lock.release_all)
+            self._waiters.wait(until, self.release_all)
         finally:
-            self._lock.acquire()
-            self._lock._count = count
+            self.acquire()
+            self._count = count
         return self._world.now < until
 
     def notify(self, n: int = 1) -> None:
-        self._line.wake(n)
+        self._waiters.wake(n)
 
     def notify_all(self) -> None:
-        self._line.wake()
+        self._waiters.wake()
 
 
 class VirtualEvent(_Primitive):

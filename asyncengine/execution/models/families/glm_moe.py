@@ -86,12 +86,13 @@ def _ernie(config: Any, length: int) -> DecoderConfig:
     )  # fmt: skip
 
 
-def sigmoid_router(config: Any) -> RouterConfig:
-    """DeepSeek V3's router."""
+def sigmoid_router(config: Any, block: str = "mlp.", experts: int | None = None) -> RouterConfig:
+    """DeepSeek V3's router, of so many experts (None: `n_routed_experts`), whose tensors' names begin with `block`."""
     return RouterConfig(
-        config.n_routed_experts, config.num_experts_per_tok, "sigmoid", exact=True,
-        correction="mlp.gate.e_score_correction_bias", groups=config.n_group, groups_kept=config.topk_group,
-        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
+        config.n_routed_experts if experts is None else experts, config.num_experts_per_tok, "sigmoid",
+        name=f"{block}gate.weight", exact=True, correction=f"{block}gate.e_score_correction_bias",
+        groups=config.n_group, groups_kept=config.topk_group, normalised=bool(config.norm_topk_prob),
+        least_sum=_LEAST, scale=float(config.routed_scaling_factor),
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from asyncengine.execution.layers.gated_delta import Columns, delta_rule, learn,
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.execution.layers.step import StepContext
@@ -29,6 +28,8 @@ from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, layer_types_of
+from asyncengine.execution.models.families.glm_moe import sigmoid_router
+from asyncengine.execution.models.families.mamba import check_silu
 
 # Kimi Delta Attention (Kimi team 2025, "Kimi Linear"): the gated delta rule whose state forgets each dimension apart.
 
@@ -177,8 +178,6 @@ class KimiDelta(StateLayer):
 KINDS = ("linear_attention", "full_attention")
 _SPARSE = "block_sparse_moe."
 _EXPERT = f"{_SPARSE}experts.{{}}."
-_LEAST = 1e-20
-"""A sum of weights at least."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of the latent vector's norm, whatever config.json says of the others."""
 
@@ -204,7 +203,7 @@ def complete(config: ModelConfig) -> None:
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `KimiLinearForCausalLM`."""
     act = activation(config)
-    _refuse_unknown(config, act)
+    _refuse_unknown(config)
     own, shared = config.qk_nope_head_dim, config.qk_rope_head_dim
     attention = LatentAttentionConfig(
         config.num_attention_heads, config.kv_lora_rank, own, shared, config.v_head_dim, (own + shared) ** -0.5,
@@ -231,24 +230,18 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     )  # fmt: skip
 
 
-def _refuse_unknown(config: Any, act: str) -> None:
+def _refuse_unknown(config: Any) -> None:
     layer_types_of(config, KINDS)
     for option, value in (("q_lora_rank", None), ("attention_bias", False)):
         if getattr(config, option) != value:
             raise UnsupportedModel(
                 f"family 'kimi_linear' with {option}={getattr(config, option)!r} is not written down"
             )
-    if act != "silu":
-        raise UnsupportedModel(f"family 'kimi_linear' with activation {config.hidden_act!r} is not written down")
+    check_silu(config, config.hidden_act)
 
 
 def _mixture(config: Any, act: str) -> MoEConfig:
-    gate, bias = f"{_SPARSE}gate.weight", f"{_SPARSE}gate.e_score_correction_bias"
-    router = RouterConfig(
-        config.num_experts, config.num_experts_per_token, "sigmoid", name=gate, exact=True, correction=bias,
-        groups=config.num_expert_group, groups_kept=config.topk_group, normalised=bool(config.moe_renormalize),
-        least_sum=_LEAST, scale=float(config.routed_scaling_factor),
-    )  # fmt: skip
+    router = sigmoid_router(config, _SPARSE, config.num_experts)
     width = config.moe_intermediate_size
     experts = ExpertsConfig(
         config.num_experts, width, act, up=(f"{_EXPERT}w1.weight", f"{_EXPERT}w3.weight"), down=f"{_EXPERT}w2.weight",
@@ -256,6 +249,6 @@ def _mixture(config: Any, act: str) -> MoEConfig:
     )  # fmt: skip
     beside = [f"{_SPARSE}shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
     shared = MLPConfig(width * config.num_shared_experts, act, (beside[0], beside[1]), beside[2])
-    within = [gate, bias, *(f"{name}.weight" for name in beside)]
+    within = [router.name, f"{_SPARSE}gate.e_score_correction_bias", *(f"{name}.weight" for name in beside)]
     aliases = tuple((name, name.replace(_SPARSE, "mlp.")) for name in within)  # as transformers holds them
     return MoEConfig(router, experts, shared if config.num_shared_experts else None, aliases=aliases)

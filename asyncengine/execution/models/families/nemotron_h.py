@@ -6,6 +6,7 @@ Experts are not gated. Scores are DeepSeek V3's; beside the experts of its choic
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
@@ -13,15 +14,13 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig, Stacked
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.layers.mlp import LatentExpertsConfig, MLPConfig, MoEConfig
-from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, head_dim_of
+from asyncengine.execution.models.families.glm_moe import sigmoid_router
 from asyncengine.execution.models.families.mamba import check_silu
 
 KINDS = ("linear_attention", "full_attention", "mlp", "moe")
-_LEAST = 1e-20
-"""A sum of weights at least."""
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
@@ -50,13 +49,14 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         config.intermediate_size, activation(config, config.mlp_hidden_act), ("mixer.up_proj",), "mixer.down_proj",
         gated=False, bias=bool(config.mlp_bias),
     )  # fmt: skip
-    layers = (None, None, state), (attention, None, None), (None, mlp, None), (None, _mixture(config, mlp), None)
-    parts: dict[str, Any] = dict(zip(KINDS, layers, strict=True))
+    layer = partial(LayerConfig, before_attention="norm", before_mlp=None)
+    layers = layer(None, None, state), layer(attention, None), layer(None, mlp), layer(None, _mixture(config, mlp))
+    parts = dict(zip(KINDS, layers, strict=True))
     if unknown := [kind for kind in config.layers_block_type if kind not in parts]:
         raise unknown_layers(config.model_type, unknown[0], KINDS)
     return DecoderConfig(
         vocab_size=config.vocab_size, width=config.hidden_size,
-        layers=tuple(_layer(*parts[kind]) for kind in config.layers_block_type),
+        layers=tuple(parts[kind] for kind in config.layers_block_type),
         norm=NormConfig(epsilon=config.layer_norm_epsilon), embedding="backbone.embeddings",
         layer="backbone.layers.{}.", final_norm="backbone.norm_f", tied=bool(config.tie_word_embeddings),
         ignored=(r"mtp.*",),
@@ -64,11 +64,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _mixture(config: Any, dense: MLPConfig) -> MoEConfig:
-    router = RouterConfig(
-        config.n_routed_experts, config.num_experts_per_tok, "sigmoid", name="mixer.gate.weight", exact=True,
-        correction="mixer.gate.e_score_correction_bias", groups=config.n_group, groups_kept=config.topk_group,
-        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
-    )  # fmt: skip
+    router = sigmoid_router(config, "mixer.")
     path = "mixer.experts."
     experts = ExpertsConfig(
         router.experts, config.moe_intermediate_size, dense.activation, up=(f"{path}{{}}.up_proj.weight",), gated=False,
@@ -83,9 +79,3 @@ def _mixture(config: Any, dense: MLPConfig) -> MoEConfig:
         names = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
         latent = LatentExpertsConfig(config.moe_latent_size, *names, bias=bool(config.mlp_bias))
     return MoEConfig(router, experts, shared, latent=latent)
-
-
-def _layer(
-    attention: AttentionConfig | None, mlp: MLPConfig | MoEConfig | None, state: Mamba2Config | None
-) -> LayerConfig:
-    return LayerConfig(attention, mlp, state, before_attention="norm", before_mlp=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
@@ -22,6 +21,7 @@ from asyncengine.execution.models.families.common import (
     rotary_of,
     with_states,
 )
+from asyncengine.execution.models.families.mamba import check_silu
 
 _SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")
@@ -33,15 +33,14 @@ def complete(config: ModelConfig) -> None:
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`."""
-    family, act = config.model_type, activation(config)
+    act = activation(config)
     kinds = layer_types_of(config, KINDS)
-    if act != "silu":
-        raise UnsupportedModel(f"family {family!r} with activation {config.hidden_act!r} is not written down")
+    check_silu(config, config.hidden_act)
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
     state = GatedDeltaConfig(
         key_heads=config.linear_num_key_heads, value_heads=config.linear_num_value_heads,
         key_dim=config.linear_key_head_dim, value_dim=config.linear_value_head_dim,
-        taps=config.linear_conv_kernel_dim, epsilon=config.rms_norm_eps, interleaved=family == "qwen3_next",
+        taps=config.linear_conv_kernel_dim, epsilon=config.rms_norm_eps, interleaved=config.model_type == "qwen3_next",
     )  # fmt: skip
     mixture, bias = _mixture(config, act), config.attention_bias
     made = llama_like(

@@ -6,30 +6,20 @@ transformers builds whatever a configuration says: a million layers take minutes
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.models.config import OLDER_KINDS, unknown_layers
 
-_EMBEDDER = "is an embedding model: it gives vectors and writes no text"
 _VECTOR_FILES = ("modules.json", "config_sentence_transformers.json")
-_FILES = {"model_index.json": "is an image generator. Run it with diffusers", **dict.fromkeys(_VECTOR_FILES, _EMBEDDER)}
+_TABLES = tomllib.loads((resources.files(__package__) / "refusals.toml").read_text(encoding="utf-8"))
+_FILES, _ENDINGS = _TABLES["files"], _TABLES["endings"]
 _WITHOUT_HEAD = ("ForSequenceClassification", "ForMaskedLM")
 """Architectures that give scores, or vectors: what is in the way of the hidden states is left out."""
-_ENDINGS = {
-    "ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text",
-    "ForTokenClassification": "is a classifier of tokens: it gives labels and writes no text",
-    "ForQuestionAnswering": "marks answers in a text and writes none",
-    "ForMultipleChoice": "is a classifier: it gives scores and writes no text",
-    "ForMaskedLM": "fills gaps in a text (masked language model) and cannot continue one",
-    "ForImageClassification": "is a vision model: it sorts images and writes no text",
-    "ForObjectDetection": "is a vision model: it finds things in images and writes no text",
-    "ForSemanticSegmentation": "is a vision model: it writes no text",
-    "ForCTC": "is a speech recognizer: it reads sound",
-    "ForAudioClassification": "is a classifier of sound: it writes no text",
-}
 _GENERATOR = "Pass a model for text generation"
 _DRAFTERS = ("Eagle", "DFlash", "Medusa", "MLPSpeculator")
 """In the names of architectures that guess for one model, by its hidden states."""
@@ -85,28 +75,9 @@ def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
     return UnsupportedModel(f"family {family!r} is not a causal language model: it {what}. {_GENERATOR}")
 
 
-MAX_LAYERS = 4096
-MAX_WIDTH = 2**20
-"""Largest width of hidden states, heads and experts."""
-MAX_INNER = 2**24
-"""Largest inner width of a feed-forward layer."""
-MAX_VOCABULARY = 2**24
-MAX_POSITIONS = 2**27
-LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_LIMITS = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), MAX_LAYERS),
-    **dict.fromkeys(
-        (
-            "hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "num_attention_heads",
-            "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "num_experts", "num_local_experts",
-            "n_routed_experts", "kv_lora_rank", "q_lora_rank",
-        ),
-        MAX_WIDTH,
-    ),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), MAX_INNER),
-    "vocab_size": MAX_VOCABULARY,
-    **dict.fromkeys(LENGTH_FIELDS, MAX_POSITIONS),
-}  # fmt: skip
+MAX_LAYERS: int = _TABLES["limits"]["layers"]["most"]
+LENGTH_FIELDS: Sequence[str] = _TABLES["limits"]["positions"]["fields"]
+_LIMITS: Mapping[str, int] = {name: each["most"] for each in _TABLES["limits"].values() for name in each["fields"]}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LISTED = ("hybrid_override_pattern", "layers_block_type")
 """Fields that say how many layers there are by naming each."""

@@ -17,9 +17,11 @@ import os
 import re
 import stat
 import struct
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import resources
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,42 +59,16 @@ def _quantized(name: str, numbers: int, nbytes: int, bits: int, group: int, belo
     return BlockType(name, numbers, nbytes, NumberForm(bits, group, below, block, table=table))
 
 
-_UNREAD = {
-    9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 29: ("IQ1_M", 256, 56),
-    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-}  # fmt: skip
+_TYPES = tomllib.loads((resources.files(__package__) / "block_types.toml").read_text(encoding="utf-8"))
 BLOCK_TYPES: Mapping[int, BlockType] = {
-    0: BlockType("F32", 1, 4, plain="F32"),
-    1: BlockType("F16", 1, 2, plain="F16"),
-    28: BlockType("F64", 1, 8, plain="F64"),
-    30: BlockType("BF16", 1, 2, plain="BF16"),
-    2: _quantized("Q4_0", 32, 18, 4, 32),
-    3: _quantized("Q4_1", 32, 20, 4, 32, "minima"),
-    6: _quantized("Q5_0", 32, 22, 6, 32),
-    7: _quantized("Q5_1", 32, 24, 6, 32, "minima"),
-    8: _quantized("Q8_0", 32, 34, 8, 32),
-    20: _quantized("IQ4_NL", 32, 18, 4, 32, "table"),
-    10: _quantized("Q2_K", 256, 84, 4, 16, "minima"),
-    11: _quantized("Q3_K", 256, 110, 4, 16),
-    12: _quantized("Q4_K", 256, 144, 4, 32, "minima"),
-    13: _quantized("Q5_K", 256, 176, 6, 32, "minima"),
-    14: _quantized("Q6_K", 256, 210, 6, 16),
-    23: _quantized("IQ4_XS", 256, 136, 4, 32, "table"),
-    39: BlockType("MXFP4", 32, 17, MX_FORM),
-    # Ollama's first gpt-oss files (August 2025) have the standard's order: two neighbours in a byte
-    4: BlockType("MXFP4_PAIRS", 32, 17, MX_FORM),
-    **{number: BlockType(*given) for number, given in _UNREAD.items()},
+    **{number: BlockType(name, 1, nbytes, plain=name) for name, (number, nbytes) in _TYPES["plain"].items()},
+    **{number: _quantized(name, *given) for name, (number, *given) in _TYPES["quantized"].items()},
+    **{number: BlockType(name, count, nbytes, MX_FORM) for name, (number, count, nbytes) in _TYPES["mxfp4"].items()},
+    **{number: BlockType(name, *sizes) for name, (number, *sizes) in _TYPES["unread"].items()},
 }
 """Types by their number in files."""
-
-GONE: Mapping[int, str] = {
-    5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-}  # fmt: skip
+GONE: Mapping[int, str] = {number: name for name, number in _TYPES["gone"].items()}
 """Types that llama.cpp itself no longer reads."""
-
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,31 +24,9 @@ class _Type(NamedTuple):
 
 
 WHOLE, REAL = _Type("a whole number", (int,)), _Type("a finite number", (float, int))
-FLAG = _Type("true or false", (bool,))
-KEYS: Mapping[str, _Type] = {
-    **dict.fromkeys((
-        "block_count", "nextn_predict_layers", "context_length", "embedding_length", "feed_forward_length",
-        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-        "attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank", "attention.sliding_window",
-        "rope.dimension_count", "rope.scaling.original_context_length", "full_attention_interval", "expert_count",
-        "expert_used_count", "expert_group_count", "expert_group_used_count", "expert_shared_count",
-        "expert_feed_forward_length", "expert_shared_feed_forward_length", "leading_dense_block_count",
-        "moe_latent_size", "shortconv.l_cache", "kda.head_dim", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size",
-        "ssm.time_step_rank", "ssm.group_count", "projection_dim", "projector.scale_factor", "image_size",
-        "image_min_pixels", "image_max_pixels", "preproc_image_size", "preproc_min_tiles", "preproc_max_tiles",
-        "n_wa_pattern", "window_size",
-    ), WHOLE),
-    **dict.fromkeys((
-        "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale", "attention.clamp_kqv",
-        "attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping", "embedding_scale",
-        "logit_scale", "residual_scale", "expert_weights_scale", "rope.freq_base", "rope.freq_base_swa",
-        "rope.local.freq_base", "rope.global.freq_base", "rope.scale_linear", "rope.scaling_beta",
-        "rope.scaling.factor", "rope.scaling.mscale_all_dim", "rope.scaling.yarn_log_multiplier",
-        "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
-        "rope.scaling.beta_fast", "rope.scaling.beta_slow",
-    ), REAL),
-    **dict.fromkeys(("expert_weights_norm", "rope.scaling.finetuned", "use_parallel_residual"), FLAG),
-}  # fmt: skip
+_TYPES = {"whole": WHOLE, "real": REAL, "flag": _Type("true or false", (bool,))}
+_TABLES = tomllib.loads((resources.files(__package__) / "header.toml").read_text(encoding="utf-8"))
+KEYS: Mapping[str, _Type] = {key: _TYPES[title] for title, keys in _TABLES.items() for key in keys}
 """Types of the values that are read as `header[key]`, or as `header.get(key, default)` where files may lack them."""
 
 

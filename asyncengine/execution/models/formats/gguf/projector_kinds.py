@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +134,7 @@ class Projector:
     names: Mapping[str, str]
     """Tensors without their endings -> their names in transformers: "#N": part N of those that are joined, "": a copy
     of what the language model has."""
-    families: Mapping[str, tuple[str, str]]
+    families: Mapping[str, Sequence[str]]
     """model_type of the language model's file alone -> (model_type of the whole, of the language model in it)."""
     tokens: Mapping[str, str]
     """Fields of config.json with the id of a token -> the token, which the vocabulary must have."""
@@ -293,34 +295,19 @@ PARAMETERS = ("_weight", "cls_token", "position_embeddings", "lambda_1", "lambda
 _BATCHED = ("cls_token", "position_embeddings")
 """InternVL's parameters that transformers has as a batch of one."""
 _NAMES = read_tables("projector_names.toml")
-_QWEN_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-_GEMMA_TOKENS = {
-    "image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>",
-    "eoi_token_index": "<end_of_image>",
-}  # fmt: skip
-_QWEN3_FAMILIES = {
-    "qwen3": ("qwen3_vl", "qwen3_vl_text"), "qwen3_5_text": ("qwen3_5", "qwen3_5_text"),
-    "qwen3_5_moe_text": ("qwen3_5_moe", "qwen3_5_moe_text"),
-}  # fmt: skip
-_INTERNVL_FAMILIES = {name: ("internvl", name) for name in ("qwen2", "qwen3", "llama")}
-_MISTRAL_FAMILIES = dict.fromkeys(("llama", "mistral"), ("mistral3", "mistral"))
-_IMAGE = {"image_token_id": "<image>"}
+_TABLES = tomllib.loads((resources.files(__package__) / "projectors.toml").read_text(encoding="utf-8"))
+_CODE: Mapping[str, Sequence[Any]] = {
+    "gemma3": (_gemma3,),
+    "idefics3": (_idefics3,),
+    "qwen2vl_merger": (_qwen2,),
+    "qwen2.5vl_merger": (_qwen25,),
+    "qwen3vl_merger": (_qwen3,),
+    "internvl": (_internvl, _restore_internvl),
+    "lfm2": (_lfm2, _restore_lfm2),
+    "pixtral": (_pixtral, _restore_pixtral),
+}
+"""`describe` and, where anything is done to tensors, `restore` of each kind."""
 PROJECTORS: Mapping[str, Projector] = {
-    "gemma3": Projector(_NAMES["gemma3"], {"gemma3_text": ("gemma3", "gemma3_text")}, _GEMMA_TOKENS, _gemma3),
-    "idefics3": Projector(_NAMES["idefics3"], {"llama": ("idefics3", "llama")}, _IMAGE, _idefics3),
-    "qwen2vl_merger": Projector(
-        _NAMES["qwen2vl_merger"], {"qwen2": ("qwen2_vl", "qwen2_vl_text")}, _QWEN_TOKENS, _qwen2
-    ),
-    "qwen2.5vl_merger": Projector(
-        _NAMES["qwen2.5vl_merger"], {"qwen2": ("qwen2_5_vl", "qwen2_5_vl_text")}, _QWEN_TOKENS, _qwen25
-    ),
-    "qwen3vl_merger": Projector(_NAMES["qwen3vl_merger"], _QWEN3_FAMILIES, _QWEN_TOKENS, _qwen3),
-    "internvl": Projector(
-        _NAMES["internvl"], _INTERNVL_FAMILIES, {"image_token_id": "<IMG_CONTEXT>"}, _internvl, _restore_internvl
-    ),
-    "lfm2": Projector(_NAMES["lfm2"], {"lfm2": ("lfm2_vl", "lfm2")}, _IMAGE, _lfm2, _restore_lfm2),
-    "pixtral": Projector(
-        _NAMES["pixtral"], _MISTRAL_FAMILIES, {"image_token_index": "[IMG]"}, _pixtral, _restore_pixtral
-    ),
+    kind: Projector(_NAMES[kind], table["families"], table["tokens"], *_CODE[kind]) for kind, table in _TABLES.items()
 }
 """Kinds by `clip.projector_type`."""

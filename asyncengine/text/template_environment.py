@@ -7,7 +7,6 @@ them), without importing it. What is left out has no use in chats and no bound: 
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import reduce
@@ -25,6 +24,7 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import test_in
 
+from asyncengine.text import template_limits
 from asyncengine.text.chat_messages import MAX_INTEGER_BITS, REASONING
 from asyncengine.text.template_limits import CHARS_OF_MESSAGE, DEEP, Format, MeteredContext, checked_key, indent_length
 
@@ -60,11 +60,9 @@ _METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
 )  # fmt: skip
 """Methods that a template may call of the values it has."""
 _SIGNS: Mapping[Any, str] = MappingProxyType(
-    {
-        operator.eq: "eq", operator.ne: "ne", operator.gt: "gt", operator.ge: "gteq", operator.lt: "lt",
-        operator.le: "lteq", test_in: "in",
-    }
-)  # fmt: skip
+    {test_in: "in"} | {operator: sign for sign, operator in template_limits.OPERATORS.items()}
+)
+"""Signs of the operators that jinja2's tests are."""
 _KEY = "checked_key"
 _OWN = (LoopContext, Macro, utils.Cycler, utils.Joiner, utils.Namespace)
 _REFUSED = (

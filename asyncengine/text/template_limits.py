@@ -43,7 +43,7 @@ _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: tuple[Any, ...] = (list, tuple, dict, range, Namespace, *_VIEWS)
 _SEARCHES = ("in", "notin")
 _NEWLINES = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
+OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
     {
         "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
         "%": operator.mod, "**": operator.pow, "eq": operator.eq, "ne": operator.ne, "gt": operator.gt,
@@ -226,7 +226,7 @@ class MeteredContext(Context):
                 self.weigh(left if isinstance(left, _CONTAINERS) else None)
             elif not isinstance(left, str) or not isinstance(right, (dict, _VIEWS[0])):
                 self.run(self.weigh(left) * (1 if isinstance(right, (dict, Namespace)) else len(right)))
-        return _OPERATORS[sign](left, right)
+        return OPERATORS[sign](left, right)
 
     def compare_all(self, signs: tuple[str, ...], *values: Any) -> Any:
         """`a < b <= c`, and the like."""
@@ -252,7 +252,7 @@ class MeteredContext(Context):
             self.hold(max(right, 0) * len(left) * (_width(left) if isinstance(left, str) else _REFERENCE))
         elif not (isinstance(left, Undefined) or isinstance(right, Undefined)):
             raise TypeError(f"no {sign} of a {type(left).__name__} and a {type(right).__name__}")
-        return _OPERATORS[sign](left, right)
+        return OPERATORS[sign](left, right)
 
     def _pay_percent(self, form: str, values: Any) -> None:
         """`'%5s' % values`: texts as often as they may be named, and widths."""

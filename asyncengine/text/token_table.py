@@ -40,11 +40,10 @@ class TokenTable:
         self._tokenizer = tokenizer
         # The backend of a fast transformers tokenizer skips what transformers adds: argument handling and clean-up.
         self._backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self._tokens = _token_strings(tokenizer, self._backend)
+        self._tokens, self.special_ids = _names(tokenizer, self._backend)
+        """Ids left out of the text with `skip_special_tokens`."""
         self.size = len(self._tokens)
         """One more than the largest id that has a token."""
-        self.special_ids = _special_ids(tokenizer, self._backend)
-        """Ids left out of the text with `skip_special_tokens`."""
         self._holes = frozenset(i for i, token in enumerate(self._tokens) if token is None)
         self._data: list[bytes] = []
         self.mode: Mode = "whole"
@@ -252,22 +251,16 @@ def _whole_text(data: bytes) -> str | None:
         return None
 
 
-def _token_strings(tokenizer: Any, backend: Any) -> list[str | None]:
+def _names(tokenizer: Any, backend: Any) -> tuple[list[str | None], frozenset[int]]:
+    """(name of each id's token, ids of special tokens)."""
     names: dict[int, str] = {index: token for token, index in tokenizer.get_vocab().items()}
-    for index, added in _added_tokens(tokenizer, backend).items():
-        names[index] = str(getattr(added, "content", added))
-    return [names.get(index) for index in range(max(names, default=-1) + 1)]
-
-
-def _added_tokens(tokenizer: Any, backend: Any) -> dict[int, Any]:
     if hasattr(backend, "get_added_tokens_decoder"):
-        return dict(backend.get_added_tokens_decoder())
-    return dict(getattr(tokenizer, "added_tokens_decoder", {}))
-
-
-def _special_ids(tokenizer: Any, backend: Any) -> frozenset[int]:
-    added = _added_tokens(tokenizer, backend)
-    found = {index for index, token in added.items() if getattr(token, "special", False)}
-    if not hasattr(backend, "get_added_tokens_decoder"):
-        found.update(getattr(tokenizer, "all_special_ids", ()))
-    return frozenset(found)
+        added, special = backend.get_added_tokens_decoder(), set[int]()
+    else:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = set(getattr(tokenizer, "all_special_ids", ()))
+    for index, token in added.items():
+        names[index] = str(getattr(token, "content", token))
+        if getattr(token, "special", False):
+            special.add(index)
+    return [names.get(index) for index in range(max(names, default=-1) + 1)], frozenset(special)

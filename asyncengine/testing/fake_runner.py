@@ -189,37 +189,6 @@ def fake_vector(tokens: Sequence[int], pooled: Pooled, width: int = 1) -> NDArra
     return np.array([(state >> (7 * place)) % 2**20 for place in range(width)], dtype=np.float32)
 
 
-class FakePooling:
-    """Pools rows. Checks what a model would not: that a whole text comes at once and has no pages, and that of one
-    whose every position counts none was taken from the cache. A violation raises."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self._seen: dict[int, list[int]] = {}
-        """Slot -> tokens computed so far, of texts whose every position counts."""
-
-    def pool(self, row: Row, context: Callable[[Row], list[int]]) -> NDArray[np.float32] | None:
-        """None: more of the text is to come. `context`: the tokens that a row's pages hold."""
-        pooled = row.spec.pooled
-        assert pooled is not None
-        if pooled.whole:
-            if row.start or row.num_scheduled != row.spec.prompt_len or row.pages:
-                raise AssertionError(
-                    f"row {row.spec.ticket}: a text that is computed whole came in parts or with pages"
-                )
-            return fake_vector(row.tokens, pooled, self.width)
-        tokens = context(row)
-        if pooled.every:
-            if row.start == 0:
-                self._seen[row.slot] = []
-            seen = self._seen.setdefault(row.slot, [])
-            if len(seen) != row.start:
-                raise AssertionError(f"row {row.spec.ticket}: position {len(seen)} was not computed, and counts")
-            seen += tokens[row.start :]
-            tokens = seen
-        return fake_vector(tokens, pooled, self.width) if row.samples else None
-
-
 class FakeExecutor:
     """An `Executor` with KV memory made of plain integers.
 
@@ -234,7 +203,9 @@ class FakeExecutor:
     ) -> None:  # fmt: skip
         """`width`: numbers of a vector, for requests that ask for one. `num_window_pages`: pages of layers with
         windows, page 0 included; 0: all layers have the same."""
-        self.pooling = FakePooling(width)
+        self.width = width
+        self._counted: dict[int, list[int]] = {}
+        """Slot -> tokens computed so far, of texts to be pooled whose every position counts."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_states = num_states
@@ -293,7 +264,7 @@ class FakeExecutor:
                 self.last_token.setdefault(row.slot, 0)  # what a step that is launched already goes on with: anything
                 self.confirmed[row.slot] = False
             elif row.spec.pooled is not None:
-                vector = self.pooling.pool(row, self.context)
+                vector = self._pool(row, row.spec.pooled)
                 result.vectors.update({} if vector is None else {index: vector})
             elif row.samples:
                 self.sample(index, row, result)
@@ -368,6 +339,26 @@ class FakeExecutor:
         if EMPTY in tokens:
             raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")
         return tokens
+
+    def _pool(self, row: Row, pooled: Pooled) -> NDArray[np.float32] | None:
+        """The vector of a text; None: more of it is to come. Checks that a whole text comes at once and has no pages,
+        and that of one whose every position counts none was taken from the cache."""
+        if pooled.whole:
+            if row.start or row.num_scheduled != row.spec.prompt_len or row.pages:
+                raise AssertionError(
+                    f"row {row.spec.ticket}: a text that is computed whole came in parts or with pages"
+                )
+            return fake_vector(row.tokens, pooled, self.width)
+        tokens = self.context(row)
+        if pooled.every:
+            if row.start == 0:
+                self._counted[row.slot] = []
+            seen = self._counted.setdefault(row.slot, [])
+            if len(seen) != row.start:
+                raise AssertionError(f"row {row.spec.ticket}: position {len(seen)} was not computed, and counts")
+            seen += tokens[row.start :]
+            tokens = seen
+        return fake_vector(tokens, pooled, self.width) if row.samples else None
 
     def sample(self, index: int, row: Row, result: StepResult) -> None:
         """Put the tokens of `row`, which is batch.rows[index], into `result`. Subclasses change this, too."""

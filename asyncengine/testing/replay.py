@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -70,13 +70,8 @@ class Recording:
         given["config"] = EngineConfig(**{"step_time_target": None, **given["config"]})  # 0.2 had none
         given["windows"] = tuple(map(tuple, given["windows"]))
         recording = cls(**given)
-        older = _OldForm()
-        for line in lines:
-            kind, value = json.loads(line)
-            for one in older.updated(value) if kind == "apply" else ():
-                recording.record(kind, _message_from_json(one))
-            if kind != "apply":
-                recording.record(kind, value)
+        for kind, value in _updated(map(json.loads, lines)):
+            recording.record(kind, _message_from_json(value) if kind == "apply" else value)
         return recording
 
 
@@ -186,25 +181,22 @@ def _grammar_from_json(fields: dict[str, Any] | None) -> Grammar | Narrowing | N
     return (BadWords if "words" in fields else ThinkingBudget)(**fields, grammar=inner)
 
 
-class _OldForm:
-    """Reads what 0.1 saved: `Generate` messages, in pieces, which named the digest of their adapter."""
-
-    def __init__(self) -> None:
-        self._digests: dict[int, str] = {}
-
-    def updated(self, value: list[Any]) -> list[list[Any]]:
-        """The messages that say the same today; of one that is no older, itself."""
-        name, fields = value
+def _updated(entries: Iterable[list[Any]]) -> Iterator[tuple[str, Any]]:
+    """The entries that say the same today: 0.1 saved `Generate` messages, in pieces, which named the digest of their
+    adapter."""
+    digests: dict[int, str] = {}
+    for kind, value in entries:
+        name, fields = value if kind == "apply" else ("", {})
         if name == "AdapterReady" and "digest" not in fields:
-            return [[name, {**fields, "digest": self._digests.get(fields["ticket"], "")}]]
+            fields["digest"] = digests.get(fields["ticket"], "")
         if name != "Generate":
-            return [value]
+            yield kind, value
+            continue
         spec = fields.pop("spec")
         ticket, digest, loading = spec["ticket"], fields.pop("adapter"), fields.pop("adapter_loading")
         options = {"adapter": digest or None, "priority": fields.pop("priority"), "cache_salt": fields.pop("salt")}
         del spec["prompt_len"], fields["needs_grammar"]
-        self._digests[ticket] = digest
-        new = [[RequestSpec.__name__, {**spec, **fields, "options": options}]]
+        digests[ticket] = digest
+        yield kind, [RequestSpec.__name__, {**spec, **fields, "options": options}]
         if digest and not loading:  # it was there already
-            new.append(["AdapterReady", {"ticket": ticket, "digest": digest}])
-        return new
+            yield kind, ["AdapterReady", {"ticket": ticket, "digest": digest}]

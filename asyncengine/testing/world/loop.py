@@ -76,9 +76,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._arriving.clear()
         super().close()
 
-    def _process_events(self, events: object) -> None:
-        return
-
     def _run_once(self) -> None:
         """Run what is ready, or wait until something is."""
         ready, world, timers = self._ready, self._world, self._scheduled

@@ -40,7 +40,10 @@ class KVCache:
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_pages)
-        self.lookback = None if num_states else self._worthwhile(Lookback.of(windows))
+        back = None if num_states else Lookback.of(windows)
+        if back is not None and self.pages_for(back.span + page_size) + BESIDE > self.pool.capacity:
+            back = None  # a window is nearly all of the pool: nothing would be won
+        self.lookback = back
         """Positions that layers see; None: all before their own, or as many as there are pages for."""
         strategy = STRATEGIES[eviction]
         self.pages = PageGroup(self.pool, page_size, strategy, self.lookback, most_ahead, keep=prefix_caching)
@@ -61,12 +64,6 @@ class KVCache:
         self._saves: SaveLog | None = None
         self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
         """Tables without a request, and the snapshots at their ends, by the number of their pin."""
-
-    def _worthwhile(self, lookback: Lookback | None) -> Lookback | None:
-        """`lookback`, but where a window is nearly all of the pool: nothing would be won."""
-        if lookback is None or self.pages_for(lookback.span + self.page_size) + BESIDE > self.pool.capacity:
-            return None
-        return lookback
 
     def _drop_twin(self, node: Node) -> None:
         """A window page goes with the page of its tokens: nothing could be started from it."""
@@ -386,7 +383,8 @@ class KVCache:
         if self.states is not None:
             self.states.check_sums(sum(table.state is not None for table in tables), idle=idle)
         for group in self.groups:
-            if not (pages := group.counts(self._tables(group, tables))).add_up:
+            pages = group.counts(self._tables(group, tables))
+            if pages.free + pages.cached + pages.shared + pages.held + pages.retiring != pages.total:
                 raise InvariantViolation(f"{group.pool.what}s do not add up: {pages}")
 
     def check(self, tables: Iterable[PageTable]) -> None:

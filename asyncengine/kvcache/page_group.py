@@ -47,10 +47,6 @@ class PageCounts:
     """Pages given up that a step in flight still names."""
     total: int = 0
 
-    @property
-    def add_up(self) -> bool:
-        return self.free + self.cached + self.shared + self.held + self.retiring == self.total
-
 
 class _Given(NamedTuple):
     """Pages and locks that a request gives up together."""

@@ -351,30 +351,26 @@ class RadixTree:
         heapq.heappush(self._heap, (self._key(node), self._tick, node))
 
     def remove(self, node: Node) -> int:
-        """Take the page of the unused `node` out of the tree; returns it."""
+        """Take the page of the unused `node` out of the tree, with all that goes with it; returns it. A node with
+        children becomes a hole."""
         parent = node.parent
         if parent is None or node.locks:
             raise InvariantViolation(f"page {node.page} removed while it is a root, or locked")
-        page = self._lose(node)
-        if not node.children:
-            del parent.children[node.tokens]
-            node.parent = None
-            self._settle(parent)
-        return page
-
-    def _lose(self, node: Node) -> int:
-        """`node` becomes a hole, and loses all that goes with its page; returns that."""
         for tell in self.losing:
             tell(node)
         self._pass(node, False)
         for owner in node.tips:  # its branch ends a page earlier now
             group = owner.tips.pop(node)
-            if node.parent is not None and node.parent.page and node.parent not in owner.tips:
-                owner.tips[node.parent] = group
-                node.parent.tips += (owner,)
+            if parent.page and parent not in owner.tips:
+                owner.tips[parent] = group
+                parent.tips += (owner,)
         node.tips, node.owner, node.private = (), None, False
         self.num_pages -= 1
         if self.log is not None:
             self.log.note(node.hash, False)
         page, node.page = node.page, 0
+        if not node.children:
+            del parent.children[node.tokens]
+            node.parent = None
+            self._settle(parent)
         return page

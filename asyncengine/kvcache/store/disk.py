@@ -22,7 +22,7 @@ class Disk(Protocol):
     def open(self, path: str, *, create: bool = False) -> int:
         """A descriptor of a file, for reading and, if that is allowed, writing; made if it is not there (`create`)."""
 
-    def close(self, descriptor: int) -> None: ...
+    def close(self, descriptor: int, /) -> None: ...
 
     def size(self, descriptor: int) -> int: ...
 
@@ -32,16 +32,16 @@ class Disk(Protocol):
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write `buffers` one behind the other; the number of bytes written, which may be fewer than there are."""
 
-    def ftruncate(self, descriptor: int, size: int) -> None: ...
+    def ftruncate(self, descriptor: int, size: int, /) -> None: ...
 
-    def fsync(self, descriptor: int) -> None: ...
+    def fsync(self, descriptor: int, /) -> None: ...
 
     def lock(self, descriptor: int) -> bool:
         """Take the file's lock until it is closed. False: another process has it."""
 
-    def listdir(self, folder: str) -> list[str]: ...
+    def listdir(self, folder: str, /) -> list[str]: ...
 
-    def unlink(self, path: str) -> None: ...
+    def unlink(self, path: str, /) -> None: ...
 
     def sync_folder(self, folder: str) -> None:
         """Return when the names in a folder are on the disk."""
@@ -49,6 +49,12 @@ class Disk(Protocol):
 
 class SystemDisk:
     """`Disk` of this machine. Files are the user's alone (0600); those of others are refused, and so are links."""
+
+    close = staticmethod(os.close)
+    ftruncate = staticmethod(os.ftruncate)
+    fsync = staticmethod(os.fsync)
+    listdir = staticmethod(os.listdir)
+    unlink = staticmethod(os.unlink)
 
     def open(self, path: str, *, create: bool = False) -> int:
         flags = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
@@ -64,9 +70,6 @@ class SystemDisk:
             raise PermissionError(errno.EPERM, "not a file that only this user can write", path)
         return descriptor
 
-    def close(self, descriptor: int) -> None:
-        os.close(descriptor)
-
     def size(self, descriptor: int) -> int:
         return os.fstat(descriptor).st_size
 
@@ -76,12 +79,6 @@ class SystemDisk:
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         return _in_parts(partial(os.pwritev, descriptor), buffers, offset)
 
-    def ftruncate(self, descriptor: int, size: int) -> None:
-        os.ftruncate(descriptor, size)
-
-    def fsync(self, descriptor: int) -> None:
-        os.fsync(descriptor)
-
     def lock(self, descriptor: int) -> bool:
         import fcntl
 
@@ -90,12 +87,6 @@ class SystemDisk:
         except BlockingIOError:
             return False
         return True
-
-    def listdir(self, folder: str) -> list[str]:
-        return os.listdir(folder)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
 
     def sync_folder(self, folder: str) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

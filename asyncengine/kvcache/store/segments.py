@@ -271,18 +271,16 @@ class SegmentStore:
         return posixpath.join(self._folder, f"{self._prefix}-{number:08}.{kind}")
 
     def _take_lock(self) -> int | None:
+        descriptor = None
         try:
             descriptor = self._disk.open(posixpath.join(self._folder, f"{self._prefix}.lock"), create=True)
-        except OSError as error:
-            logger.warning("the prefix cache is read and not written: %s", error)
-            return None
-        try:
             if self._disk.lock(descriptor):
                 return descriptor
             logger.info("another process writes this prefix cache; here it is read")
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # not ours, or a file system without locks
             logger.warning("the prefix cache is read and not written: %s", error)
-        self._close(descriptor)
+        if descriptor is not None:
+            self._close(descriptor)
         return None
 
     def _leave_segment(self) -> None:

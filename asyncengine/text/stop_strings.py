@@ -28,7 +28,7 @@ class StopAutomaton:
         parents = self._build_trie(stops, chars)
         self._chars = chars
         """The character that leads from a state to the next one; "" where none does."""
-        self.failures = self._build_failures(parents)
+        self._build_failures(parents)
         self.first = re.compile("[" + re.escape("".join(sorted({s[0] for s in stops}))) + "]" if stops else "(?!)")
         """Matches the characters that stop strings begin with; all others leave the initial state as it is."""
 
@@ -53,15 +53,14 @@ class StopAutomaton:
             self.match[state] = len(stop)
         return parents
 
-    def _build_failures(self, parents: list[tuple[int, str]]) -> array[int]:
-        """Each state's longest proper suffix that is a state too, shallow states first."""
+    def _build_failures(self, parents: list[tuple[int, str]]) -> None:
+        """Find each state's longest proper suffix that is a state too, shallow states first."""
         self.failures = fail = array("i", bytes(4 * len(parents)))
         for state in sorted(range(1, len(parents)), key=self.depth.__getitem__):
             parent, char = parents[state]
             if parent:
                 fail[state] = self.step(fail[parent], char)
             self.match[state] = self.match[state] or self.match[fail[state]]
-        return fail
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character. Linear in the text overall: each failure undoes an earlier success."""

@@ -51,18 +51,15 @@ class ByteStream:
             if text is not None and not self._pending:
                 out += text
             else:
-                out += self._join(self._data[token])
+                data = self._pending + self._data[token]
+                text, used = codecs.utf_8_decode(data, "replace", False)
+                self._pending = data[used:]
+                out += text
         return out
 
     def finish(self) -> str:
         rest, self._pending = self._pending, b""
         return rest.decode("utf-8", "replace")
-
-    def _join(self, data: bytes) -> str:
-        data = self._pending + data
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
-        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +108,6 @@ class PieceStream:
             out += self._step(token)
         return out
 
-    def finish(self) -> str:
-        return self._end_run()
-
     def _step(self, token: int) -> str:
         pieces = self._pieces
         if token >= len(pieces.tail) or token in pieces.hidden:
@@ -122,13 +116,14 @@ class PieceStream:
         if byte is not None:
             self._run.append(byte)
             return ""
-        out = self._end_run()
+        out = self.finish()
         if self._started:
             return out + (pieces.tail[token] or "")
         self._started = True
         return pieces.head[token]
 
-    def _end_run(self) -> str:
+    def finish(self) -> str:
+        """The text of the run of byte tokens that ends here."""
         if not self._run:
             return ""
         try:

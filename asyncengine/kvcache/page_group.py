@@ -197,9 +197,7 @@ class PageGroup:
     def _in_view(self, depth: int) -> Span:
         return self.tree.num_unseen(depth), depth
 
-    def _give_back(
-        self, pages: list[int], table: PageTable, node: Node, above: int, depth: int, fence: int
-    ) -> None:  # fmt: skip
+    def _give_back(self, pages: list[int], table: PageTable, node: Node, above: int, depth: int, fence: int) -> None:
         """Give up `pages` and the lock on the path to `node` between the depths `above` and `depth`."""
         locked = depth > above
         while locked and node.depth > depth:

@@ -73,9 +73,7 @@ class SaveLog:
         self._notes.clear()
         return taken
 
-    def _note(
-        self, part: RecordPart, number: int, node: Node, owner: Node, snapshot: Snapshot | None = None
-    ) -> None:  # fmt: skip
+    def _note(self, part: RecordPart, number: int, node: Node, owner: Node, snapshot: Snapshot | None = None) -> None:
         parent = None if node.parent is None else self._digest(node.parent)
         if parent is not None:
             states = None if snapshot is None else self._states

@@ -205,9 +205,7 @@ class WeightedFair(Policy):
                 del self._idle[next(iter(self._idle))]
 
 
-_ALL: tuple[type[Policy], ...] = (
-    FirstComeFirstServed, ByPriority, LongestPrefixMatch, ShortestRemaining, WeightedFair,
-)  # fmt: skip
+_ALL: tuple[type[Policy], ...] = (FirstComeFirstServed, ByPriority, LongestPrefixMatch, ShortestRemaining, WeightedFair)
 POLICIES = {policy.name: policy for policy in _ALL}
 """Policies by name, the choices of the setting `policy`."""
 

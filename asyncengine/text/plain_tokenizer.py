@@ -18,9 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-NAMED = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that have a name, in the order in which transformers lists them."""
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 _SILENT: Mapping[str, tuple[type, ...]] = MappingProxyType(

@@ -95,7 +95,7 @@ GROWTH: Mapping[str, Callable[..., int]] = MappingProxyType(
         "batch": lambda items, linecount, *_: linecount * _REFERENCE,
         "slice": lambda items, slices, *_: slices * _ITEM,
     }
-)  # fmt: skip
+)
 """Characters that methods of texts, and filters, make beyond copies of what they are given, by their arguments."""
 _COPIES: Mapping[str, int] = MappingProxyType(
     {

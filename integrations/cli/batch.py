@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from asyncengine.checks import as_integer
@@ -51,5 +52,6 @@ async def _answer(args: argparse.Namespace, plan: Plan, left: Any, before: int, 
                 answers[answered] += 1
                 advance(1)
 
-            await rows.answer_rows(served, left, (args.output, args.output), args.in_flight, on_answer)
+            send = partial(rows.post, served)
+            await rows.answer_rows(send, left, (args.output, args.output), args.in_flight, on_answer)
     return answers[False]

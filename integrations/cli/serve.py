@@ -83,7 +83,7 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
 
     settings = plan.settings
     log.info("loading %s", ", ".join(plan.models))
-    async with await EngineGroup.from_pretrained(plan.models, memory=settings.memory) as group:
+    async with await EngineGroup.from_pretrained(plan.models, memory=settings.memory, policy="priority") as group:
         for name in plan.preload:
             async with group.using(name):
                 pass
@@ -91,6 +91,7 @@ async def _serve(plan: Plan, keys: tuple[str, ...], listener: Any) -> int:
             group, api_keys=keys, keys=plan.keys, aliases=plan.aliases, strict=settings.strict, hosts=settings.hosts,
             max_body=settings.max_body, response_memory=int(settings.response_memory), cors=settings.cors,
             allow_adapters=settings.allow_adapters or settings.insecure, telemetry=settings.telemetry,
+            batch_dir=settings.batch_dir,
         )  # fmt: skip
         address = server.address_of(listener, "https" if settings.ssl_certfile else "http")
         ready = f"serving {', '.join(group)} at {address} (Ctrl-C stops it)"

@@ -24,6 +24,7 @@ def app(
     aliases: Mapping[str, str] | None = None, strict: bool = False, max_body: int = 32 << 20,
     response_memory: int = 64 << 20, allow_adapters: bool = False, hosts: Collection[str] | None = None,
     cors: Sequence[str] = (), telemetry: bool = False, keys: Mapping[str, Mapping[str, Any]] | None = None,
+    batch_dir: str | None = None,
 ) -> Starlette:  # fmt: skip
     """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
 
@@ -33,7 +34,8 @@ def app(
     `max_body`: bytes of the longest request. `response_memory`: bytes of responses that clients may come back to.
     `allow_adapters`: requests may load adapters without a key. `hosts`: names in the Host header that are answered
     without a key; None: all. `cors`: origins of web pages that may ask. `telemetry`: spans of OpenTelemetry
-    (`asyncengine.integrations.opentelemetry`) for every request, below the caller's.
+    (`asyncengine.integrations.opentelemetry`) for every request, below the caller's. `batch_dir`: folder of
+    /v1/files and /v1/batches; None: these are refused.
 
     Raises `ImportError` naming the extra where starlette is not installed.
     """
@@ -45,5 +47,5 @@ def app(
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
     named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
     models, shown = Models(named, aliases), keys_of(api_keys, keys or {})
-    rest = max_body, response_memory, allow_adapters, hosts, cors, telemetry
+    rest = max_body, response_memory, allow_adapters, hosts, cors, telemetry, batch_dir
     return make_app(Serving(models, shown, strict, *rest))

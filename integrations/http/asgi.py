@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import asyncengine
 from asyncengine.errors import QueueFull
-from asyncengine.integrations.http import decisions, keys, metrics, ollama, operating, responses, vectors
+from asyncengine.integrations.http import batches, decisions, keys, metrics, ollama, operating, responses, vectors
 from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
@@ -161,7 +161,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
     gets |= {"/" if name == "index.html" else f"/{name}": _file(name) for name in PAGE}
     made += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     made += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
-    for each in (responses, ollama, decisions, metrics, operating):
+    for each in (responses, ollama, decisions, batches, metrics, operating):
         made += each.routes(serving)
     return made
 

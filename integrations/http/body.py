@@ -31,7 +31,7 @@ async def read_json(request: Request, most: int) -> Any:
         raise Problem(415, f"the body must be application/json, not {kind[:100] or 'without a type'}", "content-type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "a compressed body is not taken", "content-encoding")
-    return await parse_json(await _read(request, most))
+    return await parse_json(await read_bytes(request, most))
 
 
 async def parse_json(body: bytes) -> Any:
@@ -39,7 +39,8 @@ async def parse_json(body: bytes) -> Any:
     return await anyio.to_thread.run_sync(_parse, body) if len(body) > INLINE_BYTES else _parse(body)
 
 
-async def _read(request: Request, most: int) -> bytes:
+async def read_bytes(request: Request, most: int) -> bytes:
+    """The body. Raises `Problem` for one over `most` bytes, one that comes too slowly, and a client that leaves."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most:
         raise await _too_large(request, most)

@@ -205,6 +205,7 @@ class Serving:
     hosts: Collection[str] | None = None
     cors: Sequence[str] = ()
     telemetry: bool = False
+    batch_dir: str | None = None
     requests: Requests = field(default_factory=Requests)
 
     @staticmethod

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message
 from asyncengine.batches import as_completed
 from asyncengine.errors import InvalidParameter, RequestFailed
 from asyncengine.integrations.http.fields import PATHS, TABLES, as_object
+from asyncengine.integrations.http.requests import KEY
 
 ENDPOINTS = tuple(path for path, table in PATHS.items() if "priority" in TABLES[table])
 """Paths that a row may name: those whose requests have a priority."""
@@ -101,11 +102,12 @@ def rows_done(path: Path) -> set[str]:
 
 
 async def answer_rows(
-    app: ASGIApp, rows: Iterator[Row], outputs: tuple[Path, Path], in_flight: int,
-    on_answer: Callable[[bool], object], key: str = "",
+    send: Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]], rows: Iterator[Row],
+    outputs: tuple[Path, Path], in_flight: int, on_answer: Callable[[bool], object],
 ) -> None:  # fmt: skip
     """Answer `rows`, `in_flight` at a time, and append the answers to `outputs`: those of status 200 to the first, the
-    others to the second, which may be the same. `on_answer` is called with whether it was 200. `key`: one of the app's.
+    others to the second, which may be the same. `send`: as `post`, of a path and a body. `on_answer` is called with
+    whether it was 200.
 
     Raises `RequestFailed` where the app takes no more requests: what has no answer then may be asked again.
     """
@@ -115,7 +117,7 @@ async def answer_rows(
         if row.fault:
             return made | {"response": None, "error": {"code": "invalid_request", "message": row.fault}}
         for _ in range(BUSY_TRIES):
-            answer = await post(app, row.url, row.body, key)
+            answer = await send(row.url, row.body)
             if answer["status_code"] != 429:  # else others have filled the queue
                 break
             await asyncio.sleep(BUSY_SECONDS)
@@ -141,14 +143,18 @@ async def answer_rows(
             os.close(file)
 
 
-async def post(app: ASGIApp, path: str, body: Any, key: str = "") -> dict[str, Any]:
-    """The app's answer to a request of this program itself: "status_code", "request_id", and "body", which is JSON."""
+async def post(
+    app: ASGIApp, path: str, body: Mapping[str, Any], *, host: str = "localhost", key: object = None
+) -> dict[str, Any]:
+    """The app's answer to a request of this program itself: "status_code", "request_id", and "body", which is JSON.
+    `host`: one that the app answers to. `key`: the `Key` on whose account it is."""
     content = [json.dumps(body).encode()]
     head, parts = dict[str, Any](), list[bytes]()
-    headers = [(b"content-type", b"application/json"), (b"host", b"localhost"), (b"x-api-key", key.encode())]
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
-        "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers,
+        "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"host", host.encode())],
+        **({} if key is None else {KEY: key}),
     }  # fmt: skip
 
     async def receive() -> Message:
@@ -156,10 +162,10 @@ async def post(app: ASGIApp, path: str, body: Any, key: str = "") -> dict[str, A
             await asyncio.Event().wait()  # this client never leaves
         return {"type": "http.request", "body": content.pop()}
 
-    async def send(message: Message) -> None:
+    async def take(message: Message) -> None:
         head.update(message)
         parts.append(message.get("body", b""))
 
-    await app(scope, receive, send)
+    await app(scope, receive, take)
     request_id = dict(head["headers"]).get(b"x-request-id", b"").decode()
     return {"status_code": head["status"], "request_id": request_id, "body": json.loads(b"".join(parts))}

@@ -63,6 +63,8 @@ class ServerSettings(Settings):
     keep_alive: Annotated[float | str, parse_keep_alive] | None = None
     """Load each model at its first request, and close it after this time without one ("5m", seconds, -1 for never).
     Without the flag all are loaded at the start; those of a configuration file are kept for "5m"."""
+    batch_dir: str | None = None
+    """Folder of /v1/files and /v1/batches, whose batches go on after any end. None: these are refused."""
     telemetry: bool = False
     """Make spans of OpenTelemetry for requests, for the tracer provider that `opentelemetry-instrument` sets up."""
     default_model: str | None = None

@@ -93,10 +93,6 @@ class Linear(Layer):
     def _load(self, first: int, tensor: torch.Tensor | StoredMatrix) -> None:
         self.weight.load(first, plain(tensor, tensor.shape).T.contiguous() if self.transposed else tensor)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
@@ -182,10 +178,6 @@ class Norm(Layer):
         if self._bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self._bias, initial=0.0)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self._shift is None else self._shift.nbytes)
-
 
 # Token embeddings and the output layer (LM head), which are often one matrix.
 
@@ -263,11 +255,6 @@ class Embedding(Layer):
         for first, part in parts_of(table, self._release):
             self._table[first : first + len(part)].copy_(part)
 
-    @property
-    def nbytes(self) -> int:
-        kept = self._table if self.stored is None else self.stored
-        return 0 if kept is None else kept.nbytes
-
 
 class LMHead(Layer):
     """Logits [rows, vocabulary] of hidden states [rows, width], in float32 where a kernel makes them so.
@@ -303,10 +290,6 @@ class LMHead(Layer):
         yield f"{self._weight_path}.weight", TensorSlot(shape, load, memory=self.weight.tensors(), takes=takes)
         if self.bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 # Embeddings for each layer (Gemma 3n, Gemma 4): every token has a small vector of its own at every layer.

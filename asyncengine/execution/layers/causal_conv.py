@@ -107,7 +107,3 @@ class CausalConv(Layer):
                 self.weight[:, own].copy_(tensor[given, 0].T)
 
         return TensorSlot((channels, 1, self.taps), load)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

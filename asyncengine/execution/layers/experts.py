@@ -18,13 +18,13 @@ from torch.nn.functional import linear
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import gather_experts, held_by, leave
-from asyncengine.execution.layers.stored import Layer, RowRange, StoredForm, StoredMatrix, TensorSlot, dense
+from asyncengine.execution.layers.stored import Layer, RowRange, StoredForm, StoredMatrix, TensorSlot, Weighted, dense
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 from asyncengine.execution.layers.weight_forms import DenseWeight, WeightForm
 from asyncengine.kernels.api import triton_missing
 
 
-class ExpertMatrices:
+class ExpertMatrices(Weighted):
     """The matrices [outputs, inputs] of all experts, in one form, one below the other, or in a form for each."""
 
     def __init__(self, options: LayerOptions, forms: Sequence[WeightForm], experts: int, *, bias: bool) -> None:
@@ -64,10 +64,6 @@ class ExpertMatrices:
     def product(self) -> Any:
         """All of them as one product for the compiled kernel; None: it does not take this form."""
         return None if len(self.forms) > 1 else product_of(self.forms[0], self.bias)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(form.nbytes for form in self.forms) + (0 if self.bias is None else self.bias.nbytes)
 
 
 def product_of(form: WeightForm, bias: torch.Tensor | None) -> Any:
@@ -228,10 +224,6 @@ class Experts(Layer):
         """For `info`."""
         forms = (self.up.forms[0].name, self.down.forms[0].name)
         return f"{' + '.join(dict.fromkeys(forms))} experts"
-
-    @property
-    def nbytes(self) -> int:
-        return self.up.nbytes + self.down.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name: one for each expert, where checkpoints have them so."""

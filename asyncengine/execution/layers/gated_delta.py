@@ -207,11 +207,6 @@ class GatedDelta(states.StateLayer):
 
             yield f"{self._prefix}{name}_conv1d.weight", replace(own, load=load, other_shape=other.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears and norms."""
-        return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
-
 
 def delta_rule(
     kernels: Any, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor, most_rate: int = 1

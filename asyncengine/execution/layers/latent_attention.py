@@ -22,7 +22,7 @@ from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, rotate
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
+from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, Weighted, dense
 from asyncengine.execution.layers.weight_forms import PackedWeight
 
 
@@ -52,7 +52,7 @@ class LatentAttentionConfig:
     chunk: int | None = None
 
 
-class HeadProducts:
+class HeadProducts(Weighted):
     """x [T, heads, inputs + behind] -> [T, heads, behind + outputs]: each head's inputs by a matrix of its own, and
     before them the numbers behind these as they are. Matrices have the model's type, whatever others are rounded to."""
 
@@ -65,10 +65,6 @@ class HeadProducts:
 
             self._multiply, self._each = operations.multiply_heads, operations.rows_of_head(outputs)
         self.weight = plain.weight(heads * self._each, inputs)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
 
     def load(self, head: int, matrix: torch.Tensor) -> None:
         """Take a head's matrix [outputs, inputs]."""

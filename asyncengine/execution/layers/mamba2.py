@@ -161,12 +161,6 @@ class Mamba2(StateLayer):
         y = functional.rms_norm(grouped, grouped.shape[-1:], None, self.config.epsilon).flatten(1) * self.weight
         return y if self.config.norm == "gated" else y * factor
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears."""
-        parts = (self.conv, self.decay, self.skip, self.step_bias, self.weight)
-        return sum(part.nbytes for part in parts)
-
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         for part in (self.inputs, self.conv, self.out):
             yield from part.slots()

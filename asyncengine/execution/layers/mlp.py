@@ -201,11 +201,6 @@ class SparseMLP(Layer):
         """Linears that adapters may change: none of the experts' own."""
         return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears."""
-        return self.router.nbytes + self.experts.nbytes
-
     def inner(self) -> Sequence[Layer]:
         return [self.router, self.experts, *self.latent, *([] if self.shared is None else [self.shared])]
 
@@ -268,11 +263,6 @@ class SideExperts(Layer):
 
     def inner(self) -> Sequence[Layer]:
         return self.router, self.experts
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears and norms."""
-        return super().nbytes + self._scaled.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name; norms apart."""

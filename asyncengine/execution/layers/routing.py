@@ -117,11 +117,6 @@ class Router(Layer):
         if self.by_expert is not None and config.by_expert is not None:
             yield prefix + config.by_expert, TensorSlot.into(self.by_expert, initial=1.0)
 
-    @property
-    def nbytes(self) -> int:
-        more = [part for part in (self.bias, self.correction, self.by_expert) if part is not None]
-        return self.weight.nbytes + sum(part.nbytes for part in more)
-
 
 def route(
     logits: torch.Tensor, correction: torch.Tensor | None, by_expert: torch.Tensor | None, config: RouterConfig

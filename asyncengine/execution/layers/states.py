@@ -262,11 +262,6 @@ class StateLayer(ABC):
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name; linears and norms included."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears and norms."""
-
 
 class StateConfig(Protocol):
     """A family's settings of such a layer; it knows how to build it."""

@@ -12,7 +12,7 @@ Everything here is exact: what is lost is lost where scales or x are rounded lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -225,7 +225,41 @@ class TensorSlot:
         return TensorSlot((count,), load, initial)
 
 
-class Layer:
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Every tensor among these, in their tuples and lists, and in what has weights (`Weighted`, or any part of a model
+    with a method `slots`); each once."""
+    found: dict[int, torch.Tensor] = {}
+    left = [*values]
+    while left:
+        value = left.pop(0)
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, (tuple, list)):
+            left[:0] = value
+        elif isinstance(value, Weighted) or callable(getattr(type(value), "slots", None)):
+            left[:0] = vars(value).values()
+    return list(found.values())
+
+
+def nbytes_of(values: Iterable[Any]) -> int:
+    """Bytes of the `tensors_in` these: what two of them share counts once."""
+    return sum(tensor.nbytes for tensor in tensors_in(values))
+
+
+class Weighted:
+    """Something that has weights, itself or in what it is made of."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that its weights are in."""
+        return tensors_in([self])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these."""
+        return nbytes_of([self])
+
+
+class Layer(Weighted):
     """A part of a model that has weights: its own, or those of the layers that it is made of."""
 
     def inner(self) -> Sequence[Any]:
@@ -236,8 +270,3 @@ class Layer:
         """Tensors of the checkpoint that it takes, by name."""
         for layer in self.inner():
             yield from layer.slots()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return sum(layer.nbytes for layer in self.inner())

@@ -233,10 +233,6 @@ class ChunkedWeight(TakesStored):
         shape = (-(-self._inputs // (each or self._group)), self.outputs)
         return torch.zeros(shape, dtype=dtype, device=self._device) if there else None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self.planes, self.order) if part is not None)
-
     def _pack(self, first: int, rows: GroupedRows) -> None:
         if self._floats and rows.floats is not None:
             rows = GroupedRows(rows.floats, rows.float_scales, row_scales=rows.row_scales)

@@ -7,7 +7,7 @@ then reach whatever has captured the address. `load` takes rows [first, first + 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from asyncengine.execution.device.arena import Empty, OutputBufferPool, ordinary
-from asyncengine.execution.layers.stored import StoredForm, StoredMatrix, dense
+from asyncengine.execution.layers.stored import StoredForm, StoredMatrix, Weighted, dense
 from asyncengine.kernels.api import triton_missing
 
 Release = Callable[[torch.Tensor], object]
@@ -65,18 +65,8 @@ class WaitingRows:
         return whole
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, WeightForm):
-            yield from value.tensors()
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors_in(value)
-
-
-class WeightForm(ABC):
-    """The matrix [outputs, inputs] of one linear layer."""
+class WeightForm(Weighted, ABC):
+    """The matrix [outputs, inputs] of one linear layer. `load` writes to all of its tensors."""
 
     name: str
     """For `info`."""
@@ -88,14 +78,6 @@ class WeightForm(ABC):
     """Whether a compiled kernel multiplies, so that a row's result does not depend on the rows beside it."""
     waiting: WaitingRows | None = None
     """Group whose rows wait for each other; None: they are taken as they come."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All memory that `load` writes to: every tensor that it has, itself or in the forms that it is made of."""
-        return list({id(tensor): tensor for tensor in _tensors_in(vars(self).values())}.values())
 
     @abstractmethod
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:

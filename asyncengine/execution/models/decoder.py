@@ -34,7 +34,7 @@ from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
 from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext
-from asyncengine.execution.layers.stored import TensorSlot
+from asyncengine.execution.layers.stored import TensorSlot, nbytes_of
 from asyncengine.execution.layers.weight_forms import WeightForm
 from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead, plan_layers
 
@@ -330,7 +330,7 @@ class Decoder(CausalLM):
     def nbytes(self) -> int:
         """Bytes of all weights that are here."""
         stage = self.options.stage
-        return sum(part.nbytes for part, place in self._parts() if stage is None or stage.has(place))
+        return nbytes_of(part for part, place in self._parts() if stage is None or stage.has(place))
 
     @property
     def unsteady(self) -> str | None:

@@ -166,14 +166,6 @@ class DecoderLayer:
         if self.scalar is not None:
             yield self.scalar_path, replace(TensorSlot.into(self.scalar, initial=1.0), shape=(1,))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        within = () if self.attention is None else self.attention.norms or ()
-        states = () if self.state is None else (self.state, *self.state.norms())
-        parts: list[Any] = [*self.linears(), *self._products(), *self.norms(), *within, *states, *self.mixtures()]
-        return sum(part.nbytes for part in parts)
-
     def mixtures(self) -> list[SparseMLP | SideExperts]:
         """Its mixtures of experts, whose weights are no linears."""
         return [part for part in (self.mlp, self.side) if isinstance(part, (SparseMLP, SideExperts))]
@@ -338,7 +330,3 @@ class MTPHead(Layer):
             slot.load(tensor)
 
         return replace(slot, load=load, memory=[*slot.memory, *copy.tensors()])
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + (0 if self.output is None else self.output.nbytes)

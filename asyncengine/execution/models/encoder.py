@@ -24,7 +24,7 @@ from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary
 from asyncengine.execution.layers.step import StepContext
-from asyncengine.execution.layers.stored import Layer, TensorSlot
+from asyncengine.execution.layers.stored import Layer, TensorSlot, nbytes_of
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 
@@ -117,10 +117,6 @@ class DistanceBias(Layer):
         buckets = torch.where(far < exact, far, (exact + growth.long()).clamp(max=each - 1)) + (distances > 0) * each
         away = self._table[buckets.to(self._table.device)].T  # of all distances, once
         return away[:, places - places[:, None] + count - 1]
-
-    @property
-    def nbytes(self) -> int:
-        return self._table.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         yield f"{self._path}.weight", TensorSlot.into(self._table)
@@ -276,7 +272,7 @@ class Encoder:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(part.nbytes for part in self._parts())
+        return nbytes_of(self._parts())
 
     @property
     def layer_bytes(self) -> int:

@@ -169,11 +169,6 @@ class KimiDelta(StateLayer):
         numbers = [(part_of(self.share, whole.size), slice(None))]
         yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, whole.size, numbers, 1.0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears and norms."""
-        return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
-
 
 KINDS = ("linear_attention", "full_attention")
 _SPARSE = "block_sparse_moe."

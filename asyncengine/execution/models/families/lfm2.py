@@ -71,11 +71,6 @@ class ShortConv(StateLayer):
         for part in (self.inputs, self.conv, self.out):
             yield from part.slots()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything outside its linears."""
-        return self.conv.nbytes
-
 
 def _kernel(options: LayerOptions, conv: CausalConv) -> Any:
     """The compiled call for everything between the projections; None: there is none here."""

@@ -331,9 +331,6 @@ class LayerInputs(Layer):
         projected = self.norm((self.projection(h, adapters) * self._scale).view(shape))
         return (projected + self.table(ids).view(shape)) * 2.0**-0.5
 
-    def inner(self) -> Sequence[Layer]:
-        return self.table, self.projection, self.norm
-
 
 class LayerInput(Layer):
     """A layer's use of its vectors: norm(out(act(gate(h)) * vector)), to be added to the stream h."""
@@ -356,6 +353,3 @@ class LayerInput(Layer):
 
     def linears(self) -> list[Linear]:
         return [self.gate, self.out]
-
-    def inner(self) -> Sequence[Layer]:
-        return self.gate, self.out, self.norm

@@ -92,28 +92,28 @@ class Mamba2(StateLayer):
             config = config.part(self.share.ranks.size)
         self.config = config
         """With the heads that are here."""
-        self.inner, self.shared = config.heads * config.head_dim, config.groups * config.state_size
-        self._sizes = [self.inner, self.conv.channels, config.heads]
+        self.channels, self.shared = config.heads * config.head_dim, config.groups * config.state_size
+        self._sizes = [self.channels, self.conv.channels, config.heads]
         vectors = options.zeros(3, config.heads, dtype=torch.float32)
         self.decay, self.skip, self.step_bias = vectors
         """[heads] each: A, which is negative; D; what is added to dt."""
         self.decay.fill_(-1.0)
-        self.weight = options.zeros(self.inner, dtype=torch.float32).fill_(1.0)
+        self.weight = options.zeros(self.channels, dtype=torch.float32).fill_(1.0)
         """The norm's weight."""
         self.scales: torch.Tensor | None = None
         if config.scales is not None:
-            counts = torch.tensor([self.inner, self.inner, self.shared, self.shared, config.heads])
+            counts = torch.tensor([self.channels, self.channels, self.shared, self.shared, config.heads])
             made = torch.tensor(config.scales, dtype=torch.float32).repeat_interleave(counts)
             self.scales = options.zeros(len(made), dtype=torch.float32).copy_(made)
         parameters = (self.decay, self.skip, self.step_bias, self.weight)
         self.kernel = _kernel(options, config, sum(self._sizes), self.conv, parameters)
         self.spec = StateSpec(
             (config.heads, config.state_size, config.head_dim), self.conv.window,
-            (self.inner, self.shared, self.shared), units, self.share is not None,
+            (self.channels, self.shared, self.shared), units, self.share is not None,
         )  # fmt: skip
         self.rule = self.conv.on_device and self.conv.on_device.Recurrence(
             config.heads, config.heads // config.groups, config.state_size, config.head_dim,
-            (self.inner + self.shared, self.inner, 0), self.decay, self.step_bias, config.limits, self.skip,
+            (self.channels + self.shared, self.channels, 0), self.decay, self.step_bias, config.limits, self.skip,
         )  # fmt: skip
 
     def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Mamba2(StateLayer):
         gate, mixed, times = torch.split(projected, self._sizes, dim=-1)
         read = recur(step, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
         if self.conv.on_device is not None:
-            config, size = self.config, self.inner // self.config.norm_groups
+            config, size = self.config, self.channels // self.config.norm_groups
             made: torch.Tensor = self.conv.on_device.gated_norm(
                 read.flatten(1), gate, self.weight, config.epsilon, size, norm=config.norm, scale=config.out_scale
             )
@@ -138,7 +138,7 @@ class Mamba2(StateLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is read [sequences, heads, head dim], the states after) of a token of each sequence, float32."""
         config = self.config
-        x, into, out = torch.split(made.float(), [self.inner, self.shared, self.shared], dim=1)
+        x, into, out = torch.split(made.float(), [self.channels, self.shared, self.shared], dim=1)
         x = torch.unflatten(x, 1, (config.heads, config.head_dim))
         each = config.heads // config.groups
         into, out = (
@@ -162,8 +162,7 @@ class Mamba2(StateLayer):
         return y if self.config.norm == "gated" else y * factor
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        for part in (self.inputs, self.conv, self.out):
-            yield from part.slots()
+        yield from super().slots()
         count, size = self._whole.heads, self.out.inputs
         heads, inner = [(part_of(self.share, each), slice(None)) for each in (count, size)]
         yield (f"{self._path}A_log", TensorSlot.some(self.decay, count, [heads], 0.0, lambda it: -it.float().exp()))

@@ -115,9 +115,6 @@ class MLP(Layer):
     def linears(self) -> list[Linear]:
         return [self.up, self.down]
 
-    def inner(self) -> Sequence[Layer]:
-        return [*self.linears(), *([] if self.xielu is None else [self.xielu])]
-
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Other names of the same; each slot says which it stands for."""
         own = dict(self.slots()) if self.config.aliases else {}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,12 +29,12 @@ import torch
 from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int64Array, upload
 from asyncengine.execution.layers.sharded import Share, gathered
+from asyncengine.execution.layers.stored import Layer
 
 if TYPE_CHECKING:
     from asyncengine.execution.layers.basic import Linear, Norm
     from asyncengine.execution.layers.options import LayerOptions
     from asyncengine.execution.layers.step import StepContext
-    from asyncengine.execution.layers.stored import TensorSlot
 
 FIRST = 0
 """The slot of the state before any token."""
@@ -225,7 +225,7 @@ def each_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     return function(x) if x.device.type != "cpu" else torch.cat([function(row) for row in torch.split(x, 1)])
 
 
-class StateLayer(ABC):
+class StateLayer(Layer, ABC):
     """A layer that mixes tokens by a state: x [T, width] -> [T, width]."""
 
     index: int
@@ -257,10 +257,6 @@ class StateLayer(ABC):
 
     def norms(self) -> list[Norm]:
         return []
-
-    @abstractmethod
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name; linears and norms included."""
 
 
 class StateConfig(Protocol):

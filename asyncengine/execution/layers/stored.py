@@ -263,8 +263,8 @@ class Layer(Weighted):
     """A part of a model that has weights: its own, or those of the layers that it is made of."""
 
     def inner(self) -> Sequence[Any]:
-        """The layers that it is made of."""
-        return ()
+        """The layers that it is made of, in the order in which their tensors come."""
+        return [part for part in vars(self).values() if isinstance(part, Layer)]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""

@@ -367,6 +367,3 @@ class SequenceHead(Layer):
 
     def linears(self) -> list[Linear]:
         return [self.out] if self.dense is None else [self.dense, self.out]
-
-    def inner(self) -> Sequence[Layer]:
-        return [part for part in (self.dense, self.norm, self.out) if part is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.layers.sharded import even_cuts, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep
-from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.config import ModelConfig, UnknownLayers
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
@@ -65,11 +64,6 @@ class ShortConv(StateLayer):
             return made
         before, after, inputs = projected.chunk(3, dim=-1)
         return self.conv(before * inputs, step, self.index).mul_(after)
-
-    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Tensors of the checkpoint that it takes, by name."""
-        for part in (self.inputs, self.conv, self.out):
-            yield from part.slots()
 
 
 def _kernel(options: LayerOptions, conv: CausalConv) -> Any:

@@ -17,21 +17,14 @@ class HostStore:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._resident: dict[str, Adapter] = {}
+        self.resident: dict[str, Adapter] = {}
         self.held: dict[str, int] = {}
         self.reserved: dict[str, int] = {}
         """Bytes that contents which are being read will need. Nothing is evicted for them before they are here."""
 
     @property
     def nbytes(self) -> int:
-        return sum(adapter.nbytes for adapter in self._resident.values())
-
-    @property
-    def digests(self) -> list[str]:
-        return list(self._resident)
-
-    def get(self, digest: str) -> Adapter | None:
-        return self._resident.get(digest)
+        return sum(adapter.nbytes for adapter in self.resident.values())
 
     def holds(self, digest: str) -> int:
         return self.held.get(digest, 0)
@@ -40,7 +33,7 @@ class HostStore:
 
     def hold(self, digest: str) -> None:
         """Keep `digest`, which is here, until as many `let_go`."""
-        self._resident[digest] = self._resident.pop(digest)  # used most recently
+        self.resident[digest] = self.resident.pop(digest)  # used most recently
         self.held[digest] = self.held.get(digest, 0) + 1
 
     def let_go(self, digest: str) -> None:
@@ -61,10 +54,10 @@ class HostStore:
         """
         excess = self.nbytes + sum(self.reserved.values()) + need - self.max_bytes
         chosen = []
-        for digest in sorted(self._resident, key=lambda digest: digest != leaves):
+        for digest in sorted(self.resident, key=lambda digest: digest != leaves):
             if excess <= 0:
                 break
-            adapter = self._resident[digest]
+            adapter = self.resident[digest]
             if not self.holds(digest) and not stays(digest):
                 chosen.append(digest)
                 excess -= adapter.nbytes
@@ -72,30 +65,30 @@ class HostStore:
 
     def put(self, adapter: Adapter, stays: Callable[[str], bool], leaves: str | None = None) -> bool:
         """Take `adapter` in, evicting what must go. False, and nothing changed, if there cannot be room."""
-        if adapter.digest in self._resident:
+        if adapter.digest in self.resident:
             return True
         victims = self.victims(adapter.nbytes, stays, leaves)
         if victims is None:
             return False
         for digest in victims:
             self.drop(digest)
-        self._resident[adapter.digest] = adapter
+        self.resident[adapter.digest] = adapter
         return True
 
     def drop(self, digest: str) -> None:
         if self.holds(digest):
             raise InvariantViolation(f"adapter {digest[:12]} is dropped while it is held")
-        self._resident.pop(digest, None)
+        self.resident.pop(digest, None)
 
     def clear(self) -> None:
-        for books in (self._resident, self.held, self.reserved):
+        for books in (self.resident, self.held, self.reserved):
             books.clear()
 
     def check(self) -> None:
         """Raises `InvariantViolation` if the books do not balance."""
         if self.nbytes > self.max_bytes:
             raise InvariantViolation(f"adapters take {self.nbytes} bytes of {self.max_bytes}")
-        if any(digest not in self._resident for digest in self.held):
+        if any(digest not in self.resident for digest in self.held):
             raise InvariantViolation("an adapter is held, but not in memory")
 
 
@@ -134,15 +127,10 @@ class Claims:
         self._users: dict[str, int] = {}
         self.waiting: dict[str, dict[int, _Claim]] = {}
         """Started and not granted, by digest in order of the first arrival, then by ticket likewise."""
-        self._reloading: dict[str, None] = {}
 
     def users(self, digest: str) -> int:
         """Claims of `digest`, started or not, granted or not."""
         return self._users.get(digest, 0)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(group) for group in self.waiting.values())
 
     def add(self, ticket: int, meaning: Meaning) -> None:
         if ticket in self.by_ticket:
@@ -179,7 +167,7 @@ class Claims:
         full = False  # somebody has been passed often enough
         for digest, group in list(self.waiting.items()):
             claims = list(group.values())
-            if self._store.get(digest) is not None:
+            if digest in self._store.resident:
                 passing = (full or blocked is not None) and not self.stays(digest)
                 for claim in claims:
                     if passing and (full or (blocked is not None and blocked.passes >= self.max_passes)):
@@ -189,11 +177,10 @@ class Claims:
                     self._grant(claim, calls)
             elif full:
                 continue
-            elif digest not in self._reloading and blocked is None:
+            elif digest not in self._store.reserved and blocked is None:
                 meaning = claims[0].meaning
                 if self._store.victims(meaning.nbytes, self.stays) is not None:
                     self._store.reserved[digest] = meaning.nbytes
-                    self._reloading[digest] = None
                     reload.append(meaning)
                 elif self._hopeless(meaning):
                     limit = f"pinned adapters leave no room for {meaning.nbytes} bytes of {self._store.max_bytes}"
@@ -226,7 +213,6 @@ class Claims:
 
     def reloaded(self, digest: str, adapter: Adapter | None, error: Exception | None, calls: Calls) -> None:
         """`digest` was read again, or cannot be. Call `pump` next."""
-        self._reloading.pop(digest, None)
         self._store.reserved.pop(digest, None)
         mine = list(self.waiting.get(digest, {}).values())
         if error is not None:
@@ -241,5 +227,5 @@ class Claims:
             self._tell(claim, again(error), calls)
 
     def clear(self) -> None:
-        for books in (self.by_ticket, self._users, self.waiting, self._reloading):
+        for books in (self.by_ticket, self._users, self.waiting):
             books.clear()

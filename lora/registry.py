@@ -116,7 +116,7 @@ class AdapterRegistry:
     def get(self, digest: str) -> Adapter:
         """The weights of an adapter that a granted claim keeps in memory."""
         with self._lock:
-            adapter = self.store.get(digest)
+            adapter = self.store.resident.get(digest)
         if adapter is None:
             raise AdapterNotFound("adapter", "is not in memory", digest)
         return adapter
@@ -124,13 +124,13 @@ class AdapterRegistry:
     def invocation(self, digest: str) -> tuple[int, ...]:
         """The tokens of a prompt from which on it acts; none for one that acts everywhere, or is not in memory."""
         with self._lock:
-            adapter = self.store.get(digest)
+            adapter = self.store.resident.get(digest)
         return () if adapter is None else adapter.invocation
 
     def counts(self) -> dict[str, int]:
         """Counts of names, of contents in memory, and their bytes."""
         with self._lock:
-            return {"loaded": len(self._names), "in_memory": len(self.store.digests), "nbytes": self.store.nbytes}
+            return {"loaded": len(self._names), "in_memory": len(self.store.resident), "nbytes": self.store.nbytes}
 
     def _meaning(self, name: str) -> Meaning:
         meaning = self._names.get(name) if isinstance(name, str) else None
@@ -141,7 +141,7 @@ class AdapterRegistry:
 
     def _info(self, name: str) -> AdapterInfo:
         of = self._meaning(name)
-        in_memory, requests = self.store.get(of.digest) is not None, self.claims.users(of.digest)
+        in_memory, requests = of.digest in self.store.resident, self.claims.users(of.digest)
         return AdapterInfo(name, of.path, of.digest, of.rank, of.nbytes, of.modules, of.pinned, in_memory, requests)
 
     # ---------------------------------------------------------------- claims
@@ -196,7 +196,7 @@ class AdapterRegistry:
                 calls.append(lambda future=future: _finish(future))  # type: ignore[misc]
             if self._unknown(digest):
                 self.store.drop(digest)
-        if self.claims.num_waiting and not self._closed:
+        if self.claims.waiting and not self._closed:
             for meaning in self.claims.pump(calls):
                 self._pool.submit(self._reload, meaning)
 

@@ -7,6 +7,7 @@ output. Nothing here knows where adapters come from: `write` takes anything of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
@@ -36,7 +37,6 @@ class MaskedStep:
         self.used = frozenset(range(num_slots))
         """Slots that rows may use by the time it runs."""
         self._num_slots = num_slots
-        self._tiles: Any = None
 
     @cached_property
     def keep(self) -> torch.Tensor:
@@ -58,13 +58,12 @@ class MaskedStep:
         made = (y.float() * factors[self.known] + shifts[self.known]).to(y.dtype)
         y.copy_(torch.where((self.slots >= 0)[:, None], made, y))
 
+    @cached_property
     def tiles(self) -> Any:
         """Rows by slot, as `kernels.cuda.lora` takes them."""
-        if self._tiles is None:
-            from asyncengine.kernels.api import gpu
+        from asyncengine.kernels.api import gpu
 
-            self._tiles = gpu.tiles_of(self.slots, self._num_slots)
-        return self._tiles
+        return gpu.tiles_of(self.slots, self._num_slots)
 
 
 class MaskedStack(LoraStack):
@@ -90,7 +89,7 @@ class KernelStack(LoraStack):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
         x, y = self._flat(x, y, step.size)
-        self._add(x, y, self._factors, step.slots, step.tiles)
+        self._add(x, y, self._factors, step.slots, lambda: step.tiles)
 
     def _allocate(self) -> None:
         from asyncengine.kernels.api import gpu
@@ -163,34 +162,32 @@ class LoraAdapter(Protocol):
     def modules(self) -> Mapping[str, LoraWeights]: ...
 
 
+@dataclass(slots=True, eq=False)
 class _Adapters:
     """`RowAdapters` of one step."""
 
-    __slots__ = ("_outputs", "_stacks", "_step", "_table")
-
-    def __init__(
-        self, stacks: Mapping[str, LoraStack], outputs: Mapping[str, OutputChanges], step: Step,
-        table: FactorTable | None,
-    ) -> None:  # fmt: skip
-        self._stacks, self._outputs, self._step, self._table = stacks, outputs, step, table
+    stacks: Mapping[str, LoraStack]
+    outputs: Mapping[str, OutputChanges]
+    step: Step
+    table: FactorTable | None
 
     def changes(self, path: str) -> bool:
-        return path in self._stacks or path in self._outputs
+        return path in self.stacks or path in self.outputs
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        changes = self._outputs.get(path)
+        changes = self.outputs.get(path)
         if changes is not None:
-            changes.apply(x, y, self._step)
-        stack = self._stacks.get(path)
+            changes.apply(x, y, self.step)
+        stack = self.stacks.get(path)
         if stack is not None:
-            stack.add(x, y, self._step)
+            stack.add(x, y, self.step)
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
-        if self._table is None or not isinstance(self._step, RowStep):
+        if self.table is None or not isinstance(self.step, RowStep):
             return None
-        if any(each.used_by(self._step) for path, each in self._outputs.items() if path in paths):
+        if any(each.used_by(self.step) for path, each in self.outputs.items() if path in paths):
             return None  # which no kernel does
-        return self._table.records(paths, self._step)
+        return self.table.records(paths, self.step)
 
 
 class LoraLayers:

@@ -145,7 +145,7 @@ class Lab:
     @property
     def waiting_claims(self) -> int:
         """Claims that wait for memory."""
-        return self.registry.claims.num_waiting
+        return sum(map(len, self.registry.claims.waiting.values()))
 
     async def settled(self) -> None:
         """Wait until nothing runs or is read: then nothing is claimed, in use or reserved, and memory is as is said."""

@@ -218,7 +218,7 @@ class EngineByHand:
 
     def _check_orphans(self, claimed: list[int]) -> None:
         named = {info.digest for info in self.registry.list()}
-        here = self.store.digests
+        here = self.store.resident
         digests = [self.samples[ticket].digest for ticket in claimed if self.samples[ticket].digest not in named]
         assert all(digest in here for digest in digests if digest in self.orphans), "dropped under its requests"
         self.orphans = [digest for digest in digests if digest in here]

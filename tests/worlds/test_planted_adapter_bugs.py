@@ -163,7 +163,7 @@ def copy_what_the_name_means_now(patch: pytest.MonkeyPatch) -> None:
     def broken(self: AdapterRegistry, digest: str) -> Any:
         adapter = get(self, digest)
         now = self._names.get(adapter.name)
-        return adapter if now is None or self.store.get(now.digest) is None else self.store.get(now.digest)
+        return adapter if now is None else self.store.resident.get(now.digest, adapter)
 
     patch.setattr(AdapterRegistry, "get", broken)
 

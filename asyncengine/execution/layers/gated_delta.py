@@ -128,8 +128,6 @@ class GatedDelta(states.StateLayer):
             (config.value_heads, config.key_dim, config.value_dim), self.conv.window,
             tuple(config.key_heads * channels for channels in mixed), units, self.share is not None,
         )  # fmt: skip
-        self.kinds = _kind_indices(config, options.device)
-        """Columns of queries, keys, values, z, b and a in the projection."""
         heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
         self.rule = delta_rule(self.conv.on_device, heads, self.rate, self.dt_bias, config.most_rate)
         if options.compiled:
@@ -147,7 +145,7 @@ class GatedDelta(states.StateLayer):
         if self.kernel is not None:
             return states.by_kernel(self.kernel, projected, step, self.index)
         if self.config.interleaved:
-            q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self.kinds)
+            q, k, v, z, b, a = self._by_kind(projected)
             inputs = torch.cat((q, k, v), dim=1)
         else:
             heads = self.config.value_heads
@@ -159,6 +157,14 @@ class GatedDelta(states.StateLayer):
             made: torch.Tensor = self.conv.on_device.gated_norm(read.flatten(1), z, weight, epsilon, len(weight))
             return made
         return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
+
+    def _by_kind(self, projected: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys, values, z, b and a of all heads, of a projection that goes key head by key head."""
+        heads, (first, second), mixed = self.config.key_heads, self.config.rows, self.config.mixed
+        blocks = torch.split(projected[:, : heads * (first + second)], [heads * first, heads * second], dim=1)
+        kinds = zip(blocks, ([*mixed, mixed[2]], [second // 2, second // 2]), strict=True)
+        parts = [torch.split(torch.unflatten(block, 1, (heads, -1)), widths, dim=2) for block, widths in kinds]
+        return [part.flatten(1) for block in parts for part in block]
 
     def _token(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, state: torch.Tensor
@@ -236,14 +242,3 @@ def learn(
 def unit(x: torch.Tensor) -> torch.Tensor:
     """Vectors [..., dim] of length one."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)
-
-
-def _kind_indices(config: GatedDeltaConfig, device: torch.device) -> list[torch.Tensor]:
-    """For each of q, k, v, z, b, a: its columns in the projections, head by head."""
-    group = config.value_heads // config.key_heads
-    widths = [config.key_dim, config.key_dim, group * config.value_dim, group * config.value_dim, group, group]
-    heads = torch.arange(config.key_heads)[:, None]
-    found = []
-    for columns, width in zip(config.columns.values(), widths, strict=True):
-        found.append((columns.first + heads * columns.step + torch.arange(width)).flatten().to(device))
-    return found

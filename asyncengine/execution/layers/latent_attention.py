@@ -125,20 +125,16 @@ class LatentAttention:
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
         given, latent, shared = torch.split(projected, self._sizes, dim=-1)
-        joined, heads = self._kernels.joined, self.spec.num_heads
+        joined, heads, key_dim = self._kernels.joined, self.spec.num_heads, self.config.own_dim + self.config.shared_dim
         key = self._rotated(joined(shared, self.norm(joined(latent)))[:, None], angles)
         step.backend.write(self.index, key, key)
         if self.queries is None:
             query = torch.unflatten(given, 1, (self.config.num_heads, -1))[:, self._heads]
         else:
-            query = self.queries.own(self.norms[1](joined(given)), step.adapters)[:, : heads * self._key_dim]
+            query = self.queries.own(self.norms[1](joined(given)), step.adapters)[:, : heads * key_dim]
             query = torch.unflatten(query, 1, (heads, -1))
         attended = step.backend.attend(self.index, self._rotated(self.products[0](query), angles))
         return self.out(gathered(self.share, self.products[1](attended).flatten(1)), step.adapters)
-
-    @property
-    def _key_dim(self) -> int:
-        return self.config.own_dim + self.config.shared_dim
 
     def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """x [T, heads, shared dim + rank] with its shared numbers rotated, perhaps in place."""

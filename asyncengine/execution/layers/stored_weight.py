@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -47,22 +48,13 @@ def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=take, name="asyncengine-load", daemon=True) for _ in range(helpers)]
-    started = [thread for thread in threads if _start(thread)]
-    take()
-    for thread in started:
-        thread.join()
+    with ThreadPoolExecutor(helpers, "asyncengine-load") as pool:
+        with suppress(RuntimeError):  # the system has no more threads: those that there are do it all
+            for _ in range(helpers):
+                pool.submit(take)
+        take()
     if errors:
         raise errors[0]
-
-
-def _start(thread: threading.Thread) -> bool:
-    """False: the system has no more threads, and those that there are do it all."""
-    try:
-        thread.start()
-    except RuntimeError:
-        return False
-    return True
 
 
 _AT_ONCE = 2**20

@@ -219,7 +219,7 @@ class AdapterLife(EngineByHand):
         assert not self.core.loop.queue_limit.waiting_tokens
         assert not self.slots.in_use, f"adapters never released: {self.slots.in_use}"
         assert all(future.done() for future in self.unloads), "somebody waits for requests that have ended"
-        assert not self.claims.by_ticket and not self.claims.waiting
+        assert not any((self.claims.by_ticket, self.claims.waiting))
         assert not any((self.store.held, self.store.reserved, self.registry.reading))
         assert sorted(info.name for info in self.registry.list()) == sorted(self.means)
         for name in list(self.means):

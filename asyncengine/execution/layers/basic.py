@@ -185,10 +185,6 @@ _FEW = 64
 """Token ids up to which each is looked at by itself."""
 
 
-def _new(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return new_tensor(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
-
-
 class Embedding(Layer):
     """Rows of a table [tokens, width], times `scale` (Gemma, Granite).
 
@@ -208,16 +204,16 @@ class Embedding(Layer):
 
     def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[T, width] of int64 ids [T]. Raises `IndexError` for an id out of range, on a CPU."""
-        if self._device.type == "cpu":
+        shape, on_cpu = (len(ids), self.width), self._device.type == "cpu"
+        if on_cpu:
             self._check(ids)
-        if self._head is not None:
-            out = self._head.embed(ids.contiguous(), self._dtype)
-        elif self.stored is not None:
-            out = _new((len(ids), self.width), self._dtype, self._device)
-            self.stored.read_rows(ids.contiguous(), out)
-        else:
-            assert self._table is not None
+        if self._table is not None:
             out = torch.embedding(self._table, ids)
+        else:
+            form = self.stored if self._head is None else self._head.weight
+            assert form is not None
+            out = new_tensor(shape, self._dtype) if on_cpu else ids.new_empty(shape, dtype=self._dtype)
+            form.read_rows(ids.contiguous(), out)
         if self.scale != 1.0:
             out.mul_(self.scale)
         if adapters is not None:  # their factors have the scale in them already
@@ -277,12 +273,6 @@ class LMHead(Layer):
         if adapters is not None:
             adapters.add(self.path, x, y)
         return y
-
-    def embed(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows `ids` (int64 [T], contiguous, in range) of the weight, [T, width]."""
-        out = _new((len(ids), self.inputs), dtype, ids.device)
-        self.weight.read_rows(ids, out)
-        return out
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         shape = (self.vocab_size, self.inputs)

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import gather_experts, held_by, leave
-from asyncengine.execution.layers.stored import Layer, RowRange, StoredForm, StoredMatrix, TensorSlot, Weighted, dense
+from asyncengine.execution.layers.stored import Layer, RowRange, StoredMatrix, TensorSlot, Weighted, dense
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
 from asyncengine.execution.layers.weight_forms import DenseWeight, WeightForm
 from asyncengine.kernels.api import triton_missing
@@ -42,11 +42,6 @@ class ExpertMatrices(Weighted):
         form, begin = self._place(expert, first)
         load, shape = partial(self.load, expert, first), (outputs, self.inputs)
         return TensorSlot(shape, load, waits_with=form.waiting, memory=form.tensors(), takes=form.takes(begin))
-
-    def takes(self, first: int) -> StoredForm | None:
-        """The stored form that the first expert's rows from `first` on take, as in `WeightForm.takes`."""
-        form, begin = self._place(0, first)
-        return form.takes(begin)
 
     def _place(self, expert: int, first: int) -> tuple[WeightForm, int]:
         return (self.forms[0], expert * self.outputs + first) if len(self.forms) == 1 else (self.forms[expert], first)
@@ -281,11 +276,8 @@ class Experts(Layer):
         names = tuple(self._prefix + name.format(expert) for expert in range(config.experts) for name in replaced)
         if config.transposed:
             shape = (shape[0], shape[2], shape[1])
-        takes, waiting = matrices.takes(first), matrices.forms[0].waiting
-        memory = [tensor for form in matrices.forms for tensor in form.tensors()]
-        return TensorSlot(
-            shape, load, other_shape=turned_shape, replaces=names, waits_with=waiting, memory=memory, takes=takes
-        )
+        one, memory = matrices.slot(0, first, outputs), [tensor for form in matrices.forms for tensor in form.tensors()]
+        return replace(one, shape=shape, load=load, other_shape=turned_shape, replaces=names, memory=memory)
 
 
 def _forms(

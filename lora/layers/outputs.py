@@ -17,6 +17,7 @@ from torch.nn import functional
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.device.transfer import send
 from asyncengine.execution.layers.step import Place
+from asyncengine.execution.layers.stored import Weighted
 from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.seams import LoraWeights
 
@@ -27,7 +28,7 @@ MakeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [rows, ...], y [rows, out]) -> what stands in y's place."""
 
 
-class OutputChanges:
+class OutputChanges(Weighted):
     """The changes to one product's outputs by slot, counted from 0."""
 
     def __init__(self, place: Place, slots: int, device: torch.device) -> None:
@@ -39,10 +40,6 @@ class OutputChanges:
         self._shifts = torch.full((slots, self._ends[-1]), -0.0, device=device)
         self.rows: dict[int, MakeRows] = {}
         """Makers of the rows that slots have of their own: memory that goes with their content."""
-
-    @property
-    def nbytes(self) -> int:
-        return self._factors.nbytes + self._shifts.nbytes
 
     def used_by(self, step: Any) -> bool:
         """Whether some row of a step may be changed."""

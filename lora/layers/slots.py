@@ -312,8 +312,7 @@ class LoraLayers:
         own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
         if self._masked:
             where = upload(own, self._device)
-            steps = MaskedStep(self.max_loras, where), MaskedStep(self.max_loras, where[logit_rows])
-            return self._begun(*steps)
+            return self._begun(MaskedStep(self.max_loras, where), MaskedStep(self.max_loras, where[logit_rows]))
         return self._begun(self._row_step(own), self._row_step(own[logit_rows.numpy()]))
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:

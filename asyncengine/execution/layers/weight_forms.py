@@ -150,14 +150,30 @@ class DenseWeight(WeightForm):
         torch.index_select(self.weight, 0, ids, out=out)
 
 
-class PackedWeight(WeightForm):
-    """In panels of thirty-two outputs (`kernels.cpu.packed`).
+class CompiledWeight(WeightForm):
+    """A weight in panels that compiled kernels multiply.
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
 
-    name = "packed"
     compiled = True
+    _matrix: Any
+    """The matrix as the kernels take it."""
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
+
+    def product(self, bias: torch.Tensor | None) -> Any:
+        """The record by which kernels of several products multiply."""
+        from asyncengine.kernels.api import LinearWeights
+
+        return LinearWeights(self._matrix, bias, self.inputs, self.outputs)
+
+
+class PackedWeight(CompiledWeight):
+    """A weight in panels of thirty-two outputs (`kernels.cpu.packed`)."""
+
+    name = "packed"
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
@@ -167,7 +183,7 @@ class PackedWeight(WeightForm):
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self._panels = panels
         self._release = release
-        self.weight = panels.empty_panels(outputs, inputs, dtype, empty)
+        self.weight = self._matrix = panels.empty_panels(outputs, inputs, dtype, empty)
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for begin, part in parts_of(weight, self._release):
@@ -178,9 +194,6 @@ class PackedWeight(WeightForm):
         self._panels.gemm(x, self.weight, found, bias)
         return found
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
-
     def multiply_from(self, first: int, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         panel = first // self._panels.WIDTH
         first = panel * self._panels.WIDTH
@@ -189,21 +202,10 @@ class PackedWeight(WeightForm):
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._panels.read_rows(ids, self.weight, out)
 
-    def product(self, bias: torch.Tensor | None) -> Any:
-        """The record by which kernels of several products multiply."""
-        from asyncengine.kernels.api import LinearWeights
 
-        return LinearWeights(self.weight, bias, self.inputs, self.outputs)
-
-
-class PanelWeight(WeightForm):
+class PanelWeight(CompiledWeight):
     """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes, or
-    `exact`: multiplied in float32.
-
-    A row's result depends neither on the rows beside it nor on the number of threads.
-    """
-
-    compiled = True
+    `exact`: multiplied in float32."""
 
     def __init__(
         self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
@@ -231,20 +233,11 @@ class PanelWeight(WeightForm):
         self._products.gemm(x, self._matrix, found, bias, self._fields)
         return found
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
-
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         found = out if self.order is None else torch.empty_like(out)
         self._packing.read_rows(self._form, self.panels, self.row_scales, ids, found)
         if self.order is not None:
             out[:, self.order] = found
-
-    def product(self, bias: torch.Tensor | None) -> Any:
-        """The record by which kernels of several products multiply."""
-        from asyncengine.kernels.api import LinearWeights
-
-        return LinearWeights(self._matrix, bias, self.inputs, self.outputs)
 
 
 class QuantizedWeight(PanelWeight):

@@ -24,9 +24,12 @@ is made and once more when it goes."""
 
 
 async def read_json(request: Request, most: int) -> Any:
-    """The body's JSON. Raises `Problem` for a body over `most` bytes, another type than JSON, or what is no JSON."""
+    """The body's JSON. Raises `Problem` for a body over `most` bytes, another type than JSON (Ollama's paths take any
+    from what is no browser), or what is no JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    # Ollama's own examples are curl's, which calls a body a form unless told otherwise; a browser names its page
+    untyped = request.scope["path"].startswith("/api/") and not {"origin", "sec-fetch-site"} & {*request.headers}
+    if kind != "application/json" and not kind.endswith("+json") and not untyped:
         # also what keeps other sites' pages away: a browser sends no JSON to a foreign host without asking it first
         raise Problem(415, f"the body must be application/json, not {kind[:100] or 'without a type'}", "content-type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":

@@ -151,6 +151,17 @@ def test_errors_have_ollamas_form(url: str, path: str, body: dict[str, Any], sta
     assert words in answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("page", "status"), [({}, 200), ({"origin": "http://localhost"}, 415), ({"sec-fetch-site": "cross-site"}, 415)]
+)
+def test_a_body_is_called_json_by_browsers_alone(url: str, page: dict[str, str], status: int) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded", **page}
+    body = json.dumps({"model": "demo", "messages": COUNT, "options": GREEDY})
+    assert httpx.post(f"{url}/api/chat", content=body, headers=form, timeout=120).status_code == status
+    chat = f"{url}/v1/chat/completions"
+    assert httpx.post(chat, content=body, headers=form, timeout=120).status_code == 415
+
+
 def test_models_as_clients_ask_for_them(url: str) -> None:
     version = httpx.get(f"{url}/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4), "what editors ask for at least"

@@ -130,7 +130,11 @@ def test_an_interrupted_batch_ends_with_whole_lines(tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 3000)
     output = tmp_path / "out.jsonl"
     line = [sys.executable, "-m", "asyncengine", "batch", *SMALL, str(tmp_path / "in.jsonl"), str(output)]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"}) as process:
+    with subprocess.Popen(
+        line, stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"},
+        # whoever runs the tests may have it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no thread holds a lock
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + PATIENCE
         while not output.exists() or not output.stat().st_size:
             assert process.poll() is None

@@ -55,7 +55,6 @@ class Run:
     logs: Path
     ggufs: dict[str, str]
     """GGUF file by quantization."""
-    weights: str = "random weights"
     lock: MachineLock = field(default_factory=lambda: MachineLock(None))
     limit: float = 600.0
     """Seconds for one answer of a worker."""
@@ -65,6 +64,7 @@ class Run:
     """Cores: with more taken by others a turn is tried again, and the least disturbed try counts."""
     beside: int = 0
     """Busy processes beside every turn."""
+    weights: str = "random weights"
     room: int = 0
     """Bytes that must be free before a worker is started."""
     absent: dict[str, str] = field(default_factory=dict)

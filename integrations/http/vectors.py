@@ -176,10 +176,14 @@ async def _ranked(target: Target, query: str, documents: list[Any], own: Any, op
     return Ranking([Ranked(at, scores[at], documents[at]) for at in best], made.usage, truncated)
 
 
+SCORED = ("queries", "text_1", "data_1"), ("documents", "text_2", "items", "data_2")
+"""Names of a score's two sides."""
+
+
 async def _score(values: Values, target: Target) -> Made:
     """Score each text with the one query, or with the query at its place."""
     own = values["own"]
-    names = "text_1" if "text_1" in own else "queries", "text_2" if "text_2" in own else "documents"
+    names = [next((name for name in each if name in own), each[0]) for each in SCORED]
     queries, texts = ([each] if isinstance(each := own.get(name), str) else each or [] for name in names)
     if len(queries) not in (1, len(texts)) or not texts:
         limit = f"must be a text, or as many as {names[1]}, which are {len(texts)}"

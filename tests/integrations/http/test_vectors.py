@@ -168,6 +168,9 @@ def test_scores_of_pairs(url: str, model: str) -> None:
     assert [(each["index"], each["object"]) for each in one["data"]] == [(0, "score"), (1, "score"), (2, "score")]
     assert (one["object"], one["model"], one["usage"]["total_tokens"] > 10) == ("list", model, True)
     pairs = post(url, "/v1/score", model=model, queries=[TEXTS[0]] * 3, documents=TEXTS).json()
+    for names in (("queries", "items"), ("data_1", "data_2")):
+        told = dict(zip(names, ([TEXTS[0]] * 3, TEXTS), strict=True))
+        assert post(url, "/score", model=model, **told).json()["data"] == pairs["data"]
     assert np.allclose([each["score"] for each in pairs["data"]], wanted, rtol=0, atol=1e-6)
     for wrong in ({"text_1": TEXTS[:2], "text_2": TEXTS}, {"text_1": TEXTS[0]}, {"text_2": TEXTS}):
         refused = post(url, "/score", model=model, **wrong)

@@ -77,11 +77,11 @@ BEYOND = {
     "tokens than they may have, which are refused here before they run",
     "return_token_ids": "a text that ends as its tokens do, spaces included",
     "function calling": "thoughts of Qwen3; different ages in two answers; calls with 1 token to write them",
-    "embed online": "ids, dimensions and names of e5; padding; 16-bit and 8-bit vectors; bodies of bytes; /pooling; "
+    "embed online": "ids, dimensions and names of e5; padding; 16-bit and 8-bit vectors; bodies of bytes; "
     "pydantic's wording",
-    "cross-encoder": "ids and names of bge; /score and /pooling; long documents, which are cut here; raw scores; "
+    "cross-encoder": "ids and names of bge; long documents, which are cut here; raw scores; "
     "wording",
-    "bi-encoder": "/score and /pooling; reranking by an embedder",
+    "bi-encoder": "long documents, which are cut here; wording of refusals; /invocations",
     "logprob_token_ids": "log-probabilities of chosen tokens, of which some lie beyond the bundled vocabulary",
     "chat_echo": "a message that is echoed before the answer; -1 for scores of all the vocabulary; an end of Qwen2's",
     "logit_bias": "all wrong names in one error: the first is named",

@@ -79,8 +79,7 @@ BEYOND = {
     "function calling": "thoughts of Qwen3; different ages in two answers; calls with 1 token to write them",
     "embed online": "ids, dimensions and names of e5; padding; 16-bit and 8-bit vectors; bodies of bytes; "
     "pydantic's wording",
-    "cross-encoder": "ids and names of bge; long documents, which are cut here; raw scores; "
-    "wording",
+    "cross-encoder": "ids and names of bge; long documents, which are cut here; raw scores; wording",
     "bi-encoder": "long documents, which are cut here; wording of refusals; /invocations",
     "logprob_token_ids": "log-probabilities of chosen tokens, of which some lie beyond the bundled vocabulary",
     "chat_echo": "a message that is echoed before the answer; -1 for scores of all the vocabulary; an end of Qwen2's",

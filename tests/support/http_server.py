@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,8 +12,25 @@ from typing import Any
 
 from starlette.applications import Starlette
 
+from asyncengine.integrations.http.requests import JsonLines
 from asyncengine.integrations.http.server import Server, address_of, bind
 from asyncengine.integrations.http.settings import ServerSettings
+
+
+@contextmanager
+def request_log() -> Iterator[io.StringIO]:
+    """The log of requests, a JSON object on each line, while it lasts."""
+    stream, handler = io.StringIO(), logging.StreamHandler()
+    handler.setStream(stream)
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("asyncengine.serve.requests")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield stream
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
 
 
 @asynccontextmanager

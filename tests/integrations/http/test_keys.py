@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,13 +11,12 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from support.http_server import serving_thread
+from support.http_server import request_log, serving_thread
 
 from asyncengine import AsyncEngine
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http import app, keys
 from asyncengine.integrations.http.keys import Key, KeySettings, keys_of
-from asyncengine.integrations.http.requests import JsonLines
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 KEYS: dict[str, dict[str, Any]] = {
@@ -46,13 +43,7 @@ def ask(url: str, key: str, path: str = "/v1/chat/completions", **headers: str) 
 
 
 def test_each_key_has_its_own_limits(url: str) -> None:
-    stream, handler = io.StringIO(), logging.StreamHandler()
-    handler.setStream(stream)
-    handler.setFormatter(JsonLines())
-    log = logging.getLogger("asyncengine.serve.requests")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with request_log() as stream:
         assert [ask(url, "s").status_code for _ in range(3)] == [200, 200, 429]
         late = ask(url, "s", **{"anthropic-version": "2023-06-01"})
         assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
@@ -62,9 +53,6 @@ def test_each_key_has_its_own_limits(url: str) -> None:
         assert "brief" in then.json()["error"]["message"]
         assert first.json()["usage"]["total_tokens"] > 5
         assert [ask(url, key).status_code for key in ("f", "o", "plain", "none")] == [200, 200, 200, 401]
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
     told = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [each.get("key") for each in told] == ["slow"] * 4 + ["brief"] * 2 + ["free", "boss", None, None]
     text = httpx.get(f"{url}/metrics", headers={"x-api-key": "s"}).text

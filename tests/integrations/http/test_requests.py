@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -14,12 +12,12 @@ import httpx
 import openai
 import pytest
 from starlette.applications import Starlette
-from support.http_server import serving_thread
+from support.http_server import request_log, serving_thread
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.http import app
 from asyncengine.integrations.http import requests as module
-from asyncengine.integrations.http.requests import JsonLines, Requests
+from asyncengine.integrations.http.requests import Requests
 
 SECRET = "the parrot Quirinius"
 CHAT = {"model": "gpt", "messages": [{"role": "user", "content": SECRET}], "max_tokens": 6, "temperature": 0}
@@ -43,21 +41,14 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def logged(url: str) -> Iterator[list[dict[str, Any]]]:
     """The lines of the log, which are complete when a client has read its answer, or soon after."""
-    stream, handler = io.StringIO(), logging.StreamHandler()
-    handler.setStream(stream)
-    handler.setFormatter(JsonLines())
-    log = logging.getLogger("asyncengine.serve.requests")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    with request_log() as stream:
 
-    class Lines(list[dict[str, Any]]):
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            time.sleep(0.1)
-            return map(json.loads, stream.getvalue().splitlines())
+        class Lines(list[dict[str, Any]]):
+            def __iter__(self) -> Iterator[dict[str, Any]]:
+                time.sleep(0.1)
+                return map(json.loads, stream.getvalue().splitlines())
 
-    yield Lines()
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
+        yield Lines()
     assert SECRET not in stream.getvalue()
 
 

@@ -88,14 +88,14 @@ class _Batches:
         if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
             # a browser sends a form to any host without asking it first
             raise Problem(403, "a page of another site uploads nothing", "origin", "forbidden")
-        file_id, parts = (
-            f"file-{secrets.token_hex(16)}",
-            _parts(request.headers.get("content-type", ""), await read_bytes(request, self._serving.max_body)),
-        )
+        file_id = f"file-{secrets.token_hex(16)}"
+        path = self._path(f"{file_id}.jsonl")  # a server without a folder refuses before it reads
+        body = await read_bytes(request, self._serving.max_body)
+        parts = _parts(request.headers.get("content-type", ""), body)
         name, content = parts.get("file", ("", b""))
         if not name:
             raise InvalidParameter("file", "is missing: a file in a form, multipart/form-data")
-        await anyio.to_thread.run_sync(self._path(f"{file_id}.jsonl").write_bytes, content)
+        await anyio.to_thread.run_sync(path.write_bytes, content)
         purpose = parts.get("purpose", ("", b"batch"))[1].decode("utf-8", "replace")
         return JSONResponse(self._add_file(file_id, name, purpose, _owner(request)))
 

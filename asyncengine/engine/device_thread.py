@@ -146,7 +146,7 @@ class DeviceThread:
 
     @property
     def brief_tokens(self) -> int:
-        """Tokens of texts whose step may be computed on the loop's thread, whoever else uses that."""
+        """Most tokens of a step of texts that may be computed on the loop's thread, though other tasks run there."""
         return getattr(self.executor, "brief_tokens", 0)
 
     def compute(self, batch: Batch) -> StepResult:

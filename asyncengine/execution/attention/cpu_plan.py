@@ -90,7 +90,7 @@ class StepPlan:
 
 
 def items_of(spec: LayerSpec, rows: StepRows, threads: int) -> PlannedItems:
-    """Items to compute for the layers of `spec`, by so many threads."""
+    """Items to compute for the layers of `spec`, by `threads` threads."""
     work = PlannedItems([], [], [], 0)
     group = spec.num_heads // spec.num_kv_heads
     decodes = [

@@ -101,7 +101,7 @@ class Cores:
             threads = 1 if small else min(self._company.threads, self._sharing.enter(self))
             for_torch = 1 if small or torch_alone else threads
             self._used = threads
-            team = self._team if threads > 1 else None  # alone it waits for nobody
+            team = self._team if threads > 1 else None  # one thread needs no team
             began, preempted = time.perf_counter(), _preempted() if for_torch > 1 else 0
             before = None if team is None else team.account
             try:

@@ -103,7 +103,7 @@ class EncoderRunner:
         return self._brief if is_plain_thread(self._device) else 0
 
     def is_brief(self, batch: Batch) -> bool:
-        """Whether the thread of an event loop that is nobody else's may launch it."""
+        """Whether the engine's own event loop may launch it on its thread."""
         return batch.num_tokens <= self.brief_tokens
 
     def threads(self) -> ThreadStats:

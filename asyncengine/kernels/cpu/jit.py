@@ -69,7 +69,7 @@ def inline(function: Function) -> Function:
 
 def serial_in_order(function: Function) -> Function:
     """Compile a function like `serial`, but keep sums in the order they are written in, whatever a tile's size."""
-    return _compiled(function, fastmath=False)  # else it takes its caller's, and whoever compiles first decides
+    return _compiled(function, fastmath=False)  # else it takes the flags of the caller that compiles it first
 
 
 def allocates(function: Function) -> Function:

@@ -87,7 +87,7 @@ def _ernie(config: Any, length: int) -> DecoderConfig:
 
 
 def sigmoid_router(config: Any, block: str = "mlp.", experts: int | None = None) -> RouterConfig:
-    """DeepSeek V3's router, of so many experts (None: `n_routed_experts`), whose tensors' names begin with `block`."""
+    """DeepSeek V3's router of `experts` experts (None: `n_routed_experts`), whose tensors' names begin with `block`."""
     return RouterConfig(
         config.n_routed_experts if experts is None else experts, config.num_experts_per_tok, "sigmoid",
         name=f"{block}gate.weight", exact=True, correction=f"{block}gate.e_score_correction_bias",

@@ -119,7 +119,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "llama_index/__init__.py" not in names
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
-    shipped = {"py.typed", "__init__.pyi", "assembly/gguf_text/harmony.jinja"}
+    shipped = {"py.typed", "__init__.pyi", "kernels/api.pyi", "assembly/gguf_text/harmony.jinja"}
     assert {f"asyncengine/{file}" for file in shipped} <= set(names)
     assert {f"asyncengine/integrations/http/page/{file}" for file in ("index.html", "openapi.json", "page.js")} <= set(
         names

@@ -1,0 +1,40 @@
+"""Names that the other units take of kernels, by the module that has them: for type checkers, and for `api.py`, which
+reads them here."""
+
+from asyncengine.kernels import recording as recording
+from asyncengine.kernels.cache_folder import cache_root as cache_root
+from asyncengine.kernels.compile_ahead import CompileAhead as CompileAhead
+from asyncengine.kernels.compile_ahead import can_start as can_start
+from asyncengine.kernels.compile_ahead import read_kept as read_kept
+from asyncengine.kernels.cpu import atomics as atomics
+from asyncengine.kernels.cpu import attention_fields as attention_fields
+from asyncengine.kernels.cpu import compiler_missing as compiler_missing
+from asyncengine.kernels.cpu import experts as experts
+from asyncengine.kernels.cpu import gemm_quantized as gemm_quantized
+from asyncengine.kernels.cpu import lora as lora
+from asyncengine.kernels.cpu import mamba2 as mamba2
+from asyncengine.kernels.cpu import operations as operations
+from asyncengine.kernels.cpu import packed as packed
+from asyncengine.kernels.cpu import panel_form as panel_form
+from asyncengine.kernels.cpu import quantize as quantize
+from asyncengine.kernels.cpu import quantized_panels as quantized_panels
+from asyncengine.kernels.cpu import routing as routing
+from asyncengine.kernels.cpu import team as team
+from asyncengine.kernels.cpu.causal_conv import SegmentPlaces as SegmentPlaces
+from asyncengine.kernels.cpu.causal_conv import ShortConvKernel as ShortConvKernel
+from asyncengine.kernels.cpu.causal_conv import convolve_segments as convolve_segments
+from asyncengine.kernels.cpu.experts import LinearWeights as LinearWeights
+from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel as GatedDeltaKernel
+from asyncengine.kernels.cpu.paged_attention import PagedAttention as PagedAttention
+from asyncengine.kernels.cpu.sampling import SamplerKernel as SamplerKernel
+from asyncengine.kernels.cpu.unpacking import unpack_blocks as unpack_blocks
+from asyncengine.kernels.cpu.unpacking import unpack_floats as unpack_floats
+from asyncengine.kernels.cpu.vectors import UNIT as UNIT
+from asyncengine.kernels.cuda import gpu as gpu
+from asyncengine.kernels.cuda import packed_matmul as packed_matmul
+from asyncengine.kernels.cuda import row_numbers as row_numbers
+from asyncengine.kernels.cuda import triton_missing as triton_missing
+from asyncengine.kernels.cuda.row_sampler import RowSampler as RowSampler
+from asyncengine.kernels.elsewhere import elsewhere as elsewhere
+from asyncengine.kernels.elsewhere import watcher as watcher
+from asyncengine.kernels.recording import KernelList as KernelList

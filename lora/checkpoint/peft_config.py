@@ -97,7 +97,8 @@ def _index_in(found: regex.Match[str] | None) -> int | None:
     return None if found is None else int(found["index"][:9])
 
 
-_FIELDS = tomllib.loads((resources.files(__package__) / "peft_fields.toml").read_text(encoding="utf-8"))
+PEFT_TABLES = tomllib.loads((resources.files(__package__) / "peft_fields.toml").read_text(encoding="utf-8"))
+"""Tables of the names that PEFT gives to settings and tensors."""
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base model's weights as they are."""
 MAX_ENTRIES = 50_000
@@ -220,7 +221,7 @@ def read_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("peft_type") != "LORA":
         raise AdapterError("peft_type", 'must be "LORA"; nothing else is supported', raw.get("peft_type"))
-    for field, advice in _FIELDS["refused"].items():
+    for field, advice in PEFT_TABLES["refused"].items():
         if raw.get(field) is not None and raw[field] is not False and raw[field] != [] and raw[field] != {}:
             raise AdapterError(field, advice, raw[field])
     if raw.get("bias", "none") not in ("none", "all", "lora_only"):
@@ -235,7 +236,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             start,
         )
     for field, value in raw.items():
-        if value and not any(field in known for known in (_USED, _FIELDS["ignored"], _FIELDS["refused"])):
+        if value and not any(field in known for known in (_USED, PEFT_TABLES["ignored"], PEFT_TABLES["refused"])):
             raise AdapterError(field[:80], "this setting is unknown here and could change the answers", value)
 
 

@@ -22,7 +22,7 @@ import torch
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter
 from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
-from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
+from asyncengine.lora.checkpoint.peft_config import PEFT_TABLES, PeftConfig, read_peft_config
 from asyncengine.seams import LoraWeights, ModuleDims
 
 # A safetensors file of any origin: nothing it says is believed before it is checked.
@@ -201,19 +201,9 @@ def _listed(value: Any) -> Any:
 
 
 _PREFIX = "base_model.model."
-_SIDES = {
-    ".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_embedding_A": "a", ".lora_embedding_B": "b",
-    ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude", ".lora_B.bias": "shift",
-    ".base_layer.bias": "bias", ".bias": "bias", ".token_adapter.trainable_tokens_delta": "tokens",
-    ".token_adapter.base_layer.weight": "copy", ".base_layer.weight": "copy", ".weight": "table",
-}  # fmt: skip
+_SIDES: Mapping[str, str] = PEFT_TABLES["sides"]
 """Part of its module that a tensor is, by the end of its name; a longer end goes before a shorter one."""
-_SETTINGS = {
-    "magnitude": ("use_dora", "DoRA magnitudes"),
-    "shift": ("lora_bias", "a bias of the adapter"),
-    "bias": ("bias", "biases"),
-    "tokens": ("trainable_token_indices", "trained tokens"),
-}
+_SETTINGS: Mapping[str, tuple[str, str]] = PEFT_TABLES["settings"]
 """The setting that must be on for such a tensor, and the tensor in words."""
 _RESIZE = "give the base model as many (resize_token_embeddings), save it with its tokenizer, and load that"
 MAX_NAME_CHARS = 256

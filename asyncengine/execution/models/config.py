@@ -10,25 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 
-COMMON: Mapping[str, Any] = MappingProxyType(
-    {
-        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "head_dim": None, "layer_types": None,
-        "rope_theta": 1e4, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None, "dtype": None,
-        "eos_token_id": ...,
-    }
-)  # fmt: skip
-"""Defaults of all families; a family's own come before these. `...`: the field must be there."""
-_MAY_BE_NULL = (
-    "sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv",
-    "n_inner", "q_lora_rank", "moe_latent_size", "num_experts", "eos_token_id",
-)  # fmt: skip
-"""Fields for which null means that there is no such thing; any other that is null is taken as missing."""
 _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     (r"(num|n)_\w+|(?!\w+_adjust_)\w+_(size|dim|rank|heads|window)|max_position_embeddings", (int,), "a whole number"),
     (r"\w+_(eps|epsilon|theta|factor|multiplier|scaling|scale|freq)", (int, float), "a number"),
@@ -76,25 +63,26 @@ class ModelConfig(SimpleNamespace):
 
 
 def read_fields(
-    content: Mapping[str, Any], own: Mapping[str, Any], aliases: Mapping[str, str],
+    content: Mapping[str, Any], defaults: Mapping[str, Any], nullable: Collection[str], aliases: Mapping[str, str],
     complete: Callable[[ModelConfig], None],
 ) -> ModelConfig:  # fmt: skip
-    """The configuration in `content`, of a family with the defaults `own`.
+    """The configuration in `content`, of a family with these `defaults`; `...`: the field must be there.
 
-    `aliases`: other names of its fields. `complete` sets what the family works out of the fields. Raises
+    `nullable`: fields for which null means that there is no such thing; any other that is null is taken as missing.
+    `aliases`: other names of the family's fields. `complete` sets what the family works out of the fields. Raises
     `MissingField`, and `ModelNotFound` naming the field that is wrong.
     """
-    fields = {key: _decoded(value) for key, value in content.items() if value is not None or key in _MAY_BE_NULL}
+    fields = {key: _decoded(value) for key, value in content.items() if value is not None or key in nullable}
     fields["dtype"] = content.get("dtype") or content.get("torch_dtype")
     for other, name in aliases.items():
         if other in fields:
             fields.setdefault(name, fields[other])
     for key, value in fields.items():
         _check_type(content, key, value)
-    by_kind = "rope_local_base_freq" in own
+    by_kind = "rope_local_base_freq" in defaults
     if not by_kind and "rope_scaling" in fields:
         fields["rope_parameters"] = fields["rope_scaling"] or fields.get("rope_parameters")
-    values = {**COMMON, **own, **fields}
+    values = {**defaults, **fields}
     if missing := next((key for key, value in values.items() if value is ...), None):
         raise MissingField(missing)
     config = ModelConfig(**values)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,8 @@ from asyncengine.pooling_spec import ACTIVATIONS, MODES, DenseSpec, PoolingSpec,
 
 logger = logging.getLogger("asyncengine")
 
-_LEGACY_MODES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-_SENTENCE_CONFIGS = (
-    "sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
-    "sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json",
-    "sentence_xlnet_config.json",
-)  # fmt: skip
-_TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT", "XLMRoBERTa", "CamemBERT", "ALBERT")
-"""Type names of a first module, old ones included."""
+_NAMES = tomllib.loads((resources.files(__package__) / "pooling_files.toml").read_text(encoding="utf-8"))
+"""Names that stand in the files, old ones included."""
 _HEAD = "ForSequenceClassification"
 
 
@@ -63,7 +52,7 @@ def read_pooling(
     if named is not None and named not in prompts:
         raise ModelNotFound(f"config_sentence_transformers.json: default_prompt_name {named!r} is none of its prompts")
     first = modules[0][1] if modules else folder
-    sentence = next((read for name in _SENTENCE_CONFIGS if (read := _read(first / name))), {})
+    sentence = next((read for name in _NAMES["transformer_configs"] if (read := _read(first / name))), {})
     length = sentence.get("max_seq_length")
     common: dict[str, Any] = {
         "prompts": {name: text for name, text in prompts.items() if text},
@@ -148,7 +137,7 @@ def _modes(where: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     """The modes that a Pooling module's settings name; older ones have a switch for each mode."""
     named = content.get("pooling_mode")
     if named is None:
-        named = [mode for key, mode in _LEGACY_MODES.items() if content.get(key)] or ["mean"]
+        named = [mode for key, mode in _NAMES["switches"].items() if content.get(key)] or ["mean"]
     modes = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list) else ()
     for mode in modes or (named,):
         if mode not in MODES:
@@ -231,7 +220,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     for _, path in listed:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise ModelNotFound(f"{file} names {shorten(path, 80)!r}, which is not inside the folder")
-    if listed and listed[0][0] not in _TRANSFORMERS:
+    if listed and listed[0][0] not in _NAMES["transformers"]:
         raise UnsupportedModel(f"{folder} begins with a module {shorten(listed[0][0], 80)!r}, not with a transformer")
     return [(kind, folder / path) for kind, path in listed]
 

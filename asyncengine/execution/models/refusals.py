@@ -7,7 +7,7 @@ transformers builds whatever a configuration says: a million layers take minutes
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,9 @@ from typing import Any
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.models.config import OLDER_KINDS, unknown_layers
 
-_VECTOR_FILES = ("modules.json", "config_sentence_transformers.json")
 _TABLES = tomllib.loads((resources.files(__package__) / "refusals.toml").read_text(encoding="utf-8"))
-_FILES, _ENDINGS = _TABLES["files"], _TABLES["endings"]
-_WITHOUT_HEAD = ("ForSequenceClassification", "ForMaskedLM")
-"""Architectures that give scores, or vectors: what is in the way of the hidden states is left out."""
+_FILES, _ENDINGS, _LISTS, _LAYERS = (_TABLES[title] for title in ("files", "endings", "lists", "layers"))
 _GENERATOR = "Pass a model for text generation"
-_DRAFTERS = ("Eagle", "DFlash", "Medusa", "MLPSpeculator")
-"""In the names of architectures that guess for one model, by its hidden states."""
 
 
 def check_files(folder: Path, writes: bool = True) -> None:
@@ -33,7 +28,7 @@ def check_files(folder: Path, writes: bool = True) -> None:
             f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
         )
     for name, what in _FILES.items():
-        if (writes or name not in _VECTOR_FILES) and (folder / name).is_file():
+        if (writes or name not in _LISTS["vector_files"]) and (folder / name).is_file():
             raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")
 
 
@@ -45,13 +40,13 @@ def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = 
     """
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
-        if isinstance(name, str) and any(drafter in name for drafter in _DRAFTERS):
+        if isinstance(name, str) and any(drafter in name for drafter in _LISTS["drafters"]):
             raise UnsupportedModel(
                 f"{folder} ({name}) guesses by the hidden states of the model that it was trained for, which is not "
                 "done here: a draft model is a smaller model of the same vocabulary"
             )
         for ending, what in _ENDINGS.items():
-            if isinstance(name, str) and name.endswith(ending) and (writes or ending not in _WITHOUT_HEAD):
+            if isinstance(name, str) and name.endswith(ending) and (writes or ending not in _LISTS["without_head"]):
                 raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")
 
 
@@ -78,10 +73,6 @@ def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
 MAX_LAYERS: int = _TABLES["limits"]["layers"]["most"]
 LENGTH_FIELDS: Sequence[str] = _TABLES["limits"]["positions"]["fields"]
 _LIMITS: Mapping[str, int] = {name: each["most"] for each in _TABLES["limits"].values() for name in each["fields"]}
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_LISTED = ("hybrid_override_pattern", "layers_block_type")
-"""Fields that say how many layers there are by naming each."""
-_NEVER_NONE = ("vocab_size", "hidden_size", "num_attention_heads")
 
 
 def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
@@ -93,16 +84,16 @@ def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
         if isinstance(value, Mapping):
             # a model of several parts may have them in other files
             check_sizes(value, None)
-        if name in _LISTED and isinstance(value, (str, list)) and not 1 <= len(value) <= MAX_LAYERS:
+        if name in _LAYERS["named"] and isinstance(value, (str, list)) and not 1 <= len(value) <= MAX_LAYERS:
             raise ModelNotFound(f"config.json: {name} must name between 1 and {MAX_LAYERS} layers, got {len(value)}")
         limit = _LIMITS.get(name)
         if limit is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue  # a wrong type is found by the family's own configuration
-        least = 1 if name in _LAYERS or name in _NEVER_NONE else value
+        least = 1 if name in (*_LAYERS["counts"], *_LISTS["never_none"]) else value
         if not least <= value <= limit:
             shown = value if abs(value) < 1e20 else "far more"
             raise ModelNotFound(f"config.json: {name} must be between {min(least, 1)} and {limit}, got {shown}")
-        if num_tensors is not None and name in _LAYERS and value > num_tensors:
+        if num_tensors is not None and name in _LAYERS["counts"] and value > num_tensors:
             raise ModelNotFound(f"config.json: {name} is {value}, but the files hold only {num_tensors} tensors")
 
 
@@ -110,25 +101,6 @@ def check_elements(described: int, held: int) -> None:
     """Refuse files that cannot hold a good part of what config.json describes, before memory is taken for the rest."""
     if described > 4 * held:
         raise ModelNotFound(f"config.json describes a model of {described} weights, but the files hold only {held}")
-
-
-_EVERY = (
-    "attention", "chunked_attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe",
-    "sliding_attention",
-)  # fmt: skip
-"""Layer types that some family's file has, under today's name or an older one: known ones of families that are not
-written down."""
-_LISTS = ("layer_types", "layers_block_type", "mtp_layers_block_type")
-_PATTERNS = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
-_LETTERS = {"M": "Mamba-2", "*": "attention", "-": "a feed-forward part", "E": "experts"}
-"""Letters of a pattern, one for each layer."""
-_FORWARDS = ("dense", "sparse")
-_INTERVALS = (
-    "full_attention_interval", "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step",
-    "moe_layer_interval",
-)  # fmt: skip
-"""Fields that give the number of layers from one of another type to the next."""
-_KIMI = ("kda_layers", "full_attn_layers")
 
 
 def misnamed(config: Mapping[str, Any]) -> EngineError | None:
@@ -148,16 +120,16 @@ def misnamed(config: Mapping[str, Any]) -> EngineError | None:
 def _errors(family: str, config: Mapping[str, Any]) -> Iterator[EngineError]:
     from asyncengine.execution.models.families import layer_kinds
 
-    known = layer_kinds(family) or _EVERY
-    for field in _LISTS:
+    known = layer_kinds(family) or _LAYERS["kinds"]
+    for field in _LAYERS["lists"]:
         older = (name for name, kind in OLDER_KINDS.items() if kind in known)  # which transformers takes as well
         for kind in _strangers(config.get(field), (*known, *older)):
             yield unknown_layers(family, kind, known)
-    for kind in _strangers(config.get("mlp_layer_types"), _FORWARDS):
-        yield unknown_layers(family, kind, _FORWARDS, "feed-forward parts")
-    for field in _PATTERNS:
+    for kind in _strangers(config.get("mlp_layer_types"), _LAYERS["forwards"]):
+        yield unknown_layers(family, kind, _LAYERS["forwards"], "feed-forward parts")
+    for field in _LAYERS["patterns"]:
         yield from _pattern_errors(family, field, config.get(field, ""))
-    for field in _INTERVALS:
+    for field in _LAYERS["intervals"]:
         every = config.get(field, 1)
         if (isinstance(every, str) or every == 0) and config.get("layer_types"):
             continue  # EXAONE 4 spells its layers there, or says 0 without windows, and lists them
@@ -171,18 +143,19 @@ def _errors(family: str, config: Mapping[str, Any]) -> Iterator[EngineError]:
 
 
 def _pattern_errors(family: str, field: str, pattern: object) -> Iterator[EngineError]:
+    letters = _LAYERS["letters"]
     if not isinstance(pattern, (str, list)):
         yield ModelNotFound(
-            f"config.json: {field} must be a letter for each layer ({', '.join(_LETTERS)}), "
+            f"config.json: {field} must be a letter for each layer ({', '.join(letters)}), "
             f"got {shorten(repr(pattern), 80)}"
         )
         return
-    for letter in _strangers(list(pattern), tuple(_LETTERS)):
-        meant = [f"{letter} ({meaning})" for letter, meaning in _LETTERS.items()]
+    for letter in _strangers(list(pattern), letters):
+        meant = [f"{each} ({meaning})" for each, meaning in letters.items()]
         yield unknown_layers(family, letter, meant, f"layers in {field}")
 
 
-def _strangers(listed: object, known: Sequence[str]) -> list[object]:
+def _strangers(listed: object, known: Collection[str]) -> list[object]:
     return [kind for kind in listed if kind not in known] if isinstance(listed, list) else []
 
 
@@ -191,13 +164,14 @@ def _kimi_errors(settings: object, count: object) -> Iterator[EngineError]:
     if not isinstance(settings, Mapping):
         yield ModelNotFound(f"config.json: linear_attn_config must be an object, got {shorten(repr(settings), 80)}")
         return
-    if not isinstance(count, int) or not all(isinstance(settings.get(name), list) for name in _KIMI):
+    names = _LAYERS["kimi"]
+    if not isinstance(count, int) or not all(isinstance(settings.get(name), list) for name in names):
         return
-    listed = [layer for name in _KIMI for layer in settings[name]]
+    listed = [layer for name in names for layer in settings[name]]
     wrong = [layer for layer in listed if not isinstance(layer, int) or not 1 <= layer <= count]
     missing = [layer for layer in range(1, count + 1) if layer not in listed]
     if wrong or missing:
         found = f"names layer {shorten(repr(wrong[0]), 80)}" if wrong else f"leaves out layer {missing[0]}"
         yield ModelNotFound(
-            f"config.json: linear_attn_config {found}; {' and '.join(_KIMI)} together name each of 1 to {count}"
+            f"config.json: linear_attn_config {found}; {' and '.join(names)} together name each of 1 to {count}"
         )

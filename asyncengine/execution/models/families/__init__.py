@@ -54,14 +54,20 @@ def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | N
         if not isinstance(family, str) or family not in NATIVE:
             return _with_language_model(content) if family in tuple(MULTIMODAL) else None
         module = import_module(f"{__name__}.{NATIVE[family]}")
-        known = _TABLES["fields"].get(family, {})
-        own = dict.fromkeys(known.get("optional", ())) | dict.fromkeys(known.get("required", ()), ...)
-        own |= known.get("defaults", {})
-        found = read_fields(content, own, known.get("aliases", {}), getattr(module, "complete", lambda config: None))
+        common, own = _TABLES["common"], _TABLES["fields"].get(family, {})
+        complete = getattr(module, "complete", lambda config: None)
+        defaults = _defaults_of(common) | _defaults_of(own)
+        found = read_fields(content, defaults, common["nullable"], own.get("aliases", {}), complete)
     except MissingField:
         return None
     found._name_or_path = name
     return found
+
+
+def _defaults_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the fields that a table names; `...`: the field must be there."""
+    missing = dict.fromkeys(table.get("optional", ())) | dict.fromkeys(table.get("required", ()), ...)
+    return missing | table.get("defaults", {})
 
 
 def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:

@@ -210,15 +210,8 @@ _IDEFICS = VisionFamily(
 )
 _QWEN = VisionFamily(_by_grid, inputs=("image_grid_thw",), grid=_grid)
 VISION: Mapping[str, VisionFamily] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
-    "glm4v": _QWEN,
-    "glm46v": _QWEN,
-    "glm4v_moe": _QWEN,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _QWEN),
     "mistral3": VisionFamily(
         _pixtral,
         inputs=("image_sizes",),

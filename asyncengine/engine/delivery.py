@@ -35,10 +35,6 @@ class OutputStream:
     num_tokens: int = 0
     last_token_at: float = 0.0
 
-    def leaves_out(self, token: int) -> bool:
-        """Whether `token` is no part of the text if it ends it."""
-        return token in self.spec.stop_ids and not self.spec.params.include_stop
-
     def advance(self, token: int, left_out: bool) -> tuple[str, bool]:
         """Text that `token` adds, and whether a stop string is complete with it."""
         self.num_tokens += 1
@@ -185,7 +181,7 @@ class Delivery:
         text, held = "", "" if stream.stops is None else stream.stops.held
         steered_from = len(held) if output.steered else None
         end: FinishReason | None = reason
-        left_out = reason is not None and stream.leaves_out(token)
+        left_out = reason is not None and token in stream.spec.stop_ids and not stream.spec.params.include_stop
         if token >= 0:
             if stream.num_tokens:
                 gaps.append(now - stream.last_token_at)

@@ -93,7 +93,7 @@ class KVCache:
     @property
     def num_free(self) -> int:
         """Number of pages available without evicting a prefix that a later request may start from."""
-        return min(group.num_idle for group in self.groups)
+        return min(group.pool.num_free + group.tree.num_passed for group in self.groups)
 
     @property
     def can_start(self) -> bool:

@@ -93,11 +93,6 @@ class PageGroup:
         return self.pool.num_free + self.tree.num_evictable
 
     @property
-    def num_idle(self) -> int:
-        """Number of pages that are free or of use to no later request."""
-        return self.pool.num_free + self.tree.num_passed
-
-    @property
     def most_alone(self) -> int:
         """Tokens that a request of any length may compute in a step, so that it can run when it is alone."""
         if self.lookback is None:
@@ -120,7 +115,8 @@ class PageGroup:
             return missing
         ahead = min(self._most_ahead, num_tokens)
         most = min(self.pages_for(self.lookback.span + ahead) + BESIDE, self.pool.capacity)
-        return min(missing, most - table.num_in_use)
+        kept_from_others = table.num_pages - table.num_unseen + (0 < table.num_shared <= table.num_unseen)
+        return min(missing, most - kept_from_others)
 
     # ---------------------------------------------------------------- requests
 

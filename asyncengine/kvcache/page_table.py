@@ -54,11 +54,6 @@ class PageTable:
         to which what is published next is joined."""
         return min(self.num_unseen, max(self.node.depth - 1, 0))
 
-    @property
-    def num_in_use(self) -> int:
-        """Pages that it keeps others from."""
-        return self.num_pages - self.num_unseen + (0 < self.node.depth <= self.num_unseen)
-
     def numbered(self, start: int) -> tuple[tuple[int, int], ...]:
         """(place among all pages, page) of those from place `start` on that its windows see."""
         first = max(start, self.num_unseen)

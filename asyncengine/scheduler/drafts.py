@@ -43,7 +43,9 @@ class Drafting:
         candidates: list[Candidate] = []
         for ticket, row in rows.items():
             request = running[ticket]
-            if _may_guess(row, request) and (self._adapters or not row.adapter_slot):
+            behind = not row.samples or row.in_flight or request.num_pending  # a token that is on its way
+            wanted = row.spec.options.speculation is not False
+            if not behind and wanted and (self._adapters or not row.adapter_slot):
                 most = min(budget, _room(request, row, kv))
                 if most > 0:
                     candidates.append(self._candidate(request, most))
@@ -81,13 +83,6 @@ class Drafting:
 
     def _candidate(self, request: Request, room: int) -> Candidate:
         return Candidate(request.ticket, request.spec, request.tokens, self._roster.namespace(request), room)
-
-
-def _may_guess(row: Row, request: Request) -> bool:
-    """Whether the row may carry drafts: not behind a token that is on its way."""
-    if not row.samples or row.in_flight or request.num_pending:
-        return False
-    return row.spec.options.speculation is not False
 
 
 def _room(request: Request, row: Row, kv: KVCache) -> int:

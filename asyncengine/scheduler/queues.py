@@ -107,7 +107,8 @@ class Deadlines:
             if due <= now:
                 late.append(request)
             else:
-                self._scan_at = min(self._scan_at, due, _inter_token_due(request, now))
+                gap = request.spec.inter_token_timeout  # before its first token it has one from now on
+                self._scan_at = min(self._scan_at, due, _NEVER if gap is None else now + gap)
         return late
 
 
@@ -123,10 +124,3 @@ def _due(request: Request) -> float:
     if spec.inter_token_timeout is not None and request.num_output and not request.suspended:
         due = min(due, request.last_token_at + spec.inter_token_timeout)
     return due
-
-
-def _inter_token_due(request: Request, now: float) -> float:
-    """Earliest clock reading at which `request` can break its inter-token limit: before its first token, one limit from
-    now."""
-    limit = request.spec.inter_token_timeout
-    return _NEVER if limit is None else now + limit

@@ -150,12 +150,6 @@ class Request:
             matcher.steered_from = 0
         return None if moved == [*self.spec.resumed] else "its grammar does not take the output it already has"
 
-    @property
-    def progress_is_sound(self) -> bool:
-        """While it runs: the counters are in order, and a step is launched or has something to compute."""
-        behind = len(self.tokens) + self.num_pending - self.num_launched
-        return self.num_computed <= self.num_launched and behind >= 0 and bool(behind or self.num_pending)
-
     def discard_launched(self) -> None:
         """Forget steps launched after the token now known: they were launched for another one, and must be again."""
         self.discard_until = self.last_step

@@ -217,11 +217,6 @@ class Restores:
             del self.queue[request.ticket]
         return late
 
-    def give_way(self) -> None:
-        """A running request lacks pages: readings end with what they have."""
-        for reading in self.readings.values():
-            reading.order.cancelled = True
-
     def _shared(self, request: Request) -> _Reading | None:
         """The reading under way that fills the next page of `request`."""
         space, size = self._namespace(request), self._kv.page_size

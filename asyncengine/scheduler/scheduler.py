@@ -231,7 +231,8 @@ class Scheduler:
         while not self.kv.grow(request.table, num_tokens):
             if self.kv.will_have_more(request.num_computed, request.num_launched):
                 return False
-            self.restores.give_way()
+            for reading in self.restores.readings.values():
+                reading.order.cancelled = True  # it ends with what it has
             if len(self.running) == 1:
                 if self.restores:
                     return False  # their pages are cached ones in a moment
@@ -428,5 +429,6 @@ class Scheduler:
         self.roster.slots.check(self.running.values())
         self.roster.check_places()
         for request in self.running.values():
-            if not request.progress_is_sound:
+            behind = len(request.tokens) + request.num_pending - request.num_launched
+            if request.num_computed > request.num_launched or behind < 0 or not (behind or request.num_pending):
                 raise InvariantViolation(f"{request}: progress counters out of order")

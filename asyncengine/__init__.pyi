@@ -3,6 +3,10 @@
 from asyncengine.async_engine import AsyncEngine as AsyncEngine
 from asyncengine.beams import Beam as Beam
 from asyncengine.beams import beam_search as beam_search
+from asyncengine.cache_news import AllBlocksCleared as AllBlocksCleared
+from asyncengine.cache_news import BlockRemoved as BlockRemoved
+from asyncengine.cache_news import BlockStored as BlockStored
+from asyncengine.cache_news import KVEventBatch as KVEventBatch
 from asyncengine.cache_news import PrefixCacheReset as PrefixCacheReset
 from asyncengine.config import EngineConfig as EngineConfig
 from asyncengine.demo import DEMO_EMBEDDER as DEMO_EMBEDDER

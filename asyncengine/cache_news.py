@@ -1,4 +1,4 @@
-"""News of the pages that a prefix cache has: their hashes, and the changes of these.
+"""News of the pages that a prefix cache has, for fleets and for any router: their hashes, and the changes of these.
 
 The hash of a page covers its tokens and, through its parent's hash, all tokens before it and the namespace: equal
 hashes mean equal prefixes, so a flat set of them says as much as the tree. They are no more than hints
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -50,3 +50,58 @@ class PrefixCacheReset(NamedTuple):
 
     dropped: int
     in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Full pages, each behind the one before, from which requests can start now. This and what follows have the names
+    and fields of vLLM's `distributed.kv_events`, so that its clients read `dataclasses.asdict` of a `KVEventBatch`."""
+
+    block_hashes: tuple[int, ...]
+    """Hash of each, of 64 bits: of its tokens, all tokens before, the adapter and the cache salt."""
+    parent_block_hash: int | None
+    """The block before the first; None: the first begins a prompt."""
+    token_ids: tuple[int, ...]
+    """Tokens of all of them. Negative ones stand for pictures and for activated adapters."""
+    block_size: int
+    medium: str
+    """"GPU" or "CPU"."""
+    lora_name: str | None = None
+    """Name of the adapter; its digest where it has been unloaded."""
+    extra_keys: tuple[tuple[str] | None, ...] | None = None
+    """For each block what its hash covers besides: the first of a prompt has the cache salt, if there is one."""
+    lora_id: None = None
+    type: str = field(default="BlockStored", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Pages that have left the cache."""
+
+    block_hashes: tuple[int, ...]
+    medium: str
+    type: str = field(default="BlockRemoved", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The cache was emptied: what is in it, if anything is, follows in the same batch."""
+
+    type: str = field(default="AllBlocksCleared", init=False)
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventBatch:
+    """Changes of a prefix cache since the batch before."""
+
+    ts: float
+    """Seconds since the epoch."""
+    events: tuple[CacheEvent, ...]
+    seq: int
+    """Number of the batch in its stream, from 0."""
+    lost: int = 0
+    """Batches before this one that were dropped, as they were not read in time; `events` tells all there is anew."""
+    data_parallel_rank: int | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from asyncengine.cache_news import KVEventBatch
 from asyncengine.checks import as_switch
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.snapshot import list_requests, prefix_runs
@@ -41,6 +42,16 @@ class EngineBase(ABC):
     def prefix_tree(self, most: int = 500) -> tuple[PrefixRun, ...]:
         """The prefix cache as runs of pages, level by level, `most` of them. From any thread; a fleet has none here."""
         return prefix_runs(self.core.loop, most)
+
+    def cache_events(self, buffer: int = 10_000) -> AsyncIterator[KVEventBatch]:
+        """Stream what the prefix cache stores and drops, in vLLM's form: first what it has when the stream is first
+        read, then every change, until the engine closes. On any event loop.
+
+        `buffer`: batches that may wait to be read. More are dropped, and the next one says how many were `lost` and
+        tells all there is. Raises `InvalidParameter`, also for a fleet and without `prefix_caching`, `EngineClosed`,
+        and, on reading, `EngineDead`.
+        """
+        return self.core.cache_events(buffer)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Every loaded adapter, by name. From any thread."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from asyncengine.cache_news import PrefixCacheReset
+from asyncengine.cache_news import KVEventBatch, PrefixCacheReset
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_choice, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.cache_feed import CacheFeed
 from asyncengine.engine.decisions import DecisionPrompts
 from asyncengine.engine.image_prompts import ImagePrompts
 from asyncengine.engine.loop import EngineLoop
@@ -419,6 +420,15 @@ class Frontend:
 
     def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
         return self.loop.hooks.add(hook)
+
+    def cache_events(self, most: int) -> AsyncIterator[KVEventBatch]:
+        """See `AsyncEngine.cache_events`."""
+        self.client.check_open()
+        if not (isinstance(self.loop, EngineLoop) and self.config.prefix_caching):
+            raise InvalidParameter("cache_events", "are of one engine that keeps a prefix cache")
+        medium = "CPU" if self.info.device == "cpu" else "GPU"
+        most = as_integer("buffer", most, 1)
+        return CacheFeed(self.loop, medium, lambda: {a.digest: a.name for a in self.list_adapters()}, most).read()
 
     def profile(self, steps: int) -> Profile:
         """A profile of the engine's next steps, to be started and stopped. Raises `InvalidParameter` if there is one

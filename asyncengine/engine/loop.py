@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
@@ -35,6 +35,9 @@ from asyncengine.scheduler.messages import AdapterReady, Drain, GrammarReady, Me
 from asyncengine.seams import AdapterStore, GrammarCompiler, GrammarMatcher, GrammarOrder
 from asyncengine.step import Batch, StepResult
 from asyncengine.text.token_table import TokenTable
+
+if TYPE_CHECKING:
+    from asyncengine.engine.cache_feed import CacheFeed
 
 logger = logging.getLogger("asyncengine")
 
@@ -77,6 +80,8 @@ class EngineLoop(ServingLoop):
         self.write_again: Callable[[], None] | None = None
         """Writes the model's weights once more, from files; None: they came from elsewhere."""
         self.asleep: Sleep | None = None
+        self.cache_feeds: list[CacheFeed] = []
+        """Readers of cache events. Appended to from any thread."""
         self.on_tick: Callable[[], None] | None = None
         """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
         self._left_queue = (0, 0)
@@ -300,6 +305,8 @@ class EngineLoop(ServingLoop):
         if left != self._left_queue:
             self.queue_limit.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
             self._left_queue = left
+        for feed in self.cache_feeds[:]:
+            feed.update()
 
     async def _idle(self) -> None:
         """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
@@ -395,6 +402,8 @@ class EngineLoop(ServingLoop):
         if self.failure is None:
             self.deliver()
         super().end_all()
+        for feed in self.cache_feeds:
+            feed.end(self.make_failure())
         for launched in self.in_flight:
             launched.result.cancel()  # nobody will read it
         for number in list(self.updates):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from asyncengine.cache_news import CacheNews
+if TYPE_CHECKING:
+    from asyncengine.kvcache.radix_tree import Node
 
 
 class CacheLog:
@@ -15,28 +17,31 @@ class CacheLog:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._last: dict[int, bool] = {}
-        """Whether the page of a hash is there now, in order of the first event."""
+        self._last: dict[int, Node] = {}
+        """The node that last had the page of a hash, or has it now, in order of the first event."""
         self._new: dict[int, None] = {}
         """Hashes of pages that were not there when the log was last drained."""
         self.overflowed = False
 
-    def note(self, page: int, there: bool) -> None:
-        """The page was published (`there`), or evicted."""
+    def __bool__(self) -> bool:
+        return self.overflowed or bool(self._last)
+
+    def note(self, node: Node) -> None:
+        """The page of `node` was published or, where it has none now, evicted."""
         if self.overflowed:
             return
-        if page not in self._last:
-            if there:
-                self._new[page] = None
+        if node.hash not in self._last:
+            if node.page:
+                self._new[node.hash] = None
             self.overflowed = len(self._last) >= self._limit
-        self._last[page] = there
+        self._last[node.hash] = node
 
-    def drain(self, everything: Iterable[int]) -> CacheNews:
-        """The news so far. `everything`: hashes of all pages, read only where events were dropped."""
-        if self.overflowed:
-            news = CacheNews(tuple(everything), whole=True)
-        else:
-            added = tuple(page for page, there in self._last.items() if there and page in self._new)
-            news = CacheNews(added, tuple(p for p, there in self._last.items() if not there and p not in self._new))
+    def drain(self, everything: Iterable[Node]) -> tuple[bool, list[Node], list[int]]:
+        """Whether too much happened to tell it, nodes of pages that came, and hashes of those that went. In the first
+        case `everything`, nodes of all pages, came, and is read only then."""
+        whole, last, new = self.overflowed, self._last, self._new
         self._last, self._new, self.overflowed = {}, {}, False
-        return news
+        if whole:
+            return True, list(everything), []
+        gone = [page for page, node in last.items() if not node.page and page not in new]
+        return False, [node for page, node in last.items() if node.page and page in new], gone

@@ -62,6 +62,7 @@ class KVCache:
             self.tree.losing.append(self._drop_twin)
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
         self._saves: SaveLog | None = None
+        self._log: CacheLog | None = None
         self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
         """Tables without a request, and the snapshots at their ends, by the number of their pin."""
 
@@ -342,10 +343,9 @@ class KVCache:
     # ---------------------------------------------------------------- conservation and counts
 
     def keep_log(self, limit: int) -> None:
-        """From now on, take note of pages that come and go, for `news`; at most `limit` of them. Before the first."""
-        if self.tree.num_pages:
-            raise InvariantViolation("a log is kept from the start or not at all")
-        self.tree.log = CacheLog(limit)
+        """From now on, take note of pages that come and go, for `news`; at most `limit` of them."""
+        self._log = CacheLog(limit)
+        self.tree.keep_log(self._log)
 
     def keep_saves(self, root: Callable[[Namespace], bytes | None]) -> None:
         """Note published pages from now on, for `take_unsaved`. `root`: see `SaveLog`."""
@@ -357,8 +357,10 @@ class KVCache:
 
     def news(self) -> CacheNews:
         """Pages published and evicted since the last call. Nothing where no log is kept."""
-        log = self.tree.log
-        return CacheNews() if log is None else log.drain(node.hash for node in self.tree.nodes())
+        if self._log is None:
+            return CacheNews()
+        whole, stored, removed = self._log.drain(self.tree.nodes())
+        return CacheNews(tuple(node.hash for node in stored), tuple(removed), whole)
 
     def counts(self, tables: Iterable[PageTable]) -> PageCounts:
         """Pages by state, given all open tables."""

@@ -80,7 +80,7 @@ class Node:
         self.owner: Branches | None = None  # the session that used it last
         self.tips: tuple[Branches, ...] = ()  # sessions of which a branch ends here
         self.namespace: Namespace | None = None  # roots only
-        self.hash = 0  # where a log is kept
+        self.hash = 0  # where logs are kept
         self.digest = b""  # where pages are stored (`kvcache.saving`): that of its records; b"": not known yet
         self.noted = -1  # likewise: when the page was created that was noted last
 
@@ -112,7 +112,7 @@ class RadixTree:
         """Called with each node whose page leaves the tree."""
         self.passing: list[Callable[[Node], None]] = []
         """Called with each node from which no request is expected to start any more."""
-        self.log: CacheLog | None = None
+        self.logs: tuple[CacheLog, ...] = ()
         """Told of every page that comes or goes. Nobody who has none pays for it."""
         self.roots: dict[Namespace, Node] = {}
         """The root of each namespace that has pages or is locked."""
@@ -130,9 +130,27 @@ class RadixTree:
         if root is None:
             root = self.roots[namespace] = Node(None, (), 0, self._tick, 0)
             root.namespace = namespace
-            if self.log is not None:
+            if self.logs:
                 root.hash = root_hash(namespace)
         return root
+
+    def keep_log(self, log: CacheLog) -> None:
+        """Have `log` told of every page that comes or goes, if it is not yet."""
+        if log in self.logs:
+            return
+        if not self.logs:
+            for namespace, root in self.roots.items():
+                root.hash = root_hash(namespace)
+            stack = list(self.roots.values())
+            for node in stack:  # which grows
+                for tokens, child in node.children.items():
+                    child.hash = page_hash(node.hash, tokens)
+                    stack.append(child)
+        self.logs += (log,)
+
+    def drop_log(self, log: CacheLog) -> None:
+        """Undo `keep_log`, wherever it was called."""
+        self.logs = tuple(known for known in self.logs if known is not log)
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node | None:
         """The node that `match` would find; None: no request of the namespace is known. Changes nothing."""
@@ -226,8 +244,8 @@ class RadixTree:
             child.private = owner is not None or node.private
             child.page = page  # last: who copies a page on another thread sees by both that it is the same one
             self.num_pages += 1
-            if self.log is not None:
-                self.log.note(child.hash, True)
+            for log in self.logs:
+                log.note(child)
         child.last_used = self._tick
         child.owner = owner
         child.priority = min(child.priority, priority)
@@ -275,7 +293,7 @@ class RadixTree:
         child = node.children.get(tokens)
         if child is None:
             child = node.children[tokens] = Node(node, tokens, 0, self._tick, 0)
-            if self.log is not None:
+            if self.logs:
                 child.hash = page_hash(node.hash, tokens)
         return child
 
@@ -366,9 +384,9 @@ class RadixTree:
                 parent.tips += (owner,)
         node.tips, node.owner, node.private = (), None, False
         self.num_pages -= 1
-        if self.log is not None:
-            self.log.note(node.hash, False)
         page, node.page = node.page, 0
+        for log in self.logs:
+            log.note(node)
         if not node.children:
             del parent.children[node.tokens]
             node.parent = None

@@ -7,29 +7,24 @@ else anything: the request never reached the scheduler.
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import cache
+from importlib import resources
 from typing import Self
 
 _LONGEST_NAME, _LONGEST_VALUE, _LONGEST_LIMIT = 80, 80, 1000
 """Characters of what a message quotes."""
-_ELSEWHERE = {
-    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens",
-    "num_predict": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens",
-    "do_sample": "temperature", "num_return_sequences": "n", "stop_sequences": "stop", "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids", "repeat_penalty": "repetition_penalty", "random_seed": "seed",
-    "include_stop_str_in_output": "include_stop", "response_format": "grammar", "structured_outputs": "grammar",
-    "chat_template_kwargs": "template_kwargs", "lora_request": "adapter", "torch_dtype": "dtype",
-    "gpu_memory_utilization": "kv_cache_memory", "n_ctx": "max_model_len", "max_seq_len": "max_model_len",
-    "context_length": "max_model_len", "n_threads": "num_threads", "enable_prefix_caching": "prefix_caching",
-    "num_ctx": "max_model_len", "device_map": "device", "load_in_4bit": "quantization", "load_in_8bit": "quantization",
-    "model_path": "model", "model_id": "model", "config": "engine_config", "think": "enable_thinking",
-    "batch_size": "max_num_seqs", "normalize_embeddings": "normalize", "thinking_budget": "max_thinking_tokens",
-    "thinking": "template_kwargs", "clear_thinking": "template_kwargs", "preserve_thinking": "template_kwargs",
-}  # fmt: skip
-"""Names of transformers, vLLM, llama.cpp and OpenAI for things that have another name here."""
 _LONGEST_GUESS = 64
 """Characters; a longer unknown name is no misspelling, and comparing it takes long."""
+
+
+@cache
+def _elsewhere() -> dict[str, str]:
+    """Our name for each of other libraries' names."""
+    tables = tomllib.loads((resources.files(__package__) / "other_names.toml").read_text(encoding="utf-8"))
+    return {theirs: ours for ours, names in tables.items() for theirs in names}
 
 
 def shorten(text: str, most: int) -> str:
@@ -40,7 +35,7 @@ def shorten(text: str, most: int) -> str:
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The one of `known` that `name` stands for in another library, or is a misspelling of; None: of none."""
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
-    return meant if (meant := _ELSEWHERE.get(name)) in known else next(iter(near), None)
+    return meant if (meant := _elsewhere().get(name)) in known else next(iter(near), None)
 
 
 def _shown(value: object) -> str:
@@ -81,7 +76,7 @@ class InvalidParameter(EngineError, ValueError):
     def unknown(cls, name: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None) -> Self:
         """The refusal of a name that is not in `known`, with the one that was meant. `elsewhere`: names that belong
         somewhere else, and what is to be said of them."""
-        meant = _ELSEWHERE.get(name, name)
+        meant = _elsewhere().get(name, name)
         if elsewhere is not None and meant in elsewhere:
             return cls(name, elsewhere[meant])
         guess = nearest(name, known)

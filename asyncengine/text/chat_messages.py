@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 from asyncengine.checks import as_text, check_unicode
@@ -21,6 +23,9 @@ MAX_INTEGER_BITS = 4096
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning; the first is what most templates read, gpt-oss' the second."""
+
+NAMES = tomllib.loads((resources.files(__package__) / "chat_templates.toml").read_text(encoding="utf-8"))
+"""Names that chat templates may use, or must not; the file says which."""
 
 _PICTURES = frozenset(("image", "images", "image_url", "audio", "audios", "video", "videos"))
 """Keys under which others take what is no text (Ollama's `images`): a template would not look at them."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.text.chat_messages import Budget, TemplateForm, check_messages, check_tools, plain
+from asyncengine.text.chat_messages import NAMES, Budget, TemplateForm, check_messages, check_tools, plain
 from asyncengine.text.media import ImageParts
 
 logger = logging.getLogger("asyncengine")
@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
     from asyncengine.text.template_environment import TemplateEnvironment
 
-RESERVED = frozenset(
-    {
-        "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
-        "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-        "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs",
-    }
-)  # fmt: skip
-"""Arguments of transformers' `apply_chat_template`: no variables of a template, whichever library renders it."""
+RESERVED = frozenset(NAMES["reserved"])
 Rewrite = Callable[[list[dict[str, Any]], list[Any] | None], tuple[list[dict[str, Any]], list[Any] | None]]
 TOOLS = ("tools", "xml_tools")
 """Names of the tools in templates; the second is SmolLM3's, for functions without a wrapper."""

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import test_in
 
 from asyncengine.text import template_limits
-from asyncengine.text.chat_messages import MAX_INTEGER_BITS, REASONING
+from asyncengine.text.chat_messages import MAX_INTEGER_BITS, NAMES, REASONING
 from asyncengine.text.template_limits import CHARS_OF_MESSAGE, DEEP, Format, MeteredContext, checked_key, indent_length
 
 MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS, MAX_TEMPLATE_BRANCHES = 98_304, 10_000, 300_000
@@ -35,30 +35,9 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where the last message ends in what was rendered; it ends in white space, which templates may take away."""
 MAX_TIME_FORMAT = 256
 
-_FREE = ("abs", "count", "d", "default", "first", "last", "length")
-"""Filters that do little whatever they are given."""
-_TEXTS = frozenset(
-    (
-        "capitalize", "center", "e", "escape", "indent", "lower", "replace", "safe", "string", "title", "trim",
-        "truncate", "upper", "wordcount",
-    )
-)  # fmt: skip
-"""Filters that take any value as a text."""
-_NUMBERS = ("float", "int", "round")
-_ITEMS = ("attr", "batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice")
+_TEXTS, _NUMBERS = frozenset(NAMES["filters"]["texts"]), frozenset(NAMES["filters"]["numbers"])
 _DICT = frozenset(dir(dict))
-_TEXT_METHODS = (  # noqa: SIM905 -- forty lines otherwise
-    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit islower "
-    "isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace "
-    "rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
-).split()
-_METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
-    {
-        str: frozenset(_TEXT_METHODS), dict: frozenset(("copy", "get", "items", "keys", "values")),
-        list: frozenset(("count", "index")), tuple: frozenset(("count", "index", "grouper", "list")),
-    }
-)  # fmt: skip
-"""Methods that a template may call of the values it has."""
+_METHODS = {kind: frozenset(NAMES["methods"][kind.__name__]) for kind in (str, dict, list, tuple)}
 _SIGNS: Mapping[Any, str] = MappingProxyType(
     {test_in: "in"} | {operator: sign for sign, operator in template_limits.OPERATORS.items()}
 )
@@ -211,9 +190,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.reads: set[str] = set()
         """Names that the template reads from outside."""
         self._names, self._branches = set[str](), 0
-        metered = {name: _metered(name) for name in (*_TEXTS, *_NUMBERS, *_ITEMS, *DEEP - {"unique"})}
+        free, items = NAMES["filters"]["free"], NAMES["filters"]["items"]
+        metered = {name: _metered(name) for name in (*_TEXTS, *_NUMBERS, *items, *DEEP - {"unique"})}
         own = {"format": _format, "sum": _sum, "tojson": _to_json, "unique": _unique, _KEY: checked_key}
-        self.filters = {**{name: FILTERS[name] for name in _FREE}, **metered, **own}
+        self.filters = {**{name: FILTERS[name] for name in free}, **metered, **own}
         self.tests.update({name: _comparing(_SIGNS[test]) for name, test in self.tests.items() if test in _SIGNS})
         self.tests.update(
             odd=pass_context(lambda context, value: context.binary("%", value, 2) == 1),

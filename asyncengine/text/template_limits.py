@@ -20,7 +20,7 @@ from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import SandboxedFormatter
 from jinja2.utils import Namespace
 
-from asyncengine.text.chat_messages import MAX_INTEGER_BITS
+from asyncengine.text.chat_messages import MAX_INTEGER_BITS, NAMES
 
 STEPS, STEPS_PER_CHAR = 500_000, 32
 """Steps of a rendering, and how many more for each character of its chat. A step is about an expression's work. The
@@ -97,16 +97,8 @@ GROWTH: Mapping[str, Callable[..., int]] = MappingProxyType(
     }
 )
 """Characters that methods of texts, and filters, make beyond copies of what they are given, by their arguments."""
-_COPIES: Mapping[str, int] = MappingProxyType(
-    {
-        **dict.fromkeys(("count", "endswith", "find", "index", "rfind", "rindex", "startswith"), 0),
-        **dict.fromkeys(("lstrip", "rstrip", "strip"), 1),
-        **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper", "indent"), 3),
-        **dict.fromkeys(("e", "escape"), 6), **dict.fromkeys(("float", "int"), 12),
-    }
-)  # fmt: skip
-DEEP = frozenset(("dictsort", "groupby", "join", "max", "min", "sort", "unique"))
-"""Filters of many values that look into them."""
+_COPIES: Mapping[str, int] = NAMES["copies"]
+DEEP = frozenset(NAMES["filters"]["deep"])
 
 
 def checked_key(key: Any) -> Any:

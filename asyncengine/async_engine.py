@@ -367,9 +367,7 @@ class AsyncEngine(EngineBase):
         came from. Tensors are read during the call; what comes of them stays in memory while the name means it.
         Raises `AdapterError` for what cannot be loaded; everything is as it was then.
         """
-        if tensors is not None or config is not None:
-            return await finished(self._awaited.take_adapter(name, path, tensors, config))
-        return await finished(self._awaited.load_adapter(name, path, pinned))  # type: ignore[arg-type]
+        return await finished(self._awaited.load_adapter(name, path, tensors, config, pinned))
 
     async def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Forget `name`; no later request can use it.

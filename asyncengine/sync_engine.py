@@ -201,8 +201,7 @@ class Engine(EngineBase):
         self, file: str | os.PathLike[str], *, adapter: str | None = None, cache_salt: str | None = None
     ) -> int:
         """Read a prefix from a file, as `AsyncEngine.import_prefix`."""
-        self._check_thread()
-        return self.core.import_prefix(file, adapter, cache_salt)
+        return self._unblocked.import_prefix(file, adapter, cache_salt)
 
     @contextmanager
     def _hold(self, held: HeldPrefix) -> Iterator[int]:
@@ -221,8 +220,7 @@ class Engine(EngineBase):
         show_progress: bool | None = None, **options: Unpack[VectorKeywords],
     ) -> Embeddings:  # fmt: skip
         """Embed texts, as `AsyncEngine.embed`."""
-        self._check_thread()
-        vectors, wanted = self.core.vectors("embed"), RequestOptions.of_vectors(options)
+        vectors, wanted = self._unblocked.vectors("embed"), RequestOptions.of_vectors(options)
         call = vectors.embed(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
         return vectors.run_blocking(call)
 
@@ -231,19 +229,23 @@ class Engine(EngineBase):
         truncate: bool = True, **options: Unpack[VectorKeywords],
     ) -> Ranking:  # fmt: skip
         """Order documents by relevance, as `AsyncEngine.rerank`."""
-        self._check_thread()
-        vectors, wanted = self.core.vectors("rerank"), RequestOptions.of_vectors(options)
+        vectors, wanted = self._unblocked.vectors("rerank"), RequestOptions.of_vectors(options)
         return vectors.run_blocking(vectors.rerank(query, documents, top_n, instruction, truncate, wanted))
 
     def classify(
         self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
     ) -> Classifications:
         """Classify texts, as `AsyncEngine.classify`."""
-        self._check_thread()
-        vectors, wanted = self.core.vectors("classify"), RequestOptions.of_vectors(options)
+        vectors, wanted = self._unblocked.vectors("classify"), RequestOptions.of_vectors(options)
         return vectors.run_blocking(vectors.classify(texts, truncate, wanted))
 
     # ---------------------------------------------------------------- text
+
+    @property
+    def _unblocked(self) -> Frontend:
+        """`core`, where waiting for it does not stop it. Raises `WrongLoop` on the thread that drives the engine."""
+        self._check_thread()
+        return self.core
 
     def _check_thread(self) -> None:
         if self.aengine.host.drives_this_thread():
@@ -253,10 +255,7 @@ class Engine(EngineBase):
             )
 
     def _stream(self, prepare: Callable[[], PreparedRequest]) -> SyncTokenStream:
-        self._check_thread()
-        core = self.core
-
-        prepared = prepare()
+        core, prepared = self._unblocked, prepare()
         assembler = core.post(prepared) if core.client.enter_blocking(prepared) else core.expired(prepared)
         return SyncTokenStream(assembler, core.client.abort_tickets, self._check_thread)
 
@@ -267,34 +266,28 @@ class Engine(EngineBase):
         config: Any | None = None, pinned: bool = False,
     ) -> AdapterInfo:  # fmt: skip
         """Load an adapter, as `AsyncEngine.load_adapter`."""
-        if tensors is not None or config is not None:
-            return finished_blocking(self.core.take_adapter(name, path, tensors, config))
-        return finished_blocking(self.core.load_adapter(name, path, pinned))  # type: ignore[arg-type]
+        return finished_blocking(self.core.load_adapter(name, path, tensors, config, pinned))
 
     def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Unload an adapter, as `AsyncEngine.unload_adapter`."""
-        if wait:
-            self._check_thread()
-        finished_blocking(self.core.unload_adapter(name, wait))
+        core = self._unblocked if wait else self.core
+        finished_blocking(core.unload_adapter(name, wait))
 
     def update_weights(
         self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False, version: int | None = None
     ) -> int:
         """Replace the model's weights, as `AsyncEngine.update_weights`."""
-        self._check_thread()
-        return finished_blocking(self.core.update_weights(weights, mode, partial, version))
+        return finished_blocking(self._unblocked.update_weights(weights, mode, partial, version))
 
     def sleep(
         self, *, weights: Keep = "drop", cache: Keep = "drop", mode: PauseMode = "finish", requests: Meanwhile = "wait"
     ) -> None:
         """Give memory back until `wake`, as `AsyncEngine.sleep`."""
-        self._check_thread()
-        finished_blocking(self.core.sleep(weights, cache, mode, requests))
+        finished_blocking(self._unblocked.sleep(weights, cache, mode, requests))
 
     def wake(self, weights: WeightSource | None = None, *, version: int | None = None) -> int:
         """End the sleep, as `AsyncEngine.wake`."""
-        self._check_thread()
-        return finished_blocking(self.core.wake(weights, version))
+        return finished_blocking(self._unblocked.wake(weights, version))
 
     def pause(self, *, mode: PauseMode = "keep", requests: Meanwhile = "wait") -> None:
         """Run no step until `resume`, as `AsyncEngine.pause`."""
@@ -306,13 +299,11 @@ class Engine(EngineBase):
 
     def reset_prefix_cache(self, namespace: str | None = None) -> PrefixCacheReset:
         """Drop what no request holds of the prefix cache, as `AsyncEngine.reset_prefix_cache`."""
-        self._check_thread()
-        return finished_blocking(self.core.reset_prefix_cache(namespace))
+        return finished_blocking(self._unblocked.reset_prefix_cache(namespace))
 
     # ---------------------------------------------------------------- looking in
 
     def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
         """Record the next steps of what other threads ask for, as `AsyncEngine.profile`."""
-        self._check_thread()
         timeout = as_seconds("timeout", timeout)
-        return self.core.profile(steps).run_blocking(folder, self.info.name, timeout)
+        return self._unblocked.profile(steps).run_blocking(folder, self.info.name, timeout)

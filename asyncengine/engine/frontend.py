@@ -298,21 +298,21 @@ class Frontend:
 
     # ---------------------------------------------------------------- adapters
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str], pinned: bool) -> Future[AdapterInfo]:
-        """See `AdapterRegistry.load`. Raises `EngineClosed`, `EngineDead`, `AdapterError`."""
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str] | None, tensors: object, config: object, pinned: bool
+    ) -> Future[AdapterInfo]:
+        """See `AdapterRegistry.load`, and `take` where there are tensors or a config. Raises `EngineClosed`,
+        `EngineDead`, `AdapterError`."""
         registry = self._registry()
+        if tensors is not None or config is not None:
+            if path is not None:
+                raise AdapterError("path", "cannot go with tensors and config")
+            return registry.take(name, tensors, config)
         try:
-            folder = self._adapter_folder(path)
+            folder = self._adapter_folder(path)  # type: ignore[arg-type]
         except TypeError:
             raise AdapterError("path", "must be the path of an adapter's folder", path) from None
         return registry.load(name, folder, pinned=pinned)
-
-    def take_adapter(self, name: str, path: object, tensors: object, config: object) -> Future[AdapterInfo]:
-        """See `AdapterRegistry.take`. Raises as `load_adapter`, and for a path beside them."""
-        registry = self._registry()
-        if path is not None:
-            raise AdapterError("path", "cannot go with tensors and config")
-        return registry.take(name, tensors, config)
 
     def unload_adapter(self, name: str, wait: bool) -> Future[None]:
         """See `AdapterRegistry.unload`."""

@@ -317,22 +317,23 @@ class FleetFrontend(Frontend):
 
     # ---------------------------------------------------------------- adapters
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str], pinned: bool) -> Future[AdapterInfo]:
-        """Load an adapter on every replica: `path` must lead to the same files on each node.
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str] | None, tensors: object, config: object, pinned: bool
+    ) -> Future[AdapterInfo]:
+        """Load an adapter on every replica: `path` must lead to the same files on each node. Tensors are refused: they
+        would have to go to every replica that is started later, too.
 
         Raises `AdapterError`, `FleetError`.
         """
         self.client.check_open()
+        if tensors is not None or config is not None:
+            raise AdapterError("tensors", "cannot be given to a fleet: save the adapter where all nodes read it", name)
         try:
-            folder = os.fspath(path)
+            folder = os.fspath(path)  # type: ignore[arg-type]
             folder = os.path.abspath(folder) if os.path.isdir(folder) else folder
         except TypeError:
             raise AdapterError("path", "must be the path of an adapter's folder", path) from None
         return self.on_fleet(self.fleet.manager.load_adapter(name, folder, pinned))
-
-    def take_adapter(self, name: str, path: object, tensors: object, config: object) -> Future[AdapterInfo]:
-        """Refuse tensors: they would have to go to every replica that is started later, too."""
-        raise AdapterError("tensors", "cannot be given to a fleet: save the adapter where all nodes read it", name)
 
     def unload_adapter(self, name: str, wait: bool) -> Future[None]:
         """Unload an adapter everywhere when no request uses it. Raises `AdapterNotFound`, `AdapterInUse`."""

@@ -52,7 +52,9 @@ def _bias(name: str, value: Any) -> dict[int, float]:
         raise InvalidParameter(name, "must map token ids to numbers", given)
     bias: dict[int, float] = {}
     for key, added in given.items():
-        token_id = as_integer(name, _json_key(key), 0)
+        # JSON object keys are strings: "17" means 17
+        number = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        token_id = as_integer(name, number, 0)
         bias[token_id] = as_number(f"{name}[{token_id}]", added, -MAX_BIAS, MAX_BIAS)
     return bias
 
@@ -169,8 +171,3 @@ def as_params(value: object) -> SamplingParams:
     if not isinstance(value, SamplingParams):
         raise InvalidParameter("params", "must be a SamplingParams", value)
     return value
-
-
-def _json_key(key: Any) -> Any:
-    """JSON object keys are strings: "17" means 17."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key

@@ -190,7 +190,11 @@ class DecisionCall:
         """The one request that asks all questions. Raises `InvalidParameter`, `UnsupportedModel` and what
         `Frontend.prepare` raises."""
         frontend, prompts = self._frontend, self._frontend.decision_prompts()
-        state = self._plain(prompts)
+        try:
+            state = prompts.parted(self._state, self._pictures)
+            json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidParameter("state", f"must be text or JSON data: {error}") from error
         self._asked = prompts.questions(self._questions)
         each = [
             (*prompts.prompt(state, question, self._pictures), prompts.params(question)) for question in self._asked
@@ -199,15 +203,6 @@ class DecisionCall:
         prepared = frontend.validator.prepare_set(each, self._options, arrival)
         self._specs = prepared.specs
         return prepared
-
-    def _plain(self, prompts: DecisionPrompts) -> Any:
-        """The state with its pictures taken out. Raises `InvalidParameter` for what is neither text nor JSON data."""
-        try:
-            state = prompts.parted(self._state, self._pictures)
-            json.dumps(state, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidParameter("state", f"must be text or JSON data: {error}") from error
-        return state
 
     def decision(self, completion: Completion) -> Decision:
         """The answers in the finished request, a sample each. Raises `RequestFailed` where one has none: a deadline or

@@ -157,14 +157,6 @@ class PrefixStore(Source):
             load.work()
             del load  # hold no page's memory while waiting
 
-    def read_into(self, header: Header, index: int) -> bool:
-        """Read a record into the memory that it belongs to. False: it is not there, or not whole."""
-        buffers = self._memory.buffers(header.part, index)
-        if not self.store.read(header, buffers):
-            return False
-        self._memory.filled(header.part, index, buffers)
-        return True
-
     def _measure(self) -> float | None:
         """Bytes a second at which records are read; None: there are none."""
         nbytes, began = 0, time.perf_counter()
@@ -297,9 +289,11 @@ class _Load:
             if order.cancelled or self._failed or header is None:
                 self._fail(part, place)
                 return
-            if not owner.read_into(header._replace(part=part), index):
+            buffers = owner._memory.buffers(part, index)
+            if not owner.store.read(header._replace(part=part), buffers):  # it is not there, or not whole
                 self._fail(part, place)
                 return
+            owner._memory.filled(part, index, buffers)
             with self._lock:
                 self._nbytes += owner._memory.nbytes(part)
 

@@ -12,7 +12,6 @@ from asyncengine.kvcache.radix_tree import Node
 from asyncengine.kvcache.store.counts import StoreCounts
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.request import Request, RequestState
-from asyncengine.speculation.planner import SpeculationCounters
 from asyncengine.stats import EngineStats, ImageStats, PrefixRun, RequestInfo, SpeculationStats, ThreadStats
 
 if TYPE_CHECKING:
@@ -28,6 +27,10 @@ def snapshot(
     totals = {name: count for name, count in asdict(counters).items() if not name.startswith("left_queue")}
     stored = [source.store.counts for source in loop.sources.tiers if isinstance(source, PrefixStore)]
     tables = [table for r in running if (table := r.table) is not None]
+    speculation = None
+    if (guesses := scheduler.speculation) is not None:
+        known = guesses.rows, guesses.drafted, guesses.accepted, tuple(guesses.by_position), *guesses.by_model
+        speculation = SpeculationStats(*known)
     return EngineStats(
         requests={
             "waiting": scheduler.num_waiting,
@@ -47,17 +50,10 @@ def snapshot(
         window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
         stored=stored[0] if stored else StoreCounts(),
-        speculation=_speculation(scheduler.speculation),
+        speculation=speculation,
         state="awake" if loop.asleep is None else loop.asleep.state,
         images=ImageStats(scheduler.encoding.encoded, scheduler.encoding.found, scheduler.encoding.nbytes),
     )
-
-
-def _speculation(counters: SpeculationCounters | None) -> SpeculationStats | None:
-    if counters is None:
-        return None
-    by_position = tuple(counters.by_position)
-    return SpeculationStats(counters.rows, counters.drafted, counters.accepted, by_position, *counters.by_model)
 
 
 _WAITS_FOR = {

@@ -316,19 +316,14 @@ class RequestValidator:
         limit = self.info.max_model_len
         if prompt_len >= limit and not (prompt_len == limit and params.max_tokens == 0):
             raise self._too_long(prompt_len)
-        if params.max_tokens is None or (clip and prompt_len + params.max_tokens > limit):
-            if params.min_tokens > limit - prompt_len:
-                raise ContextLengthExceeded(
-                    "min_tokens", f"{prompt_len} prompt tokens leave room for {limit - prompt_len}", params.min_tokens
-                )
-            return limit
-        if prompt_len + params.max_tokens > limit:
+        name, wanted, room = "max_tokens", params.max_tokens, limit - prompt_len
+        if wanted is None or (clip and wanted > room):
+            name, wanted = "min_tokens", params.min_tokens
+        if wanted > room:
             raise ContextLengthExceeded(
-                "max_tokens",
-                f"the context of {limit} leaves {limit - prompt_len} after {prompt_len} prompt tokens",
-                params.max_tokens,
+                name, f"the context of {limit} leaves {room} after {prompt_len} prompt tokens", wanted
             )
-        return prompt_len + params.max_tokens
+        return limit if name == "min_tokens" else prompt_len + wanted
 
     def _too_long(self, prompt_len: int) -> ContextLengthExceeded:
         limit = self.info.max_model_len

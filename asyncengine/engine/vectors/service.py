@@ -171,7 +171,7 @@ class VectorService:
         check_unicode("instruction", instruction or "")
         if isinstance(documents, str):
             raise InvalidParameter("documents", "must be a list of str, not one str", documents)
-        documents = _items("documents", documents, _text, "must be a str")
+        documents = _items("documents", documents, lambda one: one if isinstance(one, str) else None, "must be a str")
         template = self.model.template
         if instruction is not None and (template is None or template.instruction is None):
             raise InvalidParameter("instruction", f"is nothing that {self._info.name} reads", instruction)
@@ -394,10 +394,6 @@ def _items(name: str, texts: Any, read: Callable[[Any], Item | None], limit: str
             raise InvalidParameter(f"{name}[{index}]", limit, text)
         items.append(item)
     return items
-
-
-def _text(text: Any) -> str | None:
-    return text if isinstance(text, str) else None
 
 
 def _text_or_ids(text: Any) -> Item | None:

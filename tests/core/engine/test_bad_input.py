@@ -55,7 +55,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("prompt_logprobs 1", params(max_tokens=0, prompt_logprobs=1), "prompt_logprobs", "True or False"),
     ("fractional max_tokens", params(max_tokens=1.5), "max_tokens", "must be an integer"),
     ("min above max", params(max_tokens=2, min_tokens=3), "min_tokens", "max_tokens=2"),
-    ("min_tokens beyond the context", params(min_tokens=10**6), "min_tokens", "leave room for 506"),
+    ("min_tokens beyond the context", params(min_tokens=10**6), "min_tokens", "leaves 506"),
     ("n 0", params(n=0), "n", ">= 1"),
     ("n too large", params(n=129), "n", "max_n=128"),
     ("seed too large", params(seed=2**64), "seed", "between"),
@@ -151,7 +151,7 @@ async def test_more_tokens_than_the_context_has_left_can_mean_what_is_left():
         assert (len(done.token_ids), done.finish_reason) == (8, "length")
         assert len((await engine.generate([2] * 500, greedy(3), clip_max_tokens=True)).token_ids) == 3
         params = SamplingParams(min_tokens=9, max_tokens=900)
-        with pytest.raises(ContextLengthExceeded, match="leave room for 8"):
+        with pytest.raises(ContextLengthExceeded, match="leaves 8"):
             await engine.generate([2] * 500, params, clip_max_tokens=True)
 
 

@@ -164,13 +164,14 @@ class ProjectedModel(CheckpointSource):
         tower = Tower(header, model)
         self._restored = partial(kind.restore, tower)
         described = kind.describe(tower)
-        self.image_processor: dict[str, Any] = described.processor | tower.colors()
+        self.image_processor: dict[str, Any] = described["processor"] | tower.colors()
         """The content of preprocessor_config.json."""
         kept = ("architectures", "tie_word_embeddings", "dtype", "pad_token_id")
         self.config = {
             **{name: model.config[name] for name in kept if name in model.config}, "model_type": pair[0],
-            **_token_ids(model, kind.tokens), **described.whole,
-            "text_config": model.config | {"model_type": pair[1]} | described.text, "vision_config": described.vision,
+            **_token_ids(model, kind.tokens), **described["whole"],
+            "text_config": model.config | {"model_type": pair[1]} | described["text"],
+            "vision_config": described["vision"],
         }  # fmt: skip
         self._names = {re.sub(r"^model\.", "model.language_model.", name): name for name in model.tensors}
         self._tower = _tensors(tower, kind, self._file)

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,8 +24,6 @@ from asyncengine.execution.models.formats.gguf.names import read_tables
 
 _TOKENS = (8, 4096)
 """Fewest and most tokens of a picture of Qwen's where the header has no limits in pixels: clip.cpp's own."""
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-"""Names of a tower's sizes in transformers' configurations, but of Qwen's."""
 _MAX_PIXELS = 2**26
 """Pixels to which a picture may be enlarged; Qwen's own limit is a quarter of it."""
 
@@ -96,12 +94,23 @@ class Tower:
             raise self.wrong(f"has {rows} positions, which are no square")
         return math.isqrt(rows)
 
-    def sizes(self, width: str, inner: str, layers: str, heads: str) -> dict[str, int]:
-        """Sizes of the tower's layers under these names."""
+    @property
+    def heads(self) -> int:
+        """Heads of each layer. Raises `ModelNotFound`."""
         count = self.header.positive("attention.head_count")
         if self.width % count:
             raise self.wrong(f"has {self.width} numbers of hidden states for {count} heads")
-        return {width: self.width, inner: self.inner, layers: self.layers, heads: count}
+        return count
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the norms."""
+        return float(self.header["attention.layer_norm_epsilon"])
+
+    @property
+    def activation(self) -> str:
+        """The name of the activation, where a header has a switch for it."""
+        return "silu" if self.header.metadata.get("clip.use_silu") is True else "gelu"
 
     def colors(self) -> dict[str, list[float]]:
         """Mean and deviation of each color, which are taken from pixels."""
@@ -115,21 +124,16 @@ class Tower:
         return found
 
 
-class Described(NamedTuple):
-    """The configuration that an image part adds to its language model's."""
-
-    vision: dict[str, Any]
-    processor: dict[str, Any]
-    """The content of preprocessor_config.json."""
-    whole: dict[str, Any]
-    """Fields of config.json beside those of its parts."""
-    text: dict[str, Any]
-    """Fields that the language model's own part has as well."""
+Facts = Callable[[Tower], Mapping[str, Any]]
+"""Values that a kind works out of header and tensors, by the names that its tables have for them; and "text" itself.
+Raises `ModelNotFound`, `UnsupportedModel`."""
+Restore = Callable[[Tower, str, torch.Tensor], torch.Tensor]
+"""(tower, name in transformers, tensor as it is stored) -> the tensor as transformers has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """One of llama.cpp's kinds of image parts."""
+    """One of llama.cpp's kinds of image parts, a table of projectors.toml."""
 
     names: Mapping[str, str]
     """Tensors without their endings -> their names in transformers: "#N": part N of those that are joined, "": a copy
@@ -138,122 +142,91 @@ class Projector:
     """model_type of the language model's file alone -> (model_type of the whole, of the language model in it)."""
     tokens: Mapping[str, str]
     """Fields of config.json with the id of a token -> the token, which the vocabulary must have."""
-    describe: Callable[[Tower], Described]
-    restore: Callable[[Tower, str, torch.Tensor], torch.Tensor] = lambda tower, name, tensor: tensor
-    """(tower, name in transformers, tensor as it is stored) -> the tensor as transformers has it."""
+    content: Mapping[str, Mapping[str, Any]]
+    """Configurations that the tower adds to its language model's: "vision", "processor" and "whole"."""
+    facts: Facts
+    restore: Restore = lambda tower, name, tensor: tensor
+
+    def describe(self, tower: Tower) -> dict[str, dict[str, Any]]:
+        """The same of one tower, and "text": fields that the language model's own has as well. Raises as `facts`."""
+        known = self.facts(tower)
+        return {"text": known.get("text", {}), **_filled(self.content, tower, known)}
 
 
-def _siglip(tower: Tower) -> dict[str, Any]:
-    sizes = tower.sizes(*_SIZES)
-    return {
-        **sizes, "image_size": tower.side() * tower.patch, "patch_size": tower.patch,
-        "layer_norm_eps": tower.header["attention.layer_norm_epsilon"], "hidden_act": "gelu_pytorch_tanh",
-    }  # fmt: skip
+def _filled(given: Any, tower: Tower, known: Mapping[str, Any]) -> Any:
+    """Content of a table, with "=NAME" as what is known by that name, or else the tower's, and "?NAME" as whether there
+    is such a tensor."""
+    if isinstance(given, Mapping):
+        return {name: _filled(own, tower, known) for name, own in given.items()}
+    if isinstance(given, list):
+        return [_filled(own, tower, known) for own in given]
+    if isinstance(given, str) and given.startswith("?"):
+        return given[1:] in tower.header.tensors
+    if isinstance(given, str) and given.startswith("="):
+        name = given[1:]
+        return known[name] if name in known else getattr(tower, name)
+    return given
 
 
-def _gemma3(tower: Tower) -> Described:
-    scale = tower.header.get("projector.scale_factor", 4)
-    if not scale or tower.side() % scale:
-        raise tower.wrong(f"has a clip.vision.projector.scale_factor of {scale} for {tower.side()} patches a side")
-    vision = _siglip(tower) | {"model_type": "siglip_vision_model", "vision_use_head": False}
-    size = vision["image_size"]
-    processor = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": size, "width": size}}
-    return Described(vision, processor, {"mm_tokens_per_image": (tower.side() // scale) ** 2}, {})
+def _gemma3(tower: Tower) -> Mapping[str, Any]:
+    scale, side = tower.header.get("projector.scale_factor", 4), tower.side()
+    if not scale or side % scale:
+        raise tower.wrong(f"has a clip.vision.projector.scale_factor of {scale} for {side} patches a side")
+    return {"pixels": side * tower.patch, "tokens": (side // scale) ** 2}
 
 
-def _idefics3(tower: Tower) -> Described:
-    longest = tower.header.positive("preproc_image_size")
-    vision = _siglip(tower)
-    processor = {
-        "image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": True,
-        "size": {"longest_edge": longest}, "max_image_size": {"longest_edge": vision["image_size"]},
-    }  # fmt: skip
-    return Described(vision, processor, {"scale_factor": tower.merged("mm.model.fc.weight")}, {})
+def _idefics3(tower: Tower) -> Mapping[str, Any]:
+    longest, scale = tower.header.positive("preproc_image_size"), tower.merged("mm.model.fc.weight")
+    return {"longest": longest, "pixels": tower.side() * tower.patch, "scale": scale}
 
 
-def _qwen(tower: Tower, **vision: Any) -> Described:
+def _qwen(tower: Tower) -> dict[str, Any]:
     merge = tower.merged("mm.0.weight")
-    limits = [
+    least, most = (
         tower.header.get(f"image_{end}_pixels", tokens * (merge * tower.patch) ** 2)
         for end, tokens in zip(("min", "max"), _TOKENS, strict=True)
-    ]
-    if not 0 < limits[0] <= limits[1] <= _MAX_PIXELS:
-        raise tower.wrong(f"has pictures of {limits[0]} to {limits[1]} pixels, at most {_MAX_PIXELS}")
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": tower.patch, "merge_size": merge,
-        "temporal_patch_size": 2, "size": dict(zip(("shortest_edge", "longest_edge"), limits, strict=True)),
-    }  # fmt: skip
+    )
+    if not 0 < least <= most <= _MAX_PIXELS:
+        raise tower.wrong(f"has pictures of {least} to {most} pixels, at most {_MAX_PIXELS}")
     rope = tower.model.config["rope_parameters"] | {"mrope_section": tower.sections()}
-    found = {"patch_size": tower.patch, "spatial_merge_size": merge, "temporal_patch_size": 2}
-    sizes = tower.sizes("hidden_size", "intermediate_size", "depth", "num_heads")
-    found |= {**sizes, "out_hidden_size": tower.model.config["hidden_size"], **vision}
-    return Described(found, processor, {}, {"rope_parameters": rope})
+    return {
+        "merge": merge, "least": least, "most": most, "outer_width": tower.model.config["hidden_size"],
+        "ratio": tower.inner // tower.width, "text": {"rope_parameters": rope},
+    }  # fmt: skip
 
 
-def _qwen2(tower: Tower) -> Described:
-    sizes = tower.sizes("embed_dim", "inner", "depth", "num_heads")
-    ratio = sizes["inner"] // sizes["embed_dim"]
-    return _qwen(tower, embed_dim=sizes["embed_dim"], mlp_ratio=ratio, hidden_size=tower.model.config["hidden_size"])
-
-
-def _qwen25(tower: Tower) -> Described:
+def _qwen25(tower: Tower) -> Mapping[str, Any]:
     period = tower.header.positive("n_wa_pattern")
-    whole = list(range(period - 1, tower.layers, period))
-    return _qwen(tower, fullatt_block_indexes=whole, window_size=tower.header.get("window_size", 8 * tower.patch))
+    whole, window = list(range(period - 1, tower.layers, period)), tower.header.get("window_size", 8 * tower.patch)
+    return _qwen(tower) | {"whole_layers": whole, "window": window}
 
 
-def _qwen3(tower: Tower) -> Described:
-    found = _qwen(tower, num_position_embeddings=tower.side() ** 2, deepstack_visual_indexes=tower.deep)
-    found.text["rope_parameters"]["mrope_interleaved"] = True
+def _qwen3(tower: Tower) -> Mapping[str, Any]:
+    found = _qwen(tower) | {"positions": tower.side() ** 2}
+    found["text"]["rope_parameters"]["mrope_interleaved"] = True
     return found
 
 
-def _activation(tower: Tower) -> str:
-    return "silu" if tower.header.metadata.get("clip.use_silu") is True else "gelu"
-
-
-def _internvl(tower: Tower) -> Described:
+def _internvl(tower: Tower) -> Mapping[str, Any]:
     scale, positions = tower.header.positive("projector.scale_factor"), tower.rows("v.position_embd.weight")
-    side, tensors = math.isqrt(positions - 1), tower.header.tensors
+    side = math.isqrt(positions - 1)
     if side**2 + 1 != positions or side % scale:
         raise tower.wrong(f"has {positions} positions for squares of {scale} x {scale} patches")
-    pixels = side * tower.patch
-    sizes = tower.sizes(*_SIZES)
-    vision = {
-        **sizes, "model_type": "internvl_vision", "image_size": [pixels] * 2, "patch_size": [tower.patch] * 2,
-        "hidden_act": _activation(tower), "layer_norm_eps": tower.header["attention.layer_norm_epsilon"],
-        "attention_bias": "v.blk.0.attn_q.bias" in tensors, "use_qk_norm": "v.blk.0.attn_q_norm.weight" in tensors,
-        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in tensors else "rms_norm",
+    norm = "layer_norm" if "v.blk.0.ln1.bias" in tower.header.tensors else "rms_norm"
+    return {
+        "pixels": side * tower.patch, "norm": norm,
+        "fewest": tower.header.get("preproc_min_tiles", 1), "most": tower.header.get("preproc_max_tiles", 12),
+        "ratio": 1 / scale, "tokens": (side // scale) ** 2,
     }  # fmt: skip
-    processor = {
-        "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": pixels, "width": pixels},
-        "crop_to_patches": True, "min_patches": tower.header.get("preproc_min_tiles", 1),
-        "max_patches": tower.header.get("preproc_max_tiles", 12),
-    }  # fmt: skip
-    whole = {"downsample_ratio": 1 / scale, "image_seq_length": (side // scale) ** 2}
-    return Described(vision, processor, whole, {})
 
 
 def _restore_internvl(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1, -1, tower.width) if name.rpartition(".")[2] in _BATCHED else tensor
 
 
-def _lfm2(tower: Tower) -> Described:
-    scale, tensors = tower.header.positive("projector.scale_factor"), tower.header.tensors
-    sizes = tower.sizes(*_SIZES)
-    vision = {
-        **sizes, "model_type": "siglip2_vision_model", "num_patches": tower.rows("v.position_embd.weight"),
-        "patch_size": tower.patch, "layer_norm_eps": tower.header["attention.layer_norm_epsilon"],
-        "hidden_act": "gelu_pytorch_tanh", "vision_use_head": False,
-    }  # fmt: skip
-    processor = {
-        "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": tower.patch, "downsample_factor": scale,
-    }  # fmt: skip
-    whole = {
-        "downsample_factor": scale, "projector_hidden_size": tower.rows("mm.1.weight"),
-        "projector_bias": "mm.1.bias" in tensors, "projector_use_layernorm": "mm.input_norm.weight" in tensors,
-    }  # fmt: skip
-    return Described(vision, processor, whole, {})
+def _lfm2(tower: Tower) -> Mapping[str, Any]:
+    scale, positions = tower.header.positive("projector.scale_factor"), tower.rows("v.position_embd.weight")
+    return {"scale": scale, "positions": positions, "outer_width": tower.rows("mm.1.weight")}
 
 
 def _restore_lfm2(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -261,25 +234,14 @@ def _restore_lfm2(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Tensor
     return tensor.permute(0, 2, 3, 1).reshape(len(tensor), -1) if tensor.ndim == 4 else tensor
 
 
-def _pixtral(tower: Tower) -> Described:
+def _pixtral(tower: Tower) -> Mapping[str, Any]:
     if "mm.patch_merger.weight" not in tower.header.tensors:
         raise UnsupportedModel(f"{tower.header.path}: Pixtral without a patch merger is not read; Mistral 3 is")
-    longest = tower.header.positive("image_size")
-    sizes = tower.sizes(*_SIZES)
-    vision = {
-        **sizes, "model_type": "pixtral", "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
-        "image_size": longest, "patch_size": tower.patch, "hidden_act": _activation(tower),
-        "rope_parameters": {"rope_type": "axial", "rope_theta": tower.header.get("rope.freq_base", 10000.0)},
+    return {
+        "longest": tower.header.positive("image_size"), "head_dim": tower.width // tower.heads,
+        "theta": tower.header.get("rope.freq_base", 10000.0), "merge": tower.merged("mm.patch_merger.weight"),
+        "text": {"sliding_window": None},
     }  # fmt: skip
-    sides = {"height": tower.patch, "width": tower.patch}
-    processor = {
-        "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": longest}, "patch_size": sides,
-    }  # fmt: skip
-    whole = {
-        "spatial_merge_size": tower.merged("mm.patch_merger.weight"), "projector_hidden_act": "gelu",
-        "multimodal_projector_bias": "mm.1.bias" in tower.header.tensors, "vision_feature_layer": -1,
-    }  # fmt: skip
-    return Described(vision, processor, whole, {"sliding_window": None})
 
 
 def _restore_pixtral(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -299,15 +261,16 @@ _TABLES = tomllib.loads((resources.files(__package__) / "projectors.toml").read_
 _CODE: Mapping[str, Sequence[Any]] = {
     "gemma3": (_gemma3,),
     "idefics3": (_idefics3,),
-    "qwen2vl_merger": (_qwen2,),
+    "qwen2vl_merger": (_qwen,),
     "qwen2.5vl_merger": (_qwen25,),
     "qwen3vl_merger": (_qwen3,),
     "internvl": (_internvl, _restore_internvl),
     "lfm2": (_lfm2, _restore_lfm2),
     "pixtral": (_pixtral, _restore_pixtral),
 }
-"""`describe` and, where anything is done to tensors, `restore` of each kind."""
+"""`facts` and, where anything is done to tensors, `restore` of each kind."""
 PROJECTORS: Mapping[str, Projector] = {
-    kind: Projector(_NAMES[kind], table["families"], table["tokens"], *_CODE[kind]) for kind, table in _TABLES.items()
+    kind: Projector(_NAMES[kind], table.pop("families"), table.pop("tokens"), {"whole": {}} | table, *_CODE[kind])
+    for kind, table in _TABLES.items()
 }
 """Kinds by `clip.projector_type`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -261,7 +262,8 @@ class Writer:
 
     def begin(self, usage: Usage, _samples: int = 1) -> str:
         """The frame that says who speaks, and what the prompt cost."""
-        return _frame("message_start", message=self._message([], self._end, usage))
+        before = replace(usage, completion_tokens=0, reasoning_tokens=0)  # nothing is told yet
+        return _frame("message_start", message=self._message([], self._end, before))
 
     def write(self, event: Event) -> str:
         match event:

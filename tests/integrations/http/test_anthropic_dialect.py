@@ -65,8 +65,8 @@ def text(content: str) -> dict[str, Any]:
 def test_blocks_come_one_after_another_each_begun_and_ended() -> None:
     told = frames(Writer(turn(user(text("hi"))), ANSWERED), EVENTS)
     assert told[0]["message"]["usage"] == {
-        "input_tokens": 14, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 16, "output_tokens": 9,
-        "output_tokens_details": {"thinking_tokens": 4},
+        "input_tokens": 14, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 16, "output_tokens": 0,
+        "output_tokens_details": {"thinking_tokens": 0},
     }  # fmt: skip
     middle = [(e["type"].removeprefix("content_block_"), e["index"]) for e in told if "index" in e]
     assert [index for kind, index in middle if kind == "start"] == [0, 1, 2, 3]

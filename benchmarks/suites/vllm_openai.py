@@ -28,10 +28,12 @@ CONTEXT = 16384
 CHAT_OF_EMBEDDER = "{% for message in messages %}{{message['role'] + ': ' + message['content'] + '\\n'}}{% endfor %}"
 OTHERS: dict[str, dict[str, Any]] = {
     "intfloat/multilingual-e5-small": {"model": "demo-embed", "chat_template": CHAT_OF_EMBEDDER},
-    "BAAI/bge-base-en-v1.5": {"model": "demo-embed"},
-    "BAAI/bge-reranker-base": {"model": "demo-rerank"},
+    "BAAI/bge-base-en-v1.5": {"model": "demo-embed", "max_model_len": 100},
+    "BAAI/bge-reranker-base": {"model": "demo-rerank", "max_model_len": 100, "dtype": "float32"},  # theirs: half
 }
 """Models for names of the tests, and the settings that these give to their servers."""
+WIDE = "Qwen/Qwen2-1.5B-Instruct"
+"""The model of which log-probabilities of all tokens are asked for."""
 ENTRYPOINTS = "tests/entrypoints"
 GROUPS = {
     "chat": ("openai/chat_completion/test_chat.py",),
@@ -134,6 +136,7 @@ def main() -> int:
     folder_of_demo = longer(Path(str(demo / "model")), args.work.resolve() / "vllm-demo")
     model = {"model": str(folder_of_demo), "max_top_logprobs": 20}  # vLLM's default
     others = {**OTHERS, "HuggingFaceTB/SmolLM2-135M-Instruct": {**model, "max_model_len": 8192}}
+    others[WIDE] = {**model, "max_model_len": 4080, "max_top_logprobs": 2048}
     with demo_server(model=model, others=others) as url:
         env = {**os.environ, **more, "VLLM_TESTS_URL": url}
         return run([*command, *args.pytest], cwd=folder, env=env)

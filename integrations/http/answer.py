@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from asyncengine.integrations.http.beams import Beams
 from asyncengine.integrations.http.events import NO_USAGE, Event, EventReader
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import facts_of, measured
@@ -56,7 +57,7 @@ class Answer:
     """
 
     def __init__(
-        self, stream: TokenStream | Several, writer: AnswerWriter, *, streaming: bool, samples: int = 1,
+        self, stream: TokenStream | Several | Beams, writer: AnswerWriter, *, streaming: bool, samples: int = 1,
         token_ids: bool = False, headers: tuple[tuple[str, str], ...] = (),
         release: Callable[[], None] = lambda: None, facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
@@ -132,8 +133,9 @@ class Answer:
 
     async def _stream_events(self, send: Send) -> None:
         stream, writer, read = self._stream, self.writer, self._events.read
+        assert not isinstance(stream, Beams)  # which no dialect streams
         async with stream:  # what refuses the request raises here, while there can still be a status
-            chunk = await self._next()
+            chunk = await self._next(stream)
             await self._begin(send)
             await self._send_text(send, writer.begin(stream.usage or NO_USAGE, self._samples))
             while chunk is not None:
@@ -144,7 +146,7 @@ class Answer:
                 text = "".join([writer.write(event) for event in read(chunk)])
                 if text:
                     await self._send_text(send, text)
-                chunk = await self._next()
+                chunk = await self._next(stream)
             await self._send_text(send, writer.end(stream.usage or NO_USAGE), more=False)
 
     async def _begin(self, send: Send) -> None:
@@ -153,11 +155,11 @@ class Answer:
             if not self._begun:
                 await self._send_headers(send, self.writer.media_type.encode())
 
-    async def _next(self) -> Chunk | None:
+    async def _next(self, stream: TokenStream | Several) -> Chunk | None:
         """The next chunk that is no failure: the stream raises that at its end, with its cause."""
-        chunk = await anext(self._stream, None)
+        chunk = await anext(stream, None)
         while chunk is not None and chunk.finish_reason in ("error", "engine_dead"):
-            chunk = await anext(self._stream, None)
+            chunk = await anext(stream, None)
         return chunk
 
     # ---------------------------------------------------------------- sending

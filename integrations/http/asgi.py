@@ -65,6 +65,8 @@ def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
         content = anthropic_messages.error(problem, f"req_{request_id}")
     if path_of(connection.scope).startswith("/api/"):
         content = {"error": problem.message}
+    if path_of(connection.scope) in ("/pooling", "/score", "/classify") and problem.status in (400, 404):
+        content["error"]["type"] = "NotFoundError" if problem.status == 404 else "BadRequestError"  # vLLM's names
     return JSONResponse(content, problem.status, headers=dict((*identified(request_id), *problem.headers)))
 
 
@@ -167,16 +169,19 @@ def routes(serving: Serving) -> list[BaseRoute]:
 
 
 def _of_any_kind(serving: Serving, kinds: Mapping[str, Endpoint]) -> Endpoint:
-    """The endpoint of the one path that Amazon SageMaker knows: what a request is for is seen by its fields."""
-    paths = {"query": "/rerank", "input": "/v1/embeddings", "prompt": "/v1/completions"}
+    """The endpoint of the one path that Amazon SageMaker knows: what a request is for is seen by its fields, and by
+    the task of its model."""
+    paths = {"task": "/pooling", "query": "/rerank", **dict.fromkeys(("queries", "text_1", "data_1"), "/score")}
+    paths |= {"prompt": "/v1/completions", "input": "/v1/embeddings", "messages": "/v1/chat/completions"}
+    instead = {"embed": {"/v1/chat/completions": "/v1/embeddings"}, "classify": {"/v1/embeddings": "/classify"}}
 
     async def any_kind(request: Request) -> Response | Answer:
         body = request.scope[BODY] = await read_json(request, serving.max_body)
         fields = Fields(body)
         name = fields.peek("model")
-        embeds = isinstance(name, str) and serving.models.described(name)["task"] == "embed"
+        task = serving.models.described(name)["task"] if isinstance(name, str) else ""
         path = next((paths[each] for each in paths if fields.peek(each) is not None), "/v1/chat/completions")
-        return await kinds["/v1/embeddings" if embeds else path](request)
+        return await kinds[instead.get(task, {}).get(path, path)](request)
 
     return any_kind
 

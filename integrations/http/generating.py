@@ -11,12 +11,16 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.beams import beam_search
+from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.answer import Answer, AnswerWriter
+from asyncengine.integrations.http.beams import Beams
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.models import Serving, Target
-from asyncengine.integrations.http.several import Several
-from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.integrations.http.several import Prompt, Several
+from asyncengine.integrations.http.turn import ALL, Answered, Turn
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stream import TokenStream
 
@@ -68,8 +72,9 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
         stream, engine = start(target, turn, params, answer_id), target.engine
         answered = Answered(
             answer_id, target.name, int(time.time()),
-            lambda: stream.prompts if isinstance(stream, Several) else [stream.prompt_token_ids],
-            engine.token_texts, engine.detokenize, lambda: stream.timings, lambda: stream.usage,
+            lambda: [stream.prompt_token_ids] if isinstance(stream, TokenStream) else stream.prompts,
+            engine.token_texts, partial(engine.detokenize, skip_special_tokens=False), lambda: stream.timings,
+            lambda: stream.usage,
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(
@@ -89,8 +94,9 @@ def identified(request_id: str) -> Headers:
 
 
 def grant(turn: Turn, target: Target, fields: Fields) -> None:
-    """Set the template variables that a turn wishes for, as far as the model's template reads them and the request has
-    not set them itself. Raises `InvalidParameter` for a wish that changes nothing, where `fields` are strict."""
+    """Set what a turn leaves to the model: the size of its vocabulary, and the template variables that the turn wishes
+    for, as far as the template reads them and the request has not set them itself. Raises `InvalidParameter` for a wish
+    that changes nothing, where `fields` are strict."""
     given = turn.chat.get("template_kwargs", {})
     for field, variables in turn.wishes.items() if isinstance(given, Mapping) else ():
         read = {name: variables[name] for name in variables if name in target.engine.info.template_variables}
@@ -98,15 +104,35 @@ def grant(turn: Turn, target: Target, fields: Fields) -> None:
         if not read and field != turn.budget_field:
             fields.skip(field)
     turn.chat |= {"template_kwargs": given} if given else {}
+    if turn.params.get("top_logprobs") == ALL:
+        turn.params["top_logprobs"] = target.engine.info.vocab_size
     if turn.budget_field and not target.engine.info.reasons:  # there are no thoughts to hold
         turn.chat.pop("max_thinking_tokens", None)
 
 
-def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several:
+def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -> TokenStream | Several | Beams:
     """The engine's stream of a turn. Raises `InvalidParameter` for options that it does not have."""
     options = {"adapter": target.adapter, "request_id": request_id, **turn.options}
-    if turn.messages is not None:
-        return target.engine.stream_chat(turn.messages, params, **options, **turn.chat)
     engine = target.engine
-    encode = None if turn.special_tokens else partial(engine.tokenize, add_special_tokens=False)
-    return Several(turn.prompts, lambda prompt: engine.stream(prompt, params, **options), params.n, encode)
+    if turn.messages is not None:
+        return engine.stream_chat(turn.messages, params, **options, **turn.chat)
+    encode = partial(_encoded, engine, turn)
+    if turn.length_penalty is not None:
+        how = {"width": params.n, "length_penalty": turn.length_penalty, **options}
+        if params.max_tokens is not None:
+            how["max_tokens"] = params.max_tokens
+        return Beams(turn.prompts, encode, partial(beam_search, engine, **how))
+    plain = turn.special_tokens and not turn.prompt_limit
+    open_stream = partial(engine.stream, params=params, **options)
+    return Several(turn.prompts, open_stream, params.n, None if plain else encode)
+
+
+def _encoded(engine: AsyncEngine, turn: Turn, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt, cut as the turn has it. Raises `InvalidParameter` for a limit beyond the context."""
+    given = engine.tokenize(prompt, add_special_tokens=turn.special_tokens) if isinstance(prompt, str) else prompt
+    room = max(1, engine.info.max_model_len - (turn.params.get("max_tokens") or 1))
+    if turn.prompt_limit > room:
+        limit = f"must be at most {room}, what the context leaves beside max_tokens"
+        raise InvalidParameter("truncate_prompt_tokens", limit, turn.prompt_limit)
+    most = room if turn.prompt_limit == -1 else turn.prompt_limit or len(given)
+    return given[:most] if turn.cut_side == "right" else given[-most:]

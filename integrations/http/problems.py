@@ -38,6 +38,8 @@ def problem_of(error: BaseException) -> Problem:
             field = "model" if kind == "ModelNotFound" else None
             field = error.field if isinstance(error, errors.InvalidParameter) else field
             again = (("retry-after", "1"),) if kind in ("QueueFull", "EngineAsleep") else ()
-            return Problem(int(status), str(error), field, code, again)
+            # in words that vLLM's and OpenAI's clients look for
+            advice = ". Please reduce the length of the input prompt." if kind == "ContextLengthExceeded" else ""
+            return Problem(int(status), str(error) + advice, field, code, again)
     log.error("a request failed for a reason that nobody foresaw", exc_info=error)
     return Problem(500, "the server failed; its log says more", None, "internal_error")

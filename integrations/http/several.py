@@ -26,9 +26,9 @@ class Several:
 
     def __init__(
         self, prompts: Sequence[Prompt], open_stream: Callable[[Prompt], TokenStream], samples: int,
-        encode: Callable[[str], list[int]] | None = None,
+        encode: Callable[[Prompt], list[int]] | None = None,
     ) -> None:  # fmt: skip
-        """`encode`: makes ids of texts, on a thread; None: the engine does, in its own way."""
+        """`encode`: makes ids of a prompt, on a thread; None: the engine does, in its own way."""
         self._prompts, self._open_stream, self._samples = prompts, open_stream, samples
         self._encode = encode
         self._left = False
@@ -69,7 +69,7 @@ class Several:
         return self
 
     async def _submit(self, prompt: Prompt) -> None:
-        if self._encode is not None and isinstance(prompt, str):
+        if self._encode is not None:
             prompt = await anyio.to_thread.run_sync(self._encode, prompt)
         if self._left:
             raise RequestFailed("the stream was left before it started")

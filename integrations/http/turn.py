@@ -10,6 +10,8 @@ from asyncengine.grammar import Grammar
 from asyncengine.outputs import Timings, Usage
 
 Message = dict[str, Any]
+ALL = 1 << 62
+"""A number of log-probabilities that stands for the whole vocabulary, which requests call -1."""
 
 
 @dataclass(slots=True)
@@ -24,6 +26,12 @@ class Turn:
     """Texts or token ids to go on with, where there are no messages."""
     special_tokens: bool = True
     """Put the tokenizer's own tokens around these texts."""
+    prompt_limit: int = 0
+    """Tokens to which these are cut; 0: none is, -1: to as many as leave room for the answer."""
+    cut_side: str = "left"
+    """The side that is cut."""
+    length_penalty: float | None = None
+    """That of a search for the likeliest outputs of these; None: outputs are drawn."""
     params: dict[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams`."""
     chat: dict[str, Any] = field(default_factory=dict)

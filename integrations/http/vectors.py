@@ -35,7 +35,7 @@ from asyncengine.outputs import Ranked, Ranking, Usage
 TRUNCATED = "x-asyncengine-truncated"
 """Header that lists the numbers of texts that were cut to what the model takes."""
 Made = tuple[Any, tuple[int, ...], Usage | None]
-"""An answer, which is JSON or its text, the numbers of the texts that were cut, and what was computed."""
+"""An answer, which is JSON, its text or a response, the numbers of the texts that were cut, and what was computed."""
 Work = Callable[[Values, Target], Awaitable[Made]]
 
 
@@ -43,7 +43,7 @@ def routes(serving: Serving) -> list[Route]:
     """Paths of vectors, scores and tokens."""
     served: dict[str, tuple[Work, str, str]] = {
         "/v1/embeddings": (_embed, "embed", "embeddings"),
-        "/pooling": (partial(_embed, pooled=True), "embed", "embeddings"),
+        "/pooling": (_pool, "embed", "pooling"),
         **dict.fromkeys(("/score", "/v1/score"), (_score, "rerank", "score")),
         "/classify": (_classify, "classify", "classify"),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (_rerank, "rerank", "rerank")),
@@ -65,11 +65,13 @@ def computing(serving: Serving, work: Work, task: str, table: str) -> Endpoint:
             facts |= {"id": secrets.token_hex(16), "model": target.base, "adapter": target.adapter}
             content, cut, usage = await until_left(request, work(values, target))
             facts |= measured(usage)
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        if not isinstance(content, (str, Response)):
+            content = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        answer = content if isinstance(content, Response) else Response(content, media_type="application/json")
         listed = {IGNORED: fields.ignored, TRUNCATED: list(map(str, cut))}
-        headers = {name: ", ".join(values)[:1000] for name, values in listed.items() if values}
-        headers |= dict(identified(facts["id"]))
-        return Response(text, headers=headers, media_type="application/json")
+        answer.headers.update({name: ", ".join(values)[:1000] for name, values in listed.items() if values})
+        answer.headers.update(dict(identified(facts["id"])))
+        return answer
 
     return endpoint
 
@@ -102,10 +104,13 @@ def _usage(usage: Usage) -> dict[str, int]:
 async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Made:
     """Embed texts, or a chat. `pooled`: the response has vLLM's names for pooled vectors."""
     own = values["own"]
-    messages, limit = own.get("messages"), own.get("truncate_prompt_tokens", 0)
+    messages, form = own.get("messages"), own.get("encoding_format", "float")
+    cut, limit = _limits(own, target)
     with naming({"prompt"}, "input"):
         texts = read_prompts(own.get("input")) if messages is None else []
-    cut = own.get("truncate", False) or limit == -1
+    if form == "bytes" and len(texts) > MOST_LISTED:
+        limited = f"lists its rows in a header, which holds {MOST_LISTED}: use bytes_only for more"
+        raise InvalidParameter("encoding_format", limited, len(texts))
     if messages is not None:  # a chat's text, as vLLM has it
         variables = template_variables(values)
         encode = partial(target.engine.tokenize, read_messages(messages), template_kwargs=variables)
@@ -113,7 +118,7 @@ async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Mad
     elif not own.get("add_special_tokens", True):
         encode = partial(target.engine.tokenize, add_special_tokens=False)
         texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
-    if limit > 0:
+    if limit:
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
     with naming({"texts"}, "input"):
         made = await target.engine.embed(
@@ -123,13 +128,70 @@ async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Mad
     head["usage"] = _usage(made.usage)
     head |= {"id": f"pool-{secrets.token_hex(16)}"} if pooled else {}
     name, field = ("pooling", "data") if pooled else ("embedding", "embedding")
-    packed = _as_base64 if own.get("encoding_format") == "base64" else methodcaller("tolist")
-    rows = ({"object": name, "index": index, field: packed(vector)} for index, vector in enumerate(made.vectors))
+    vectors = made.vectors if form == "float" else await anyio.to_thread.run_sync(_in_bytes, made.vectors, own)
+    if form in ("bytes", "bytes_only"):
+        return _bytes_response(head, vectors, own, form), made.truncated, made.usage
+    packed = methodcaller("tolist") if form == "float" else _as_base64
+    rows = ({"object": name, "index": index, field: packed(vector)} for index, vector in enumerate(vectors))
     return await anyio.to_thread.run_sync(rows_text, head, "data", rows), made.truncated, made.usage
 
 
 def _as_base64(vector: Any) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return base64.b64encode(vector.tobytes()).decode()
+
+
+DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""PyTorch's names of types of numbers, where vLLM has others."""
+MOST_LISTED = 256
+"""Vectors that are listed in a header: one is some 120 characters, and clients refuse headers of 64 KiB and more."""
+
+
+def _in_bytes(vectors: Any, own: Mapping[str, Any]) -> Any:
+    """Vectors as the rows of an array whose memory is what is sent: numbers of `embed_dtype`, each rounded to the
+    nearest, or to the largest where it is beyond that, their bytes in the order of `endianness`."""
+    import torch
+
+    name = own.get("embed_dtype", "float32")
+    dtype = getattr(torch, DTYPES.get(name, name))
+    limits = torch.finfo(dtype)
+    numbers = torch.from_numpy(vectors).clamp(limits.min, limits.max).to(dtype)
+    bits = numbers.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]).numpy()
+    return bits.astype(bits.dtype.newbyteorder(own.get("endianness", "little")))
+
+
+def _bytes_response(head: Mapping[str, Any], vectors: Any, own: Mapping[str, Any], form: str) -> Response:
+    """The vectors one behind the other, in vLLM's form: what would be around them is the header `metadata`."""
+    size, shape = vectors[0].nbytes, vectors[0].shape
+    kind = {"embed_dtype": own.get("embed_dtype", "float32"), "endianness": own.get("endianness", "little")}
+    places = ({"start": at * size, "end": (at + 1) * size, "shape": shape} for at in range(len(vectors)))
+    rows = [{"index": at, **kind, **place} for at, place in enumerate(places)] if form == "bytes" else []
+    headers = {"metadata": json.dumps({**head, "data": rows})} if form == "bytes" else {}
+    return Response(vectors.tobytes(), headers=headers, media_type="application/octet-stream")
+
+
+async def _pool(values: Values, target: Target) -> Made:
+    """Pool texts for the task that the model has: vectors of an embedder, the scores of a head in their place."""
+    task, engine = values["own"].get("task"), target.engine
+    known = "embed" if engine.info.task == "embed" else "classify"
+    if task not in (None, known):
+        raise Problem(400, f"Unsupported task: {task!r}; {target.name} pools for {known!r}", "task", "invalid_value")
+    if known == "embed":
+        return await _embed(values, target, pooled=True)
+    for name in ("messages", "encoding_format"):
+        if values["own"].get(name) not in (None, "float"):
+            raise InvalidParameter(name, "is served of vectors: this model gives scores")
+    head, cut, usage = await _classify(values, target)
+    rows = [{"index": row["index"], "object": "pooling", "data": row["probs"]} for row in head["data"]]
+    return {**head, "id": f"pool-{secrets.token_hex(16)}", "data": rows}, cut, usage
+
+
+def _limits(own: Mapping[str, Any], target: Target) -> tuple[bool, int]:
+    """Whether texts that are too long are cut, and to how many tokens each is cut; 0: none is."""
+    limit, most = own.get("truncate_prompt_tokens", 0), target.engine.info.max_model_len
+    if limit > most:
+        why = f"must be at most {most}, what the model takes. Please request a smaller truncation size."
+        raise InvalidParameter("truncate_prompt_tokens", why, limit)
+    return own.get("truncate", False) or limit == -1, max(0, limit)
 
 
 def rows_text(head: dict[str, Any], name: str, rows: Iterable[Any]) -> str:
@@ -147,8 +209,9 @@ async def _rerank(values: Values, target: Target) -> Made:
     whole = documents
     if most:
         documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
+    cut, limit = _limits({"truncate": True, **own}, target)
     with naming({"documents"}, name):
-        made = await _ranked(target, own["query"], documents, own, values["options"])
+        made = await _ranked(target, own["query"], documents, cut, limit, values["options"])
     shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
     truncated = tuple(sorted({*made.truncated, *shorter}))
     if name == "texts":
@@ -163,13 +226,24 @@ async def _rerank(values: Values, target: Target) -> Made:
     return {**head, "results": results, "usage": _usage(made.usage)}, truncated, made.usage
 
 
-async def _ranked(target: Target, query: str, documents: list[Any], own: Any, options: Mapping[str, Any]) -> Ranking:
-    """The documents ranked by a reranker, or by the cosines of an embedder's vectors, as vLLM has it."""
-    how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **options}
-    if target.engine.info.task != "embed":
-        return await target.engine.rerank(query, documents, **how)
-    most = how.pop("top_n", None)
-    made = await target.engine.embed([query, *documents], normalize=True, show_progress=False, **how)
+async def _ranked(
+    target: Target, query: str, documents: list[Any], cut: bool, limit: int, options: Mapping[str, Any]
+) -> Ranking:
+    """The documents ranked by a reranker, or by the cosines of an embedder's vectors, as vLLM has it. `cut`: what is
+    too long is. `limit`: most tokens of a prompt, if it is not 0."""
+    engine, how = target.engine, {"truncate": cut, "adapter": target.adapter, **options}
+    if engine.info.task != "embed":
+        if limit:
+            taken = (await engine.rerank(query, [""], **how)).usage.prompt_tokens
+            if taken >= limit:
+                raise InvalidParameter("truncate_prompt_tokens", f"must be over {taken}, the query's", limit)
+            shortened = [partial(_shortened, target, each, limit - taken) for each in documents]
+            documents = [await anyio.to_thread.run_sync(each) for each in shortened]
+        return await engine.rerank(query, documents, **how)
+    most, texts = how.pop("top_n", None), [query, *documents]
+    if limit:
+        texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
+    made = await engine.embed(texts, normalize=True, show_progress=False, **how)
     scores = (made.vectors[1:] @ made.vectors[0]).tolist()
     best = sorted(range(len(scores)), key=lambda at: -scores[at])[:most]
     truncated = tuple(at - 1 for at in made.truncated if at)
@@ -186,13 +260,14 @@ async def _score(values: Values, target: Target) -> Made:
     names = [next((name for name in each if name in own), each[0]) for each in SCORED]
     queries, texts = ([each] if isinstance(each := own.get(name), str) else each or [] for name in names)
     if len(queries) not in (1, len(texts)) or not texts:
-        limit = f"must be a text, or as many as {names[1]}, which are {len(texts)}"
-        raise InvalidParameter(names[0], limit, len(queries))
+        wanted = f"must be a text, or as many as {names[1]}, which are {len(texts)}"
+        raise InvalidParameter(names[0], wanted, len(queries))
     pairs = [(queries[0], texts)]
     if len(queries) > 1:
         pairs = [(query, [text]) for query, text in zip(queries, texts, strict=True)]
     with naming({"query"}, names[0]), naming({"documents", "texts"}, names[1]):
-        calls = [_ranked(target, query, group, own, values["options"]) for query, group in pairs]
+        cut, limit = _limits(own, target)
+        calls = [_ranked(target, query, group, cut, limit, values["options"]) for query, group in pairs]
         rankings = await asyncio.gather(*calls)
     scores = [each.score for ranking in rankings for each in sorted(ranking.results, key=lambda one: one.index)]
     rows = [{"object": "score", "score": score} for score in scores]
@@ -203,8 +278,9 @@ async def _classify(values: Values, target: Target) -> Made:
     own = values["own"]
     with naming({"prompt", "texts"}, "input"):
         texts: list[Any] = read_prompts(own["input"])
-        how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **values["options"]}
-        made = await target.engine.classify(texts, **how)
+        cut, limit = _limits(own, target)
+        texts = await anyio.to_thread.run_sync(_cut, target, texts, limit) if limit else texts
+        made = await target.engine.classify(texts, truncate=cut, adapter=target.adapter, **values["options"])
     each = [(result.label, [*result.scores.values()]) for result in made.results]
     rows = [{"label": label, "probs": probs, "num_classes": len(probs)} for label, probs in each]
     return _listed("classify", target, rows, made.usage, made.truncated)

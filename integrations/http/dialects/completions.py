@@ -9,10 +9,11 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
+from asyncengine.checks import as_number
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects.openai_common import Frames, max_tokens, read_common
 from asyncengine.integrations.http.events import End, Event, Text
-from asyncengine.integrations.http.fields import TABLES, Fields
+from asyncengine.integrations.http.fields import Fields, Values
 from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Completion, LogprobEntry, Sample, Usage
 from asyncengine.step import TokenLogprob
@@ -26,8 +27,7 @@ Scored = tuple[str, float | None, Mapping[str, float] | None]
 
 def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
-    values = fields.read(TABLES["completions"])
-    turn = read_common(values, chooses=True)
+    turn, values = read_common(fields, "completions")
     turn.prompts = read_prompts(values["own"]["prompt"])
     samples = turn.params.get("n", 1)
     if isinstance(samples, int) and samples * len(turn.prompts) > MAX_SAMPLES:
@@ -44,7 +44,21 @@ def read(fields: Fields) -> Turn:
         "top_logprobs": max(top or 0, of_prompt or 0),
     }
     turn.params |= {"prompt_logprobs": scored}
+    if values["own"].get("use_beam_search"):
+        _read_beams(values, turn)
+    elif "length_penalty" in values["own"]:
+        fields.skip("length_penalty")
     return turn
+
+
+def _read_beams(values: Values, turn: Turn) -> None:
+    """Read a search for the likeliest outputs. Raises `InvalidParameter` for what it does not heed."""
+    given = {**turn.params, **values["guide"], "timeout": turn.options.get("timeout"), "stream": turn.stream}
+    given |= {"best_of": "chosen" in turn.extra, "prediction": turn.options.get("prediction")}
+    for name, value in given.items():
+        if value and name not in ("n", "max_tokens") and (name, value) != ("temperature", 1):
+            raise InvalidParameter(name, "cannot go with use_beam_search", value)
+    turn.length_penalty = as_number("length_penalty", values["own"].get("length_penalty", 1.0), -99, 99)
 
 
 def read_prompts(given: Any) -> list[str | list[int]]:
@@ -64,7 +78,7 @@ class Writer(Frames):
 
     def __init__(self, turn: Turn, answered: Answered) -> None:
         super().__init__("cmpl-", "text_completion", turn, answered)
-        self._prompts, self._samples = turn.prompts, turn.params.get("n", 1)
+        self._prompts, self._samples, self._cut = turn.prompts, turn.params.get("n", 1), turn.prompt_limit
         self._chosen = turn.extra.get("chosen", self._samples)
         self._echo, self._top = turn.extra.get("echo"), turn.extra.get("logprobs")
         self._offsets: dict[int, int] = {}
@@ -137,8 +151,10 @@ class Writer(Frames):
 
     def _prompt(self, index: int) -> str:
         """The text of the prompt of a choice, if it is to be a part of it."""
+        if not self._echo:
+            return ""
         given = self._prompts[index // self._samples]
-        return "" if not self._echo else given if isinstance(given, str) else self._answered.text_of(given)
+        return given if isinstance(given, str) and not self._cut else self._answered.text_of(self._prompt_ids(index))
 
     def _scored_prompt(self, index: int, entries: list[TokenLogprob | None]) -> list[Scored]:
         texts, scored = self.texts(self._prompt_ids(index)), list[Scored]()

@@ -10,7 +10,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects.openai_common import Frames, error, max_tokens, read_common
 from asyncengine.integrations.http.dialects.openai_shape import openai_logprobs, shown_calls, tool_call, with_object
 from asyncengine.integrations.http.events import CallArguments, CallBegin, End, Event, Text, Thinking
-from asyncengine.integrations.http.fields import TABLES, Fields, Values
+from asyncengine.integrations.http.fields import Fields, Values
 from asyncengine.integrations.http.turn import Answered, Message, Turn
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Usage
 
@@ -22,9 +22,11 @@ REASONS: Mapping[FinishReason, str] = {"length": "length", "tool_calls": "tool_c
 
 def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
-    values = fields.read(TABLES["chat"])
-    turn, own = read_common(values), values["own"]
+    turn, values = read_common(fields, "chat")
+    own = values["own"]
     turn.messages = read_messages(own["messages"])
+    if own.get("echo"):
+        turn.extra["echo"] = _last_words(turn.messages)
     refuse_custom("tools", turn.chat.get("tools"))
     for name, instead in INSTEAD.items():
         if (value := own.get(name)) in ("none", "auto") or (value is not None and turn.chat.get("tools")):
@@ -81,6 +83,16 @@ def _with_refusals(message: Message) -> Message:
     return message
 
 
+def _last_words(messages: Any) -> str:
+    """The text of the last message, which an answer repeats if the assistant wrote it (vLLM's `echo`)."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return ""
+    content = last.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join([str(part.get("text", "")) for part in parts if isinstance(part, Mapping)])
+
+
 def refuse_custom(name: str, tools: object) -> None:
     """Raises `InvalidParameter` for a tool, or a call of one, whose input is free text."""
     for index, tool in enumerate(tools) if isinstance(tools, list) else ():
@@ -132,6 +144,7 @@ class Writer(Frames):
         super().__init__("chatcmpl-", "chat.completion.chunk", turn, answered)
         self._reasoning, self._scored = turn.extra.get("reasoning", True), turn.extra.get("logprobs", True)
         self._top: int | None = turn.extra.get("top_logprobs")
+        self._echo: str = turn.extra.get("echo", "")
 
     def _delta(
         self, event: Event, delta: Mapping[str, Any], token_ids: Sequence[int] = (), reason: str | None = None,
@@ -145,7 +158,7 @@ class Writer(Frames):
     def begin(self, _usage: Usage, samples: int = 1) -> str:
         """Frames that say who speaks."""
         more = f', "prompt_token_ids": {list(self._answered.prompts()[0])}' if self._ids else ""
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": self._echo}
         return "".join([self._delta(Event(index), delta, more=more, first=True) for index in range(samples)])
 
     def write(self, event: Event) -> str:
@@ -172,7 +185,7 @@ class Writer(Frames):
         return {**self.head("chat.completion"), "choices": choices, **self.measured(completion), **more}
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self._echo + sample.text, "refusal": None}
         if sample.reasoning and self._reasoning:
             message |= _reasoning(sample.reasoning)
         if calls := shown_calls(sample):

@@ -11,10 +11,10 @@ from asyncengine.checks import as_integer
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.http.dialects import EVENT_STREAM
-from asyncengine.integrations.http.dialects.openai_shape import llama_cpp_timings, openai_usage
-from asyncengine.integrations.http.fields import Values
+from asyncengine.integrations.http.dialects.openai_shape import openai_usage, timings_fields
+from asyncengine.integrations.http.fields import TABLES, Fields, Values
 from asyncengine.integrations.http.problems import Problem
-from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.integrations.http.turn import ALL, Answered, Turn
 from asyncengine.options import rough_size
 from asyncengine.outputs import Completion, LogprobEntry, Usage
 from asyncengine.step import TokenLogprob
@@ -33,10 +33,16 @@ GUIDES: Mapping[str, Maker] = {
 """Names of vLLM, llama.cpp and SGLang for a grammar, with its makers."""
 
 
-def read_common(values: Values, *, chooses: bool = False) -> Turn:
-    """The turn of what both kinds of completions have. `chooses`: the `n` best of `best_of` samples are returned.
-    Raises `InvalidParameter` naming the field."""
-    turn = Turn.of(values)
+def read_common(fields: Fields, table: str) -> tuple[Turn, Values]:
+    """The turn of what both kinds of completions have, and all values. Raises `InvalidParameter` naming the field."""
+    options = fields.peek("stream_options")
+    values = fields.read(TABLES[table])
+    turn, chooses = Turn.of(values), table == "completions"
+    if options is not None and not turn.stream:
+        raise InvalidParameter("stream_options", "is for streams: needs stream=true", options)
+    for part, name in ((turn.params, "top_logprobs"), (turn.extra, "logprobs"), (turn.extra, "prompt_logprobs")):
+        if part.get(name) == -1:
+            part[name] = ALL
     if turn.params.get("stop") in ("", []):
         del turn.params["stop"]
     samples = turn.params.get("n", 1)
@@ -45,7 +51,7 @@ def read_common(values: Values, *, chooses: bool = False) -> Turn:
             raise InvalidParameter("best_of", f"must be n, which is {samples}, or more for texts in one piece", best_of)
         turn.params["n"], turn.extra["chosen"] = best_of, samples
     turn.grammar = grammar(values["guide"])
-    return turn
+    return turn, values
 
 
 def grammar(given: dict[str, Any]) -> Callable[[], Grammar] | None:
@@ -130,7 +136,7 @@ class Frames:
     def measured(self, completion: Completion) -> dict[str, Any]:
         """The last fields of an answer that is sent whole."""
         usage = completion.usage
-        return {"usage": openai_usage(usage), **llama_cpp_timings(usage, completion.timings)}
+        return {"usage": openai_usage(usage), **timings_fields(usage, completion.timings)}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The tokens as texts, or as "token_id:7" (vLLM's `return_tokens_as_token_ids`)."""
@@ -161,7 +167,7 @@ class Frames:
     def end(self, usage: Usage) -> str:
         last = ""
         if self._usage:
-            known = {"choices": [], "usage": openai_usage(usage), **llama_cpp_timings(usage, self._answered.timings())}
+            known = {"choices": [], "usage": openai_usage(usage), **timings_fields(usage, self._answered.timings())}
             last = f"data: {json.dumps({**self.head(self._kind), **known})}\n\n"
         return last + "data: [DONE]\n\n"
 

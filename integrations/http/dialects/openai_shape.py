@@ -95,19 +95,28 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def llama_cpp_timings(usage: Usage, timings: Timings | None) -> dict[str, Any]:
-    """The field `timings` of llama.cpp's server (milliseconds, tokens, rates), with the time in the queue; none where
-    no token came."""
+def timings_fields(usage: Usage, timings: Timings | None) -> dict[str, Any]:
+    """The field `timings` of llama.cpp's server (milliseconds, tokens, rates), with the time in the queue, and vLLM's
+    `metrics`; none where no token came."""
     if timings is None or timings.queued is None or timings.first_token is None:
         return {}
+    prompt, predicted = timings.first_token - timings.queued, timings.total - timings.first_token
     made: dict[str, Any] = {"queued_ms": timings.queued * 1e3, "cache_n": usage.cached_tokens}
     for name, count, seconds in (
-        ("prompt", usage.prompt_tokens - usage.cached_tokens, timings.first_token - timings.queued),
-        ("predicted", usage.completion_tokens, timings.total - timings.first_token),
+        ("prompt", usage.prompt_tokens - usage.cached_tokens, prompt),
+        ("predicted", usage.completion_tokens, predicted),
     ):
         made |= {f"{name}_n": count, f"{name}_ms": seconds * 1e3, f"{name}_per_token_ms": seconds * 1e3 / max(1, count)}
         made[f"{name}_per_second"] = count / max(seconds, 1e-6)
-    return {"timings": {name: round(value, 3) for name, value in made.items()}}
+    metrics = {
+        "queue_time_ms": timings.queued * 1e3, "time_to_first_token_ms": prompt * 1e3,
+        "generation_time_ms": predicted * 1e3,
+        "tokens_per_second": usage.completion_tokens / max(prompt + predicted, 1e-6),
+    }  # fmt: skip
+    if usage.completion_tokens > 1:
+        metrics["mean_itl_ms"] = predicted * 1e3 / (usage.completion_tokens - 1)
+    fields = {"timings": made, "metrics": metrics}
+    return {field: {name: round(value, 3) for name, value in values.items()} for field, values in fields.items()}
 
 
 def openai_logprobs(entries: Sequence[LogprobEntry], top: int | None = None) -> dict[str, Any]:

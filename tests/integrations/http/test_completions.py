@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import openai
 import pytest
 
-from asyncengine import AsyncEngine, Chunk, Engine, SamplingParams
+from asyncengine import AsyncEngine, Chunk, Engine, RequestFailed, SamplingParams, beam_search
+from asyncengine.integrations.http.beams import Beams
 from asyncengine.integrations.http.several import Several
 
 TEXT = "The capital of France is"
@@ -139,6 +141,50 @@ def test_a_text_may_go_without_the_tokenizers_own_tokens(client: openai.OpenAI, 
     assert answer.choices[0].model_dump()["prompt_token_ids"] == engine.tokenize(TEXT, add_special_tokens=False)
 
 
+def test_a_prompt_is_cut_to_a_number_of_tokens(client: openai.OpenAI, engine: Engine) -> None:
+    ids = engine.tokenize(TEXT)
+    for side, wanted in (("left", ids[-3:]), ("right", ids[:3]), (None, ids[-3:])):
+        both = ask(
+            client, [TEXT, ids], truncate_prompt_tokens=3, truncation_side=side, return_token_ids=True, echo=True
+        )
+        choices = [choice.model_dump() for choice in both.choices]
+        assert [choice["prompt_token_ids"] for choice in choices] == [wanted, wanted]
+        before = engine.detokenize(wanted, skip_special_tokens=False)
+        assert all(choice["text"].startswith(before) for choice in choices)
+    most = engine.info.max_model_len
+    long = ask(client, ids * most, truncate_prompt_tokens=-1, max_tokens=6, return_token_ids=True).choices[0]
+    assert long.model_dump()["prompt_token_ids"] == (ids * most)[6 - most :]
+
+
+def test_the_likeliest_outputs_are_searched_for(client: openai.OpenAI, engine: Engine) -> None:
+    searched = {"use_beam_search": True, "n": 3, "max_tokens": 5}
+    answer = ask(client, [TEXT, "Once"], return_token_ids=True, **searched)
+    for at, prompt in enumerate((TEXT, "Once")):
+        wanted = asyncio.run(beam_search(engine.aengine, prompt, width=3, max_tokens=5))
+        rows = [choice.model_dump() for choice in answer.choices[3 * at : 3 * at + 3]]
+        assert [row["token_ids"] for row in rows] == [list(beam.token_ids) for beam in wanted]
+        assert [row["text"] for row in rows] == [beam.text for beam in wanted]
+        assert {row["prompt_token_ids"] == engine.tokenize(prompt) for row in rows} == {True}
+        assert [row["finish_reason"] == "stop" for row in rows] == [beam.ended for beam in wanted]
+    assert answer.usage.completion_tokens == sum(len(row.model_dump()["token_ids"]) for row in answer.choices)
+    longer = ask(client, **searched, length_penalty=3.0, echo=True).choices
+    assert all(choice.text.startswith(TEXT) for choice in longer)
+
+
+async def test_a_search_that_is_left_ends() -> None:
+    async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
+        search = partial(beam_search, engine, width=4, max_tokens=400)
+        beams = Beams([TEXT], engine.tokenize, search)  # type: ignore[arg-type]
+        asking = asyncio.ensure_future(beams.result())
+        while not any(engine.stats().requests.values()):  # noqa: ASYNC110 - what is awaited happens in the engine
+            await asyncio.sleep(0.001)
+        beams.abort()
+        with pytest.raises(RequestFailed):
+            await asking
+        while any(engine.stats().requests.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def test_a_reader_of_several_prompts_sees_their_end_when_they_are_left() -> None:
     async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
         params = SamplingParams(max_tokens=500, ignore_eos=True)
@@ -165,7 +211,8 @@ async def rest_of(several: Several) -> list[Chunk]:
         ({"prompt": ["a", [10**9]]}, "prompt[1][0]"),
         ({"prompt": ["a"] * 1025, "n": 2}, "prompt"),
         ({"prompt": ["a", "b" * 100_000]}, "prompt[1]"),
-        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"logprobs": -1}, "top_logprobs"),  # of more tokens than the server gives
         ({"logprobs": 51}, "top_logprobs"),
         ({"echo": True, "logprobs": 1, "stream": True}, "logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -176,7 +223,16 @@ async def rest_of(several: Several) -> list[Chunk]:
         ({"best_of": 0}, "best_of"),
         ({"bad_words": [""]}, "bad_words"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "logprobs": 2}, "logprobs"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+        ({"use_beam_search": True, "guided_regex": "a"}, "guided_regex"),
+        ({"use_beam_search": True, "stop": ["a"]}, "stop"),
+        ({"use_beam_search": True, "n": 40}, "n"),
+        ({"use_beam_search": True, "length_penalty": "x"}, "length_penalty"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
         ({"guided_regex": "(", "max_tokens": 3}, "guided_regex"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),

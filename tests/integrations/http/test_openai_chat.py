@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from support.http_server import serving_thread
 
 import asyncengine
-from asyncengine import Engine, SamplingParams
+from asyncengine import AsyncEngine, Engine, SamplingParams
+from asyncengine.integrations.http import app
 from asyncengine.integrations.http.dialects import openai_chat
 
 QUESTION = [{"role": "user", "content": "hello"}]
@@ -70,6 +75,34 @@ def test_a_chat_is_scored_and_its_tokens_are_named_by_id(client: openai.OpenAI) 
     assert [len(entry.top_logprobs) for entry in both.choices[0].logprobs.content] == [1] * 3
     named = [int(entry.token.removeprefix("token_id:")) for entry in both.choices[0].logprobs.content]
     assert named == answer["choices"][0]["token_ids"][:3]
+
+
+def test_an_answer_may_begin_with_the_message_that_it_goes_on_from(client: openai.OpenAI) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "Good "}]}]
+    going_on: Any = {"continue_final_message": True, "echo": True}
+    ask: Any = partial(client.chat.completions.create, model="demo", temperature=0, max_tokens=4)
+    plain = ask(messages=begun, extra_body={"continue_final_message": True}).choices[0].message.content
+    assert ask(messages=begun, extra_body=going_on).choices[0].message.content == "Good " + plain
+    chunks = ask(messages=begun, extra_body=going_on, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Good " + plain
+    asked = ask(messages=QUESTION, extra_body={"echo": True}).choices[0].message.content
+    assert asked == ask(messages=QUESTION).choices[0].message.content, "what the user said is not repeated"
+
+
+def test_all_of_the_vocabulary_is_scored() -> None:
+    @asynccontextmanager
+    async def wide() -> AsyncIterator[Any]:
+        settings: dict[str, Any] = {"show_progress": False, "max_top_logprobs": 2048, "num_threads": 1}
+        async with await AsyncEngine.from_pretrained("demo", **settings) as engine:
+            yield app(engine)
+
+    with serving_thread(wide) as url:
+        ask = partial(openai.OpenAI(base_url=f"{url}/v1", api_key="none").chat.completions.create, model="demo")
+        more = {"top_logprobs": -1, "prompt_logprobs": -1}
+        answer = ask(messages=QUESTION, max_tokens=1, logprobs=True, extra_body=more)
+    (entry,) = answer.choices[0].logprobs.content
+    assert sum(math.exp(each.logprob) for each in entry.top_logprobs) == pytest.approx(1, abs=1e-3)
+    assert {len(each) for each in answer.model_dump()["prompt_logprobs"][1:]} == {len(entry.top_logprobs)} == {2048}
 
 
 def test_no_token_but_the_allowed_ones_is_drawn(client: openai.OpenAI) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 from support.http_server import serving_thread
 
 from asyncengine import Engine
@@ -69,6 +72,36 @@ def test_vectors_are_the_engines_to_the_bit(client: openai.OpenAI, engines: Engi
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == wanted.usage.prompt_tokens
 
 
+@pytest.mark.parametrize("order", ["little", "big", "native"])
+def test_vectors_are_sent_as_numbers_of_any_type(url: str, engines: Engines, order: str) -> None:
+    wanted = torch.from_numpy(engines["embedder"].embed(TEXTS).vectors)
+    how: dict[str, Any] = {"model": "embedder", "input": TEXTS, "endianness": order}
+    types = {"float32": "f4", "float16": "f2", "bfloat16": "i2", "fp8_e4m3": "u1", "fp8_e5m2": "u1"}
+    for name, kind in types.items():
+        dtype: torch.dtype = getattr(torch, {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(name, name))
+        numpys = {"little": "<", "big": ">", "native": "="}[order] + kind
+
+        def numbers(given: bytes, numpys: str = numpys, dtype: torch.dtype = dtype) -> torch.Tensor:
+            array = np.frombuffer(given, numpys)
+            return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))).view(dtype)
+
+        rows = post(url, "/v1/embeddings", **how, encoding_format="base64", embed_dtype=name).json()["data"]
+        found = torch.stack([numbers(base64.b64decode(row["embedding"])) for row in rows])
+        assert torch.equal(found.float(), wanted.to(dtype).float())
+        told = post(url, "/v1/embeddings", **how, encoding_format="bytes", embed_dtype=name)
+        assert told.headers["content-type"] == "application/octet-stream"
+        for row, vector in zip(json.loads(told.headers["metadata"])["data"], found, strict=True):
+            assert (row["embed_dtype"], row["shape"]) == (name, list(vector.shape))
+            assert torch.equal(numbers(told.content[row["start"] : row["end"]]).float(), vector.float())
+        plain = post(url, "/v1/embeddings", **how, encoding_format="bytes_only", embed_dtype=name)
+        assert (plain.content, "metadata" in plain.headers) == (told.content, False)
+
+
+def test_a_number_beyond_a_type_is_its_largest() -> None:
+    made = vectors._in_bytes(np.array([[1e9, -1e9]], np.float32), {"embed_dtype": "fp8_e4m3"})
+    assert torch.from_numpy(made).view(torch.float8_e4m3fn).float().tolist() == [[448.0, -448.0]]
+
+
 def test_ids_dimensions_and_prompts_are_taken(url: str, engines: Engines) -> None:
     engine = engines["embedder"]
     ids = engine.tokenize(TEXTS[0])
@@ -97,12 +130,15 @@ def test_ids_dimensions_and_prompts_are_taken(url: str, engines: Engines) -> Non
         ("/v1/embeddings", {"model": "embedder", "input": TEXTS}),
         ("/v1/embeddings", {"model": "embedder", "messages": [{"role": "user", "content": TEXTS[0]}]}),
         ("/v1/rerank", {"model": "reranker", "query": "cats", "documents": TEXTS}),
+        ("/rerank", {"model": "embedder", "query": "cats", "documents": TEXTS}),
+        ("/score", {"model": "embedder", "queries": "cats", "documents": TEXTS}),
+        ("/pooling", {"model": "reranker", "input": TEXTS, "task": "classify"}),
     ],
 )
 def test_one_path_takes_requests_of_all_kinds(url: str, path: str, body: dict[str, Any]) -> None:
     one, other = (post(url, each, **body).json() for each in (path, "/invocations"))
     for answer in (one, other):
-        for changing in ("id", "created", "timings"):
+        for changing in ("id", "created", "timings", "metrics"):
             answer.pop(changing, None)
     one["usage"].pop("prompt_tokens_details", None), other["usage"].pop("prompt_tokens_details", None)
     assert one == other
@@ -187,11 +223,36 @@ def test_pooled_vectors_are_embeddings(url: str) -> None:
     assert ({each["object"] for each in found["data"]}, found["usage"]) == ({"pooling"}, theirs["usage"])
 
 
+def test_a_head_pools_its_probabilities(url: str, engines: Engines) -> None:
+    made = engines["reranker"].classify(TEXTS)
+    found = post(url, "/pooling", model="reranker", input=TEXTS, task="classify").json()["data"]
+    assert [each["data"] for each in found] == [[*each.scores.values()] for each in made.results]
+    refused = post(url, "/pooling", model="reranker", input=TEXTS, task="plugin").json()["error"]
+    assert (refused["type"], refused["code"]) == ("BadRequestError", "invalid_value")
+
+
+def test_a_pair_is_cut_to_a_number_of_tokens(url: str, engines: Engines) -> None:
+    query, text = "Which animals?", "cats and dogs " * 20
+    for path, body in (
+        ("/score", {"text_1": query, "text_2": text}),
+        ("/rerank", {"query": query, "documents": [text]}),
+    ):
+        for model, most in (("reranker", 20), ("embedder", 12)):
+            usage = post(url, path, model=model, **body, truncate_prompt_tokens=most).json()["usage"]
+            alone = len(engines["embedder"].tokenize(query))
+            assert usage["prompt_tokens"] == most + (alone if model == "embedder" else 0)
+    refused = post(url, "/score", model="reranker", text_1=query, text_2="word " * 600)
+    assert "Please reduce the length of the input prompt" in refused.json()["error"]["message"]
+    assert post(url, "/score", model="reranker", text_1=query, text_2="word " * 600, truncate=True).status_code == 200
+
+
 async def test_classes() -> None:
     """A double stands for the engine, as no classifier is bundled: what it gives is sent, and what it was asked."""
     asked: list[Any] = []
 
     class Engine:
+        info = SimpleNamespace(max_model_len=512)
+
         async def classify(self, texts: list[str], **how: Any) -> Classifications:
             asked.append((texts, how))
             made = Classification("yes", 0.75, {"no": 0.25, "yes": 0.75})
@@ -200,7 +261,7 @@ async def test_classes() -> None:
     body = Fields({"input": TEXTS[:2], "priority": 3})
     target: Any = Target("judge", "judge", cast(Any, Engine()))
     answer, truncated, usage = await vectors._classify(body.read(TABLES["classify"]), target)
-    assert asked == [(TEXTS[:2], {"truncate": True, "adapter": None, "priority": 3})]
+    assert asked == [(TEXTS[:2], {"truncate": False, "adapter": None, "priority": 3})]
     row = {"label": "yes", "probs": [0.25, 0.75], "num_classes": 2}
     assert answer["data"] == [{"index": 0, **row}, {"index": 1, **row}]
     assert (truncated, usage, answer["usage"]) == ((1,), Usage(9, 0), {"prompt_tokens": 9, "total_tokens": 9})
@@ -246,10 +307,21 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
         ("/v1/embeddings", {"input": [10**9]}, "input[0]"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
-        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
-        ("/v1/embeddings", {"input": "a", "endianness": "big"}, "endianness"),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "int8"}, "embed_dtype"),
+        ("/v1/embeddings", {"input": "a", "endianness": "middle"}, "endianness"),
         ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": ["a"] * 257, "encoding_format": "bytes"}, "encoding_format"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/pooling", {"input": "a", "model": "reranker", "task": "embed"}, "task"),
+        ("/pooling", {"input": "a", "model": "reranker", "encoding_format": "bytes"}, "encoding_format"),
+        ("/score", {"model": "reranker", "text_1": "a", "text_2": "b " * 600}, "text_2[0]"),
+        (
+            "/score",
+            {"model": "reranker", "text_1": "a " * 50, "text_2": "b", "truncate_prompt_tokens": 9},
+            "truncate_prompt_tokens",
+        ),
         ("/v1/embeddings", {"input": "a", "model": "demo"}, "embed"),
         ("/v1/embeddings", {"input": "a", "model": "none"}, "model"),
         ("/v1/rerank", {"documents": ["a"]}, "query"),

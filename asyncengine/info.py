@@ -75,6 +75,8 @@ class ModelInfo:
     """Why chats may hold no pictures; None: they may."""
     no_routed_experts: str | None = "the model has no experts"
     """Why `return_routed_experts` is refused; None: it is served."""
+    no_logits_processors: str | None = None
+    """Why `logits_processors` are refused; None: they are called."""
     batch_variance: str | None = None
     """Why an answer may depend on the requests that are computed beside it, in a near tie; None: it does not, to the
     bit (of adapters in bfloat16 that holds for what is written, not for their prompts)."""

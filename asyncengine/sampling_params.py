@@ -45,6 +45,15 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(as_integer(name, item, 0) for item in as_items(name, value))
 
 
+def _callables(name: str, value: Any) -> tuple[Any, ...]:
+    """A check of functions; one alone is a sequence of one, and a class is none."""
+    given = tuple((value,) if callable(value) else as_items(name, value))
+    for item in given:
+        if not callable(item) or isinstance(item, type):
+            raise InvalidParameter(name, "must be functions of the prompt's ids, the output's ids and the logits", item)
+    return given
+
+
 def _bias(name: str, value: Any) -> dict[int, float]:
     """A check of what `logit_bias` maps; None: nothing."""
     given = {} if value is None else value
@@ -111,6 +120,10 @@ class SamplingParams(Settings):
     bad_words: Annotated[Sequence[str], _texts] = ()
     """Texts whose tokens the output may not complete, with a blank before them or without (vLLM's parameter of this
     name). What a grammar leaves no choice about comes all the same. Cannot go with `allowed_token_ids`."""
+    logits_processors: Annotated[Sequence[Any], _callables] = ()
+    """Functions of (prompt ids, output ids, logits float32 [vocab]) that return the logits to draw from, called one
+    after the other on the engine's thread before each token, behind penalties and bias and before masks. On a CPU, and
+    nothing is guessed ahead. One that raises ends its request (vLLM's parameter of this name)."""
     logprobs: bool = False
     """Return the log-probability of each output token under the model's own distribution
     (before penalties, bias, temperature and truncation; vLLM's `raw_logprobs`)."""

@@ -36,5 +36,6 @@ def info_of(
         no_mtp=None if getattr(runner, "mtp", None) else getattr(loaded, "no_mtp", None) or runner.no_speculation,
         batch_variance=runner.batch_variance, left_out=loaded.left_out, placeholders=loaded.placeholders,
         no_images=images.why_none, no_routed_experts=why_unrouted(getattr(loaded, "model", None)),
+        no_logits_processors=None if str(loaded.device) == "cpu" else "steps on a GPU do not wait for them",
         tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from asyncengine.assembly.grammars import make_grammars, make_planner
@@ -42,7 +42,8 @@ class ServedModel:
     ) -> F:  # fmt: skip
         """A `frontend` for a loop without an engine in this process; `make_loop` is given the compiler of grammars,
         which the loop closes."""
-        info = self.info
+        elsewhere = "requests go to other processes, and a function stays in this one"
+        info = replace(self.info, no_logits_processors=elsewhere)
         grammars = make_grammars(self.tokenizer, info.eos_token_ids, info.vocab_size, config)
         planner = make_planner(self.tokenizer, grammars, config)
         loop: Any = make_loop(grammars)  # it has all that requests need of an engine's loop

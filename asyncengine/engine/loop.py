@@ -122,7 +122,11 @@ class EngineLoop(ServingLoop):
             logger.exception("the engine died")
             self.hooks.emit(EngineDied(error))
         finally:
-            await self._shut_down()
+            try:
+                self.end_all()
+                await self.sources.flush()
+            finally:
+                await self.runner.aclose()
 
     def fail(self, error: Exception) -> None:
         """Die of an error that happened elsewhere, whatever becomes of the steps in flight. From any thread."""
@@ -385,13 +389,6 @@ class EngineLoop(ServingLoop):
 
     def _drained(self) -> bool:
         return self._drain is not None and not self.scheduler.requests and not self.in_flight
-
-    async def _shut_down(self) -> None:
-        try:
-            self.end_all()
-            await self.sources.flush()
-        finally:
-            await self.runner.aclose()
 
     def end_all(self) -> None:
         """Tell everybody, leave nothing behind."""

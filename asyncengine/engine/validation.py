@@ -159,6 +159,13 @@ class RequestValidator:
             params = params.replace(grammar=self._bad_words(params))
         if plan is not None and plan.thinking is not None:
             params = params.replace(grammar=replace(plan.thinking, grammar=params.grammar))
+        if params.logits_processors:
+            if self.info.no_logits_processors is not None:
+                raise InvalidParameter("logits_processors", f"cannot be called: {self.info.no_logits_processors}")
+            if options.speculation or options.prediction is not None:
+                limit = "cannot go with speculation or a prediction: guesses are checked many at a time"
+                raise InvalidParameter("logits_processors", limit)
+            options = replace(options, speculation=False)
         mailbox = Mailbox()
         mailbox.is_chat = is_chat
         stops = StopAutomaton(params.stop) if params.stop else None

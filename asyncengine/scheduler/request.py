@@ -57,7 +57,8 @@ class Request:
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
         self.tokens = [*spec.prompt, *spec.resumed]
-        self.state = _first_state(spec)
+        ready = RequestState.WAITING if spec.options.adapter is None else RequestState.ADAPTER_QUEUE
+        self.state = ready if spec.params.grammar is None else RequestState.GRAMMAR_QUEUE
 
         self.table: PageTable | None = None
         """None while it does not run, and of one that keeps nothing (`RequestSpec.whole`)."""
@@ -163,10 +164,3 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.ticket}, {self.state.value}, {self.num_computed}/{len(self.tokens)})"
-
-
-def _first_state(spec: RequestSpec) -> RequestState:
-    """A request waits for its grammar, then for its adapter, then for its turn."""
-    if spec.params.grammar is not None:
-        return RequestState.GRAMMAR_QUEUE
-    return RequestState.WAITING if spec.options.adapter is None else RequestState.ADAPTER_QUEUE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,12 @@ class Reference:
         logits = self.logits(tokens)[-1][torch.from_numpy(ids)]
         return [int(ids[place]) for place in logits.argsort(descending=True, stable=True)[:MOST].tolist()]
 
-    def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
+    def greedy(self, prompt: list[int], max_tokens: int, processors: Sequence[Any] = ()) -> list[int]:
+        """The likeliest tokens, up to an end. `processors`: of transformers."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + max_tokens and tokens[-1] not in EOS:
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
+            scores = self.logits(tokens)[-1:].clone()
+            for processor in processors:
+                scores = processor(torch.tensor([tokens]), scores)
+            tokens.append(int(scores.argmax()))
         return tokens[len(prompt) :]

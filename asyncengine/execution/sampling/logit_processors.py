@@ -1,11 +1,11 @@
-"""Logit processors: penalties, bias, grammars' masks and `min_tokens`, applied before anything is chosen.
+"""Logit processors: penalties, bias, the caller's own, grammars' masks and `min_tokens`.
 
-Rows without any stay as they are.
+They are applied before anything is chosen. Rows without any stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -116,9 +116,10 @@ class SlotParams:
         self.frequency[slot] = params.frequency_penalty
         self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
         held_open = bool(spec.stop_ids) and params.min_tokens > 0
-        self.biased[slot], self.prompt_len[slot] = bool(params.logit_bias), spec.prompt_len
+        self.biased[slot] = bool(params.logit_bias or params.logits_processors)
+        self.prompt_len[slot] = spec.prompt_len
         self.held_until[slot] = spec.prompt_len + params.min_tokens if held_open else 0
-        self.processed[slot] = bool(self.penalized[slot] or params.logit_bias or held_open)
+        self.processed[slot] = bool(self.penalized[slot] or self.biased[slot] or held_open)
         self.scored[slot] = bool(params.logprobs)
         floats, whole = self.columns(np.array([slot]), np.zeros(1, dtype=np.int64))
         self._few[slot] = tuple(floats[0].tolist()), tuple(whole[0, :3].tolist())
@@ -308,6 +309,8 @@ class LogitProcessors:
         self._rows = [rows[place] for place in self.places]
         self._slots, self._positions = own[self.places], self.positions[self.places]
         self._masks = masks.among(self.places)
+        self.failed: dict[int, str] = {}
+        """Row -> why one of its request's own processors failed."""
 
     def apply(self, logits: torch.Tensor, tables: SlotTables, last_token: torch.Tensor) -> torch.Tensor:
         """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with all of theirs applied."""
@@ -318,6 +321,12 @@ class LogitProcessors:
             if self._params.penalized[row.slot]:
                 self._penalize(logits[index], row, tables.penalties, last_token)
         self._bias(logits)
+        for place, row, own in zip(self.places, self._rows, logits, strict=True):
+            for process in row.spec.params.logits_processors:
+                try:
+                    _call(process, row, own)
+                except Exception as error:  # it may raise anything, and ends its own request only
+                    self.failed[place] = f"a logits processor failed: {error!r}"
         if self._masks.places:
             apply_masks(logits, self._masks)
         self._hold_open(logits)
@@ -379,3 +388,12 @@ class LogitProcessors:
         kept = before.index_put((places[:, 0], places[:, 1]), before.new_full((), float("-inf")))
         nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
         logits.index_copy_(0, index, torch.where(nothing, before, kept))
+
+
+def _call(process: Callable[..., torch.Tensor], row: Row, logits: torch.Tensor) -> None:
+    """Put what a request's own processor makes of its row's float32 logits [vocab] in their place."""
+    output = row.tokens[row.spec.prompt_len : row.start + row.num_scheduled]
+    found = process(list(row.spec.prompt_ids), output, logits)
+    if not isinstance(found, torch.Tensor) or found.shape != logits.shape:
+        raise TypeError(f"it must return a tensor of shape {list(logits.shape)}")
+    logits.copy_(found)

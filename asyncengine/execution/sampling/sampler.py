@@ -1,16 +1,16 @@
 """From logits to tokens: penalties, bias, masks, temperature, truncation and a draw, for all rows of a step at once.
 
-Order (SGLang's): penalties on the model's logits, logit bias, grammar and minimum-length masks, temperature, top-k,
-top-p over what top-k left, min-p. What happens to a row depends on its own parameters only, and its random numbers on
-(seed, position, token id) only (`noise`), so neighbours never change its token. Steps that no row asks for are left
-out: a greedy batch without extras is one argmax.
+Order (SGLang's): penalties on the model's logits, logit bias, the caller's processors, grammar and minimum-length
+masks, temperature, top-k, top-p over what top-k left, min-p. What happens to a row depends on its own parameters only,
+and its random numbers on (seed, position, token id) only (`noise`), so neighbours never change its token. Steps that no
+row asks for are left out: a greedy batch without extras is one argmax.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -31,7 +31,7 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float32)
 _FEW = 64
 """Logits up to which each is looked at by itself."""
 NON_FINITE = "the model produced non-finite logits"
-NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclude all"
+NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias, logits_processors and min_tokens exclude all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,12 @@ class Sampled:
     """Rows whose logits were changed before anything was chosen."""
     changed: torch.Tensor | None = None
     """float32 [len(processed), vocab] logits of these as they were chosen from, on the device; not fetched."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Row -> why a processor of its request failed: the row has no token."""
 
     def fetch(self, readback: Readback) -> Sampled:
         """The same on the host, once `readback` has arrived."""
-        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.processed)
+        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.processed, failed=self.failed)
 
     @property
     def errors(self) -> dict[int, str]:
@@ -57,12 +59,13 @@ class Sampled:
         best = self.best
         few = best.shape[0] <= _FEW
         if all(map(math.isfinite, best.tolist())) if few else bool(np.isfinite(best.float().numpy()).all()):
-            return {}
-        return {
+            return dict(self.failed)
+        void = {
             row: NOTHING_ALLOWED if row in self.processed and value == float("-inf") else NON_FINITE
             for row, value in enumerate(self.best.tolist())
             if not math.isfinite(value)
         }
+        return void | dict(self.failed)
 
 
 class Sampler:
@@ -124,7 +127,7 @@ class Sampler:
             tokens, best = self._choose(slots, positions, logits)
             again = self._choose(slots[places], positions[places], processed)
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
-        return Sampled(tokens, best, processors.places, processed)
+        return Sampled(tokens, best, processors.places, processed, processors.failed)
 
     def _choose(
         self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor

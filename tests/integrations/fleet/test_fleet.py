@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def same(one: Completion, other: Completion) -> None:
 
 async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
     async with local_fleet(monkeypatch, replicas=2, speculation_costs=(1.0, 1.02, 1.08)) as (fleet, cluster):
-        assert fleet.info == alone.info
+        assert replace(fleet.info, no_logits_processors=None) == alone.info
         assert fleet.count_tokens("hello") == alone.count_tokens("hello")
         for params in (
             SAMPLED,
@@ -93,6 +94,8 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
             await fleet.generate("x", SamplingParams(max_tokens=10**9))
         with pytest.raises(AdapterNotFound, match="nobody"):
             await fleet.generate("x", adapter="nobody")
+        with pytest.raises(InvalidParameter, match="logits_processors: cannot be called: requests go to other"):
+            await fleet.generate("x", SamplingParams(logits_processors=[min]))
         await cluster.settle(fleet)
         await until(lambda: fleet.stats().generated_tokens > 100, "the replicas' figures")
         stats = fleet.stats()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from anyio.from_thread import start_blocking_portal
+
+from asyncengine import batches
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.checks import as_items, as_seconds
@@ -180,6 +183,16 @@ class Engine(EngineBase):
         """Go on from one prefix `n` times, as `AsyncEngine.fork`."""
         call: Any = self.stream_chat if is_chat(prefix) else self.stream
         return [call(prefix, each, **options) for each in forked(params, n)]
+
+    def batch(
+        self, rows: Iterable[Mapping[str, Any]], *, in_flight: int | None = None
+    ) -> Iterator[tuple[int, Completion | Exception]]:
+        """Answer many `rows` in order of completion, as `AsyncEngine.batch`. They are taken on a thread of its own."""
+        self._check_thread()
+        answers = batches.batch(self.aengine, rows, in_flight=in_flight)
+        with start_blocking_portal() as portal:  # leaving it ends what still runs on its event loop
+            while (answer := portal.call(anext, answers, None)) is not None:
+                yield answer
 
     # ---------------------------------------------------------------- prefixes
 

@@ -9,9 +9,9 @@ from contextlib import aclosing
 import pytest
 from support.fake_engine import idle
 
-from asyncengine import AsyncEngine, SamplingParams
+from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.batches import as_completed
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import InvalidParameter, WrongLoop
 
 SHORT = SamplingParams(max_tokens=2, temperature=0)
 
@@ -83,3 +83,22 @@ async def test_leaving_a_batch_aborts_its_requests(engine: AsyncEngine) -> None:
         number, _ = await anext(outcomes)
     assert number == 0
     await idle(engine)
+
+
+async def test_blocking_batches_are_the_same_and_leave_alike(engine: AsyncEngine) -> None:
+    """Also on the thread of a running loop, where a notebook's cells are, if the engine has a thread of its own."""
+    rows = [{"prompt": "One", "params": SHORT}, {"prompt": ""}, {"prompt": "Two", "params": SHORT}]
+    with Engine.from_pretrained("demo", show_progress=False, num_threads=1) as blocking:
+        outcomes = dict(blocking.batch(iter(rows), in_flight=2))
+        assert outcomes[0].text == blocking.generate("One", SHORT).text
+        assert outcomes[2].text == blocking.generate("Two", SHORT).text
+        assert isinstance(outcomes[1], InvalidParameter)
+        with pytest.raises(InvalidParameter, match="in_flight"):
+            next(blocking.batch(rows, in_flight=0))
+        endless = {"prompt": "b", "params": SamplingParams(max_tokens=1000, ignore_eos=True)}
+        answers = blocking.batch([rows[0], endless])
+        assert next(answers)[0] == 0
+        answers.close()
+        await idle(blocking.aengine)
+    with pytest.raises(WrongLoop):
+        next(Engine(engine).batch(rows))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and locks of files."""
 
 from __future__ import annotations
 
@@ -30,3 +30,17 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def locked(descriptor: int) -> bool:
+    """Take the lock of an open file until it is closed, by whatever end of the process. False: somebody else has it.
+    Windows has no such lock that lets its holder write: there it is always taken."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -31,9 +31,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.input.is_file() or not args.output.absolute().parent.is_dir():
         raise CliError(f"batch: there is no file {args.input}, or no folder for {args.output}")
     check_models(plan)
-    done, total = rows.rows_done(args.output), rows.count_rows(args.input)
-    left = rows.read_rows(args.input, done, template=args.template, common=common)
-    failed = asyncio.run(_answer(args, plan, left, len(done), total)) if len(done) < total else 0
+    with rows.journal(args.output) as done:
+        total = rows.count_rows(args.input)
+        left = rows.read_rows(args.input, done, template=args.template, common=common)
+        failed = asyncio.run(_answer(args, plan, left, len(done), total)) if len(done) < total else 0
     print(f"{total} rows, {len(done)} of them done before, {failed} refused or failed now", file=sys.stderr)
     return 0
 

@@ -32,7 +32,7 @@ from asyncengine.integrations.http.generating import read_fields
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import KEY
-from asyncengine.integrations.http.rows import ENDPOINTS, answer_rows, count_rows, post, read_rows, rows_done
+from asyncengine.integrations.http.rows import ENDPOINTS, answer_rows, count_rows, journal, post, read_rows
 
 Object = dict[str, Any]
 IN_FLIGHT = 256
@@ -150,10 +150,10 @@ class _Batches:
             counts["completed" if answered else "failed"] += 1
 
         try:
-            done, refused = rows_done(answers), rows_done(errors)
-            counts |= {"total": count_rows(source), "completed": len(done), "failed": len(refused)}
-            await answer_rows(send, read_rows(source, done | refused), (answers, errors), IN_FLIGHT, on_answer)
-        except RequestFailed:
+            with journal(answers) as done, journal(errors) as refused:
+                counts |= {"total": count_rows(source), "completed": len(done), "failed": len(refused)}
+                await answer_rows(send, read_rows(source, done | refused), (answers, errors), IN_FLIGHT, on_answer)
+        except (RequestFailed, BlockingIOError):  # another server of the folder may be at it
             return
         except asyncio.CancelledError:
             if batch["status"] != "cancelling":

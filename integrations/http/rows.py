@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message
 
 from asyncengine.batches import as_completed
 from asyncengine.errors import InvalidParameter, RequestFailed
+from asyncengine.files import locked
 from asyncengine.integrations.http.fields import PATHS, TABLES, as_object
 from asyncengine.integrations.http.requests import KEY
 
@@ -84,11 +85,17 @@ def count_rows(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def rows_done(path: Path) -> set[str]:
-    """Ids of the rows that a file of answers has. The last line is cut off where it was not written to its end. Raises
-    `InvalidParameter` for a file of something else."""
+@contextmanager
+def journal(path: Path) -> Iterator[set[str]]:
+    """Ids of the rows that a file of answers has; nobody else goes on with the file within the block. The last line is
+    cut off where it was not written to its end.
+
+    Raises `BlockingIOError` where another one is at it, `InvalidParameter` for a file of something else.
+    """
     done, end = set[str](), 0
     with path.open("a+b") as file:
+        if not locked(file.fileno()):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another run writes its answers there", str(path))
         file.seek(0)
         for line in file:
             if line.endswith(b"\n"):
@@ -98,7 +105,7 @@ def rows_done(path: Path) -> set[str]:
                     raise InvalidParameter("output", "holds other things than answers to rows", str(path)) from None
                 end += len(line)
         file.truncate(end)
-    return done
+        yield done
 
 
 async def answer_rows(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+from asyncengine.files import locked
 from asyncengine.kvcache.store.record import Buffer
 
 _MOST_BUFFERS = 512
@@ -55,6 +56,7 @@ class SystemDisk:
     fsync = staticmethod(os.fsync)
     listdir = staticmethod(os.listdir)
     unlink = staticmethod(os.unlink)
+    lock = staticmethod(locked)
 
     def open(self, path: str, *, create: bool = False) -> int:
         flags = os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
@@ -78,15 +80,6 @@ class SystemDisk:
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
         return _in_parts(partial(os.pwritev, descriptor), buffers, offset)
-
-    def lock(self, descriptor: int) -> bool:
-        import fcntl
-
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def sync_folder(self, folder: str) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

@@ -15,7 +15,7 @@ import pytest
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.cli.main import main
-from asyncengine.integrations.http.rows import LEAST_PRIORITY, read_rows, rows_done
+from asyncengine.integrations.http.rows import LEAST_PRIORITY, journal, read_rows
 from benchmarks.killed_batch import killed, write_rows
 
 SMALL = ("--model", "demo", "--num-threads", "1", "--kv-cache-memory", "8MiB")
@@ -108,9 +108,23 @@ def test_rows_yield_to_others_and_may_not_share_an_id(tmp_path: Path) -> None:
 def test_no_file_of_something_else_is_written_to(tmp_path: Path) -> None:
     other = write(tmp_path / "other.jsonl", {"name": "a file of mine"})
     before = other.read_bytes()
-    with pytest.raises(InvalidParameter, match="other things than answers"):
-        rows_done(other)
+    with pytest.raises(InvalidParameter, match="other things than answers"), journal(other):
+        pass
     assert other.read_bytes() == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such lock")
+def test_a_file_that_another_run_writes_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", {"prompt": "a", "max_tokens": 1})
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b'{"custom_id": "1", "resp')  # which the other one is about to write to its end
+    with journal(output):
+        output.write_bytes(torn := b'{"custom_id": "1", "resp')
+        assert main(["batch", *SMALL, str(source), str(output)]) == 1
+        assert "another run writes its answers there" in capsys.readouterr().err
+        assert output.read_bytes() == torn
+    assert main(["batch", *SMALL, str(source), str(output)]) == 0
+    assert set(answers(output)) == {"1"}
 
 
 @pytest.mark.parametrize("wrong", [("--body", "[1]"), ("--in-flight", "0"), ()])

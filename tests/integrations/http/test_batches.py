@@ -17,6 +17,7 @@ from support.http_server import serving_thread
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.http import app
+from asyncengine.integrations.http.rows import journal
 
 CHATS = "/v1/chat/completions"
 PATIENCE = 120.0
@@ -112,7 +113,11 @@ def test_a_batch_goes_on_where_the_server_ended(tmp_path: Path) -> None:
             time.sleep(0.02)
     with served(tmp_path) as url:
         ours = client(url)
-        assert ours.batches.retrieve(batch.id).status == "in_progress"
+        output = tmp_path / f"file-{batch.id[6:-1]}0.jsonl"
+        with journal(output) as done:  # as another server that is at it
+            assert done
+            assert {ours.batches.retrieve(batch.id).status for _ in range(5)} == {"in_progress"}
+            assert done == set(custom_ids(output.read_bytes()))
         batch = ended(ours, batch)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 99, 1)
         answers = custom_ids(ours.files.content(batch.output_file_id).read())

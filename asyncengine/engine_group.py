@@ -162,6 +162,14 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         if self._on_demand is not None:
             self._on_demand.models[model].asked = seconds
 
+    async def unload(self, model: str) -> None:
+        """Close a model when those who use it are done; its next use loads it again. Does nothing to one that is not
+        loaded. Raises `InvalidParameter` for a name that is none, and in a group whose models stay."""
+        name = self._name_for(model, "")
+        if self._on_demand is None:
+            raise InvalidParameter("model", "stays loaded: only models with a keep_alive are unloaded", model)
+        await self._on_demand.unload(name)
+
     def engine_for(self, model: str | None, task: str = "generate") -> AsyncEngine:
         """The engine called `model`; None: the only one whose model does `task`.
 

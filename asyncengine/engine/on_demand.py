@@ -101,6 +101,15 @@ class OnDemand:
         self.models[name].users -= 1
         self._settle(self.models[name])
 
+    async def unload(self, name: str) -> None:
+        """Close an engine, if it is loaded, when those who use it are done; whoever asks for it meanwhile waits for its
+        next load. Cancelling the call leaves at once."""
+        model = self.models[name]
+        if model.loading is not None:
+            await asyncio.wait((model.loading,))
+        if model.engine is not None:
+            await self._unload(model)
+
     async def aclose(self) -> dict[str, AsyncEngine]:
         """Load nothing more. Returns the engines that are loaded, for the caller to close. Idempotent."""
         self._closed = True

@@ -159,7 +159,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
     kinds = served | {route.path: route.endpoint for route in made if isinstance(route, Route)}
     posts = {"/invocations": _of_any_kind(serving, kinds), **served}
     gets: dict[str, Endpoint] = {"/version": version, "/load": load, "/health": health}
-    gets |= {"/v1/models": models, "/v1/models/{name:path}": model}
+    gets |= {"/v1/models": models, "/models": models, "/v1/models/{name:path}": model}
     gets |= {"/" if name == "index.html" else f"/{name}": _file(name) for name in PAGE}
     made += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     made += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]

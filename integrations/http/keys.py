@@ -33,7 +33,8 @@ class KeySettings(Settings):
     tokens_per_minute: Positive | None = None
     """Tokens of prompts and answers in a minute, counted as requests end: later ones wait until they are made up."""
     operator: bool = False
-    """Its holder may load adapters, have engines sleep, stop requests and make profiles, as with a nameless key."""
+    """Its holder may load models and adapters, have engines sleep, stop requests and make profiles, as with a nameless
+    key."""
 
 
 class Key:

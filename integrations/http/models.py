@@ -175,6 +175,7 @@ class Models:
         return {
             "id": name, "object": "model", "created": self._created.get(base, self._begun), "owned_by": "asyncengine",
             "root": base, "parent": base if adapter else None, "loaded": engine is not None,
+            "status": {"value": "unloaded" if engine is None else "loaded"},  # as llama.cpp's router has it
             **self._abilities.get(base, unknown),
         }  # fmt: skip
 
@@ -212,6 +213,10 @@ class Serving:
     def may_operate(scope: Mapping[str, Any]) -> bool:
         """Whether a request shows a key whose holder may do what stops or slows others."""
         return KEY in scope and scope[KEY].operator
+
+    def may_load(self, scope: Mapping[str, Any]) -> bool:
+        """Whether a request may say when models are loaded and for how long: any may where there are no keys."""
+        return not self.keys or self.may_operate(scope)
 
 
 def _listed(names: list[str]) -> str:

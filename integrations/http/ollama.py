@@ -56,10 +56,11 @@ def routes(serving: Serving) -> list[Route]:
     async def pull(request: Request) -> Response:
         """Say that a model is there, or what would fetch it: a server has the models that it was started with."""
         own = (await read_fields(request, serving)).read(TABLES["ollama_pull"])["own"]
+        name = own.get("model") or own.get("name", "")
         try:
-            serving.models.described(own.get("model") or own.get("name", ""))
+            serving.models.described(name)
         except Problem as problem:
-            problem.message += "; a server that is started with a model of the Hugging Face hub fetches it"
+            problem.message += f"; nothing is downloaded: `asyncengine serve {name[:100]}` does, if the hub has it"
             raise
         said = [{"status": "pulling manifest"}] * own.get("stream", True) + [{"status": "success"}]
         return Response("".join([json.dumps(each) + "\n" for each in said]), media_type=dialect.LINES)
@@ -88,7 +89,7 @@ def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpo
         keep, asks = turn.extra["keep_alive"], turn.messages or turn.prompts
         seconds = None if keep is None else parse_keep_alive("keep_alive", keep)
         if asks or row["loaded"] or seconds != 0:
-            if seconds is not None and (not serving.keys or serving.may_operate(request.scope)):
+            if seconds is not None and serving.may_load(request.scope):
                 serving.models.group.keep(row["root"], seconds)
             if asks:
                 return await answer(serving, dialect.Writer, turn, fields)

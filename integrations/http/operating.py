@@ -1,5 +1,5 @@
-"""Requests of those who run a server, in vLLM's form: load and unload adapters, have engines sleep, pause, wake and
-forget the prefix cache (SGLang's /flush_cache, too)."""
+"""Requests of those who run a server: load and unload models in the form of llama.cpp's router, and in vLLM's form load
+and unload adapters, have engines sleep, pause, wake and forget the prefix cache (SGLang's /flush_cache, too)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from asyncengine.config import parse_keep_alive
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.fields import TABLES, Fields
 from asyncengine.integrations.http.generating import read_fields
@@ -25,7 +26,37 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
 
 def routes(serving: Serving) -> list[Route]:
     """All paths of those who run a server."""
-    return [*adapter_routes(serving), *sleep_routes(serving)]
+    return [*model_routes(serving), *adapter_routes(serving), *sleep_routes(serving)]
+
+
+def model_routes(serving: Serving) -> list[Route]:
+    """Paths to load and unload models, which answer when that is done. Without keys they are served to everybody, as
+    any request loads its model."""
+    models = serving.models
+
+    async def read(request: Request, table: str) -> tuple[dict[str, Any], str]:
+        """The request's fields, and the model's own name."""
+        if not serving.may_load(request.scope):
+            raise Problem(403, "models are loaded and unloaded with an operator's key", code="forbidden")
+        own = (await read_fields(request, serving)).read(TABLES[table])["own"]
+        return own, models.described(own["model"])["root"]
+
+    def done(name: str) -> Response:
+        return JSONResponse({"success": True, **models.described(name)})
+
+    async def load(request: Request) -> Response:
+        own, base = await read(request, "models_load")
+        if "keep_alive" in own:
+            models.group.keep(base, parse_keep_alive("keep_alive", own["keep_alive"]))
+        (await models.acquire(own["model"])).release()
+        return done(own["model"])
+
+    async def unload(request: Request) -> Response:
+        own, base = await read(request, "models_unload")
+        await models.group.unload(base)
+        return done(own["model"])
+
+    return [Route("/models/load", load, methods=["POST"]), Route("/models/unload", unload, methods=["POST"])]
 
 
 def adapter_routes(serving: Serving) -> list[Route]:

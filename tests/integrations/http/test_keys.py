@@ -63,12 +63,16 @@ def test_each_key_has_its_own_limits(url: str) -> None:
 
 
 def test_only_operators_stop_others(url: str) -> None:
-    for path in ("/pause", "/profile", "/v1/load_lora_adapter"):
+    for path in ("/pause", "/profile", "/v1/load_lora_adapter", "/models/load", "/models/unload"):
         refused = ask(url, "f", path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden"), path
     for key in ("o", "plain"):
         assert ask(url, key, "/pause").status_code == 200
         assert ask(url, key, "/resume").status_code == 200
+        made = httpx.post(f"{url}/models/load", json={"model": "demo"}, headers={"x-api-key": key}, timeout=60)
+        assert (made.status_code, made.json()["status"]) == (200, {"value": "loaded"})
+        made = httpx.post(f"{url}/models/unload", json={"model": "demo"}, headers={"x-api-key": key}, timeout=60)
+        assert (made.status_code, made.json()["error"]["param"]) == (400, "model"), "it was loaded at the start"
 
 
 def test_a_bucket_is_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:

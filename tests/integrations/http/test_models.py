@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -146,3 +147,46 @@ def test_models_and_adapters_are_listed_before_they_are_loaded(url: str) -> None
     assert [(row["id"], row["parent"]) for row in rows] == [
         ("demo", None), ("gone", None), ("wrong", None), ("pirate", "demo"), ("none", "wrong"),
     ]  # fmt: skip
+
+
+def change(url: str, what: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/models/{what}", json=body, timeout=120)
+
+
+def status(url: str, name: str) -> str:
+    rows = httpx.get(f"{url}/models").json()["data"]  # where llama.cpp's router has them
+    return str(next(row["status"]["value"] for row in rows if row["id"] == name))
+
+
+def test_models_are_loaded_and_unloaded_by_request(url: str) -> None:
+    made = change(url, "load", model="gpt", keep_alive=-1).json()
+    assert (made["success"], made["id"], made["root"], made["loaded"]) == (True, "gpt", "demo", True)
+    assert status(url, "demo") == "loaded"
+    endless = {"model": "demo", "prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    answering = httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=120)
+    with answering as answer, ThreadPoolExecutor() as pool:
+        pieces = answer.iter_lines()
+        next(pieces)
+        unloaded = pool.submit(change, url, "unload", model="pirate")  # the model under this adapter
+        assert sum(piece.startswith("data: ") for piece in pieces) > 100, "the answer is not cut"
+        assert unloaded.result().json()["loaded"] is False
+    assert status(url, "demo") == "unloaded"
+    assert change(url, "unload", model="demo").json()["success"], "there is nothing to do"
+    assert status(url, "demo") == "unloaded"
+    assert ask(url, "demo").status_code == 200, "its next request loads it"
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "code", "param"),
+    [
+        ("load", {}, 400, "model"),
+        ("load", {"model": "other"}, 404, "model"),
+        ("load", {"model": "gone"}, 404, "model"),
+        ("load", {"model": "demo", "keep_alive": "soon"}, 400, "keep_alive"),
+        ("unload", {"model": 1}, 400, "model"),
+        ("unload", {"model": "other"}, 404, "model"),
+    ],
+)
+def test_what_is_wrong_with_a_load_is_named(url: str, what: str, body: dict[str, Any], code: int, param: str) -> None:
+    answer = change(url, what, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (code, param)

@@ -6,9 +6,11 @@ towers and projectors, are left out: nothing of them is read.
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,9 @@ from asyncengine.execution.layers.stored import StoredMatrix
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 
-_SPELLINGS = (
-    ("model.language_model.", "lm_head."),
-    ("language_model.model.", "language_model.lm_head."),
-    ("model.text_model.", "lm_head."),
-    ("model.language_model.model.", "model.language_model.lm_head."),
-    ("language_model.", "lm_head."),
-    ("text_model.", "lm_head."),
-    ("model.", "lm_head."),
-)
-"""(what the language model's parts begin with, what the output layer's do) in today's and earlier files."""
-PLACEHOLDERS = {
-    "image_token_id": "an image", "image_token_index": "an image", "video_token_id": "a video",
-    "video_token_index": "a video", "audio_token_id": "a sound", "audio_token_index": "a sound",
-}  # fmt: skip
+_TABLES = tomllib.loads((resources.files(__package__) / "multimodal.toml").read_text(encoding="utf-8"))
+_SPELLINGS: Sequence[tuple[str, str]] = [(base, head) for base, head in _TABLES["spellings"]]
+PLACEHOLDERS: Mapping[str, str] = _TABLES["placeholders"]
 
 
 @dataclass(frozen=True, slots=True)

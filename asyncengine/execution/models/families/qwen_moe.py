@@ -27,6 +27,13 @@ def complete(config: ModelConfig) -> None:
         config.layer_types = [KINDS[layer < first and not layer % 2] for layer in range(config.num_hidden_layers)]
 
 
+def shared_expert(config: Any, act: str) -> dict[str, Any]:
+    """Fields of `MoEConfig` for an expert that all rows go to, behind a gate."""
+    up, down = (f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj"
+    shared = MLPConfig(config.shared_expert_intermediate_size, act, up, down)
+    return {"shared": shared, "shared_gate": "mlp.shared_expert_gate.weight"}
+
+
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3VLMoeTextModel`, `OlmoeForCausalLM`."""
     family, act = config.model_type, activation(config)
@@ -41,13 +48,9 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         own |= {"norm_scope": "whole"} if family == "olmoe" else {"window": config.sliding_window}
     if family == "olmoe" and config.clip_qkv is not None:
         raise UnsupportedModel("family 'olmoe' with clip_qkv is not written down")
-    shared = None
-    if family == "qwen2_moe":
-        width = config.shared_expert_intermediate_size
-        shared = MLPConfig(width, act, (f"{_SHARED}gate_proj", f"{_SHARED}up_proj"), f"{_SHARED}down_proj")
     inner = config.intermediate_size if family == "olmoe" else config.moe_intermediate_size
-    gate = None if shared is None else "mlp.shared_expert_gate.weight"
-    mixture = MoEConfig(router, ExpertsConfig(config.num_experts, inner, act, either=images), shared, gate)
+    experts = ExpertsConfig(config.num_experts, inner, act, either=images)
+    mixture = MoEConfig(router, experts, **(shared_expert(config, act) if family == "qwen2_moe" else {}))
 
     def sparse(index: int) -> MoEConfig | None:
         if family == "olmoe":

@@ -8,7 +8,7 @@ from typing import Any
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
-from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
+from asyncengine.execution.layers.mlp import MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
@@ -22,8 +22,8 @@ from asyncengine.execution.models.families.common import (
     with_states,
 )
 from asyncengine.execution.models.families.mamba import check_silu
+from asyncengine.execution.models.families.qwen_moe import shared_expert
 
-_SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")
 
 
@@ -61,10 +61,8 @@ def _mixture(config: Any, act: str) -> MoEConfig | None:
         return None
     normalised = bool(getattr(config, "norm_topk_prob", True))
     router = RouterConfig(config.num_experts, config.num_experts_per_tok, normalised=normalised)
-    up = (f"{_SHARED}gate_proj", f"{_SHARED}up_proj")
-    shared = MLPConfig(config.shared_expert_intermediate_size, act, up, f"{_SHARED}down_proj")
     experts = ExpertsConfig(config.num_experts, config.moe_intermediate_size, act)
-    return MoEConfig(router, experts, shared, "mlp.shared_expert_gate.weight")
+    return MoEConfig(router, experts, **shared_expert(config, act))
 
 
 def _dense(config: Any, index: int) -> bool:

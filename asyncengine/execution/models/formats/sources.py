@@ -31,13 +31,8 @@ _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _KIND = "application/vnd.ollama.image."
 _MAX_JSON = 2**20
 """Bytes of a manifest, and of parameters."""
-_PARAMETERS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty",
-}
+_PARAMETERS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+_PARAMETERS["repeat_penalty"] = "repetition_penalty"
 """Ollama's name -> that of generation_config.json."""
 
 

@@ -1,41 +1,71 @@
-"""Dense families that differ from Llama in fields alone, each a table of dense.toml, where it is described."""
+"""Llama and the dense families that differ from it in fields alone: tables of dense.toml, where they are described."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
 from asyncengine.execution.layers.basic import NormConfig
+from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import activation, alternate, llama_like, rotary_of, windows_of
+from asyncengine.execution.models.families import common
+from asyncengine.execution.models.families.common import windows_of
 
 _TABLES = tomllib.loads((resources.files(__package__) / "dense.toml").read_text(encoding="utf-8"))
 _BY_LAYER: Mapping[str, Callable[[Any], list[Any]]] = {
     "each layer's window": windows_of,
     "where there is a window": lambda config: [None if window is None else 0 for window in windows_of(config)],
+    "no_rope_layers": lambda config: [0 if rotates else None for rotates in config.no_rope_layers],
 }
 
 
 def complete(config: ModelConfig) -> None:
-    if config.model_type == "cohere2":
-        alternate(config, config.get("sliding_window_pattern", 4))
-    elif config.model_type == "opt":
+    family, layers = config.model_type, range(config.num_hidden_layers)
+    if family in ("qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"):
+        config.sliding_window = config.sliding_window if config.get("use_sliding_window") else None
+        common.slide_from(config)
+    elif family == "ministral" and config.layer_types is None:
+        config.layer_types = [common.KINDS[config.sliding_window is not None]] * len(layers)
+    elif family == "smollm3":
+        every = config.get("no_rope_layer_interval", 4)
+        config.no_rope_layers = config.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in layers])
+        slides = config.get("use_sliding_window") and config.get("sliding_window") is not None
+        if config.layer_types is None:
+            config.layer_types = [common.KINDS[bool(slides and not config.no_rope_layers[layer])] for layer in layers]
+    elif family == "cohere2":
+        common.alternate(config, config.get("sliding_window_pattern", 4))
+    elif family == "opt":
         config.word_embed_proj_dim = config.get("word_embed_proj_dim", config.hidden_size)
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """The decoder of `ApertusForCausalLM`, `CohereForCausalLM`, `Cohere2ForCausalLM`, `NemotronForCausalLM`,
-    `OPTForCausalLM`, `Phi3ForCausalLM`, `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4vTextModel`, `StableLmForCausalLM`,
-    `Starcoder2ForCausalLM`."""
+    """The decoder of `LlamaForCausalLM`, `MistralForCausalLM`, `MinistralForCausalLM`, `Ministral3ForCausalLM`,
+    `Qwen2ForCausalLM`, `Qwen2VLTextModel`, `Qwen2_5_VLTextModel`, `Qwen3ForCausalLM`, `Qwen3VLTextModel`,
+    `SmolLM3ForCausalLM`, `SeedOssForCausalLM`, `HunYuanDenseV1ForCausalLM`, `ApertusForCausalLM`, `CohereForCausalLM`,
+    `Cohere2ForCausalLM`, `NemotronForCausalLM`, `OPTForCausalLM`, `Phi3ForCausalLM`, `GlmForCausalLM`,
+    `Glm4ForCausalLM`, `Glm4vTextModel`, `StableLmForCausalLM`, `Starcoder2ForCausalLM`."""
     parts: dict[str, Any] = {}
     _read(_TABLES[config.model_type], config, parts)
     norm, rotary = parts.pop("norm", None), parts.pop("rotary", {})
-    rotations = () if rotary is False else (rotary_of(config, length, **rotary),)
+    rotations = () if rotary is False else (_rotary(config, length, **rotary),)
     model = parts.pop("model", {})
-    return llama_like(config, length, norm=norm and NormConfig(**norm), rotary=rotations, **parts, **model)
+    return common.llama_like(config, length, norm=norm and NormConfig(**norm), rotary=rotations, **parts, **model)
+
+
+def _rotary(config: Any, length: int, **how: Any) -> RotaryConfig:
+    parameters = config.rope_parameters
+    if config.model_type == "ministral3":
+        growth = (float(parameters["llama_4_scaling_beta"]), int(parameters["original_max_position_embeddings"]))
+        return replace(common.rotary_of(config, length, **how), query_growth=growth)
+    if config.model_type == "hunyuan_v1_dense" and parameters["rope_type"] == "dynamic" and parameters.get("alpha"):
+        # Hunyuan calls it dynamic, but the base is stretched by the same for all lengths
+        dim = common.head_dim_of(config)
+        return common.default_rotary(parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2)), dim)
+    return common.rotary_of(config, length, **how)
 
 
 def _read(table: Mapping[str, Any], config: Any, parts: dict[str, Any]) -> None:
@@ -65,4 +95,4 @@ def _value(name: str, given: Any, config: Any) -> Any:
     if not isinstance(given, str) or not given.startswith("="):
         return None if given == "" else given
     found = getattr(config, given[1:])
-    return activation(config, found) if name == "activation" else found
+    return common.activation(config, found) if name == "activation" else found

@@ -99,23 +99,25 @@ class Vocabulary:
 
     @cached_property
     def _ascii_tokens(self) -> tuple[Any, Any, Any]:
-        """Tokens in `by_bytes` of several ASCII bytes, ascending, their lengths, and the sets of their bytes as two
-        words of 64 bits each (bit b: byte b is in it)."""
-        tokens = sorted(token for data, token in self.by_bytes.items() if len(data) > 1 and data.isascii())
-        lengths = np.array([len(self.token_bytes[token]) for token in tokens], np.int64)
+        """Tokens in `by_bytes` of several ASCII bytes, the longest first and of one length the lowest, their lengths,
+        and the sets of their bytes as two rows of 64 bits each (bit b: byte b is in it)."""
+        found = sorted((-len(data), token) for data, token in self.by_bytes.items() if len(data) > 1 and data.isascii())
+        tokens, lengths = [token for _, token in found], np.array([-length for length, _ in found], np.int64)
         letters = np.frombuffer(b"".join(self.token_bytes[token] for token in tokens), np.uint8)
         bits = np.zeros((len(letters), 2), np.uint64)
         bits[np.arange(len(letters)), letters // 64] = np.uint64(1) << (letters % 64).astype(np.uint64)
-        return np.array(tokens, np.int64), lengths, np.bitwise_or.reduceat(bits, np.cumsum(lengths) - lengths, axis=0)
+        sets = np.bitwise_or.reduceat(bits, np.cumsum(lengths) - lengths, axis=0)
+        return np.array(tokens, np.int64), lengths, np.ascontiguousarray(sets.T)
 
     def within(self, letters: int) -> dict[int, int]:
         """{bytes of it: the lowest token} of those made of several of these ASCII letters alone (bit b: byte b),
         longest first."""
         tokens, lengths, sets = self._ascii_tokens
-        others = np.array([~letters >> shift & (1 << 64) - 1 for shift in (0, 64)], np.uint64)
-        fitting = ~(sets & others).any(axis=1)
-        sizes, first = np.unique(lengths[fitting], return_index=True)
-        return dict(zip(sizes[::-1].tolist(), tokens[fitting][first[::-1]].tolist(), strict=True))
+        low, high = (np.uint64(~letters >> shift & (1 << 64) - 1) for shift in (0, 64))
+        fitting = np.flatnonzero((sets[0] & low | sets[1] & high) == 0)
+        sizes = lengths[fitting]
+        first = np.flatnonzero(np.diff(sizes, prepend=0))
+        return dict(zip(sizes[first].tolist(), tokens[fitting[first]].tolist(), strict=True))
 
     @cached_property
     def filler(self) -> int:

@@ -236,13 +236,14 @@ class LlgTemplate:
         self._spoiled = False
         checkpoint()
         shape: Shape | None = None
+        kept: list[Shape] = []
         with contextlib.suppress(Unmodelled):
-            shape = shape_of(grammar, schemas, backend.vocabulary)
+            shape = shape_of(grammar, schemas, backend.vocabulary, kept)
         checkpoint()
         if grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
             self.text += _UNFORCED
             self._matcher = self.fresh_matcher()
-        self._counted = None if shape is None else self._count(shape)
+        self._counted = None if shape is None else self._count(shape, kept)
         """None where its outputs cannot be followed: those are not steered to an end."""
         if self._counted is None:
             (first := self._matcher.deep_copy()).compute_bitmask()
@@ -259,12 +260,12 @@ class LlgTemplate:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
-    def _count(self, shape: Shape) -> Counted | None:
+    def _count(self, shape: Shape, kept: list[Shape]) -> Counted | None:
         """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way.
         Raises `GrammarImpossible` where there is none."""
         vocabulary = self.backend.vocabulary
         try:
-            counted = Counted(shape, Prices(shape, self.backend.speller), self.grammar.kind == "lark")
+            counted = Counted(shape, Prices(shape, self.backend.speller, kept), self.grammar.kind == "lark")
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:

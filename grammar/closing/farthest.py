@@ -3,14 +3,15 @@ fits, and the output's position in the grammar need not be known."""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import operator
 from collections.abc import Iterator
 
 from asyncengine.grammar.closing.prices import Prices
 from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
-from asyncengine.grammar.shapes.nodes import Shape, Times, Unordered
+from asyncengine.grammar.shapes.nodes import Shape, Times, Unordered, span
 from asyncengine.grammar.vocabulary import UNREACHABLE
 
 ROUNDS = MAX_NESTING + 2
@@ -27,14 +28,21 @@ def farthest(root: Shape, prices: Prices) -> int:
     One pass over the shapes, innermost first. Those that lie within themselves, and those between such, are one: each
     round through them costs no more than the dearest step of each together.
     """
+    return max(_within(root, prices), prices.cost(root))
+
+
+def _within(root: Shape, prices: Prices) -> int:
     known: dict[Shape, int] = {}
+    for part, own in prices.kept.items():
+        own.dearest = known[part] = _within(part, own) if own.dearest is None else own.dearest
     below = nodes.peeled(prices.inner, prices.inner, prices.users)
     above: dict[Shape, None] = {}
     if len(below) < len(prices.inner):
         above = nodes.peeled(prices.inner, prices.users, prices.inner)
     circle = [shape for shape in prices.inner if shape not in below and shape not in above]
     for shape in below:
-        known[shape] = _dearest(shape, prices, known)
+        if shape not in known:
+            known[shape] = _dearest(shape, prices, known)
     if circle:
         leaving = max(_dearest(shape, prices, known) for shape in circle)
         inside = dict.fromkeys(circle, 0)
@@ -43,14 +51,14 @@ def farthest(root: Shape, prices: Prices) -> int:
     for shape in reversed(list(above)):
         if shape not in known:
             known[shape] = _dearest(shape, prices, known)
-    return max(known[root], prices.cost(root))
+    return known[root]
 
 
 def _dearest(shape: Shape, prices: Prices, known: dict[Shape, int]) -> int:
     """Tokens from the dearest position in a shape to its end: within a part of it that is in `known`, or between
     parts."""
     if isinstance(shape, nodes.Literal):
-        return max((prices.speller.cost(shape.data, begin) for begin in range(1, len(shape.data))), default=0)
+        return prices.speller.dearest(shape.data)
     if isinstance(shape, Words):
         return _of_words(shape, prices)
     return max((known[part] + after for part, after in _steps(shape, prices) if part in known), default=0)
@@ -61,7 +69,7 @@ def _steps(shape: Shape, prices: Prices) -> Iterator[tuple[Shape, int]]:
     if isinstance(shape, nodes.Chain):
         yield from ((item, prices.suffix(shape, index + 1)) for index, item in enumerate(shape.items))
     elif isinstance(shape, Times):
-        unit = prices.unit_of(shape)
+        unit = prices.unit_of(shape) if shape.least > 1 else None
         fewest = max(0, shape.least - 1 - (unit.rounds if unit else 1))  # a whole unit may cost less than part of it
         yield shape.body, max(prices.times(shape, count) for count in range(fewest, max(1, shape.least)))
     elif isinstance(shape, Unordered):
@@ -76,13 +84,13 @@ def _steps(shape: Shape, prices: Prices) -> Iterator[tuple[Shape, int]]:
 
 
 def _of_words(shape: Words, prices: Prices) -> int:
-    single = prices.speller.vocabulary.by_bytes
     if type(shape) is OtherKey and len(shape.words) < CANDIDATES:
-        letters, most = bytes(range(256)), KEY_END
+        letters, most = span(0, 255), KEY_END
     elif type(shape) is Multiples:
-        letters, most = b"-.0123456789", 2 * MORE_DIGITS
+        letters, most = span(45, 46) | span(48, 57), 2 * MORE_DIGITS
     elif type(shape) is Words:
-        letters, most = bytes(set(itertools.chain.from_iterable(shape.words))), max(map(len, shape.words), default=0)
+        letters = functools.reduce(operator.or_, (1 << byte for byte in set(b"".join(shape.words))), 0)
+        most = max(map(len, shape.words), default=0)
     else:
         return UNREACHABLE
-    return most if all(letters[at : at + 1] in single for at in range(len(letters))) else UNREACHABLE
+    return UNREACHABLE if letters & ~prices.speller.letters else most

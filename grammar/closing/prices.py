@@ -58,7 +58,16 @@ class Speller:
         self.vocabulary = vocabulary
         self.spellings: dict[bytes, list[tuple[int, int]]] = {}
         """Texts as `cut` has them."""
+        self._parts: dict[nodes.Shape, Prices] = {}
         self._units: dict[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None] = {}
+
+    def priced(self, part: nodes.Shape) -> Prices:
+        """The prices of a part that many grammars have."""
+        if part not in self._parts:
+            if len(self._parts) >= MAX_KEPT:
+                self._parts.clear()
+            self._parts[part] = Prices(part, self)
+        return self._parts[part]
 
     def tokens(self, text: bytes) -> list[int] | None:
         """The fewest tokens for `text` (at most some `SHORT` bytes); None if there are none."""
@@ -74,6 +83,10 @@ class Speller:
         """The fewest tokens for `text` from byte `begin` on."""
         return min(UNREACHABLE, self._spelling(text)[begin][0])
 
+    def dearest(self, text: bytes) -> int:
+        """The most that the rest of `text` costs behind any of its bytes."""
+        return min(UNREACHABLE, max(self._spelling(text)[1:])[0])
+
     def _spelling(self, text: bytes) -> list[tuple[int, int]]:
         spelling = self.spellings.get(text)
         if spelling is None:
@@ -84,13 +97,13 @@ class Speller:
         return spelling
 
     @functools.cached_property
-    def _letters(self) -> int:
+    def letters(self) -> int:
         """The bytes that are tokens by themselves (bit b: byte b)."""
         return sum(1 << byte for byte in range(256) if bytes([byte]) in self.vocabulary.by_bytes)
 
     def letter(self, mask: int) -> bytes | None:
         """A letter of a set (bit b: byte b) that some token spells."""
-        mask &= self._letters
+        mask &= self.letters
         for byte in (self.vocabulary.filler, *b"a0AxZ"):
             if mask >> byte & 1:
                 return bytes([byte])
@@ -146,9 +159,13 @@ class Speller:
 class Prices:
     """The prices of all shapes in one grammar, for one vocabulary. Any number of threads may share them."""
 
-    def __init__(self, root: nodes.Shape, speller: Speller) -> None:
-        """Raises `Unmodelled` for a shape that is too large."""
+    def __init__(self, root: nodes.Shape, speller: Speller, kept: Iterable[nodes.Shape] = ()) -> None:
+        """`kept`: parts whose prices the speller keeps from one grammar to the next. Raises `Unmodelled` for a shape
+        that is too large."""
         self.speller = speller
+        self.kept = {part: speller.priced(part) for part in kept}
+        self.dearest: int | None = None
+        """`farthest` of a part that is kept; None: not counted so far."""
         self._costs: dict[nodes.Shape, int] = {}
         self._best: dict[nodes.Shape, nodes.Shape] = {}
         """The cheapest of alternatives."""
@@ -158,7 +175,7 @@ class Prices:
         self._blanks: dict[nodes.Times, bool] = {}
         self.inner: dict[nodes.Shape, Sequence[nodes.Shape]] = {}
         self.users: dict[nodes.Shape, list[nodes.Shape]] = {}
-        """The parts of each shape, and the shapes that each is a part of, without repetitions."""
+        """The parts of each shape, and the shapes that each is a part of, without repetitions; not within `kept`."""
         self._units: dict[nodes.Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
         self._settle(root)
@@ -280,10 +297,14 @@ class Prices:
 
     def _settle(self, root: nodes.Shape) -> None:
         """Settle the cost of every shape in `root`, cheapest first: so the first of alternatives is the cheapest."""
-        found = nodes.within(root, MAX_SHAPES)
-        users, missing = self.users, dict[nodes.Shape, int]()
+        found = nodes.within(root, MAX_SHAPES, self.kept)
+        users, missing, settled = self.users, dict[nodes.Shape, int](), dict[nodes.Shape, None]()
         heap: list[tuple[int, int, nodes.Shape]] = []
         costs, count = self._costs, itertools.count()
+        for part in self.kept.values():
+            costs.update(part._costs)
+            self._best.update(part._best)
+            self._letters.update(part._letters)
 
         def push(shape: nodes.Shape, cost: int) -> None:
             if cost < UNREACHABLE:
@@ -294,18 +315,21 @@ class Prices:
             missing[shape] = len(todo)
             for part in todo:
                 users.setdefault(part, []).append(shape)
-            if not inner or isinstance(shape, (nodes.Letters, nodes.Times)):
+            if shape not in self.kept and (not inner or isinstance(shape, (nodes.Letters, nodes.Times))):
                 push(shape, self._value(shape))
+        for part in self.kept:  # of equal alternatives the simplest are the first
+            push(part, costs[part])
         while heap:
             cost, _, shape = heapq.heappop(heap)
-            if shape in costs:
+            if shape in settled:
                 continue
+            settled[shape] = None
             if isinstance(shape, nodes.Times) and shape.least > 1:  # more alternatives of its body are settled by now
                 cost = min(cost, self._value(shape))
             costs[shape] = cost
             for user in users.get(shape, ()):
                 missing[user] -= 1
-                if user in costs or (missing[user] and isinstance(user, nodes.Chain)):
+                if user in settled or (missing[user] and isinstance(user, nodes.Chain)):
                     continue
                 if not isinstance(user, (nodes.Either, nodes.Unordered)) or (
                     isinstance(user, nodes.Unordered) and user.counts

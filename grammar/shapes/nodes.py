@@ -7,7 +7,7 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_CODE = 0x10FFFF
@@ -294,13 +294,14 @@ def parts(shape: Shape) -> Sequence[Shape]:
     return ()
 
 
-def within(root: Shape, most: int) -> dict[Shape, Sequence[Shape]]:
-    """The parts of `root` and of every shape in it. Raises `Unmodelled` for more than `most`."""
-    found: dict[Shape, Sequence[Shape]] = {root: parts(root)}
+def within(root: Shape, most: int, closed: Container[Shape] = ()) -> dict[Shape, Sequence[Shape]]:
+    """The parts of `root` and of every shape in it, those in `closed` taken for one. Raises `Unmodelled` for more than
+    `most`."""
+    found: dict[Shape, Sequence[Shape]] = {root: () if root in closed else parts(root)}
     for shape in (order := [root]):  # grows while it is walked
         for part in found[shape]:
             if part not in found:
-                found[part] = parts(part)
+                found[part] = () if part in closed else parts(part)
                 order.append(part)
         if len(order) > most:
             raise Unmodelled

@@ -31,18 +31,23 @@ _OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
 """The beginnings of the keys that are none of some, and whether those may have escapes. Read only."""
 
 
-def shape_of(grammar: Grammar, schemas: Sequence[tuple[Rules, nodes.Name]], vocabulary: Vocabulary) -> nodes.Shape:
-    """The shape of a grammar. `schemas`: the rules of each in it, with the first one's name. Raises `Unmodelled`."""
+def shape_of(
+    grammar: Grammar, schemas: Sequence[tuple[Rules, nodes.Name]], vocabulary: Vocabulary, kept: list[nodes.Shape]
+) -> nodes.Shape:
+    """The shape of a grammar. `schemas`: the rules of each in it, with the first one's name; `kept`: gets the parts
+    that are the same ones in other grammars. Raises `Unmodelled`."""
     if grammar.kind == "regex":
         return regex_shape(grammar.text)
     if grammar.kind == "choice":
         return Words([text.encode("utf-8", "replace") for text in parse_json(grammar.text)])
     if grammar.kind == "json_schema":
-        return rules_shape(*schemas[0])
-    return lark_shape(grammar.text, [rules_shape(*rules, vocabulary) for rules in schemas], vocabulary)
+        return rules_shape(*schemas[0], kept)
+    return lark_shape(grammar.text, [rules_shape(*rules, kept, vocabulary) for rules in schemas], vocabulary)
 
 
-def rules_shape(rules: Rules, start: nodes.Name, vocabulary: Vocabulary | None = None) -> nodes.Shape:
+def rules_shape(
+    rules: Rules, start: nodes.Name, kept: list[nodes.Shape], vocabulary: Vocabulary | None = None
+) -> nodes.Shape:
     """The shape of rules that have been printed: it takes their place. `vocabulary`: of a grammar that has more, which
     may be taken for a part of the schema's texts."""
     made: list[nodes.Made] = []
@@ -55,7 +60,11 @@ def rules_shape(rules: Rules, start: nodes.Name, vocabulary: Vocabulary | None =
     def leaf(shape: nodes.Shape) -> nodes.Shape:
         if isinstance(shape, nodes.Terminal):
             if shape not in known:
-                known[shape] = _lexeme(shape, vocabulary) if vocabulary else leaf_shape(shape.text)
+                text = shape.text
+                own = mark_shape(text, vocabulary) if vocabulary and text[0] == "<" else leaf_shape(text)
+                if len(text) <= MAX_KEPT_LENGTH and nodes.parts(own):
+                    kept.append(own)
+                known[shape] = _lexeme(own, shape.end) if vocabulary else own
             return known[shape]
         if isinstance(shape, nodes.Times):
             shape.body = leaf(shape.body)
@@ -70,12 +79,11 @@ def rules_shape(rules: Rules, start: nodes.Name, vocabulary: Vocabulary | None =
     return nodes.resolve(made, start)
 
 
-def _lexeme(terminal: nodes.Terminal, vocabulary: Vocabulary) -> nodes.Shape:
-    if terminal.text[0] == "<":
-        return mark_shape(terminal.text, vocabulary)
-    shape = leaf_shape(terminal.text)
-    if terminal.end:
-        return nodes.Lexeme(nodes.chain([shape, expression_shape(terminal.end)]), lazy=True)
+def _lexeme(shape: nodes.Shape, end: str) -> nodes.Shape:
+    if isinstance(shape, nodes.Mark):
+        return shape
+    if end:
+        return nodes.Lexeme(nodes.chain([shape, expression_shape(end)]), lazy=True)
     return nodes.Lexeme(shape)
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
+from asyncengine.grammar.spec import check_text
 
 MAX_EBNF = 256 << 10
 """Most characters of GBNF converted on the caller's thread (0.2 s)."""
@@ -48,7 +49,7 @@ _DECODER = json.JSONDecoder()
 
 
 def literal(text: str) -> str:
-    """A Lark literal that matches exactly `text`."""
+    """A Lark literal that matches exactly `text`, which is also the one spelling that listed JSON texts have."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -99,13 +100,9 @@ def placed(text: str) -> Iterator[tuple[str, str, int]]:
             yield kind, match.group(), match.start()
 
 
-def checked_lark(text: object) -> str:
-    """`text`, if it can be a Lark grammar here. The library judges the rest when it compiles it."""
-    from asyncengine.grammar.spec import check_text
-
-    if not isinstance(text, str):
-        raise GrammarError("grammar", "a Lark grammar must be a str", text)
-    check_text(text)
+def checked_lark(given: object) -> str:
+    """`given`, if it can be a Lark grammar here. The library judges the rest when it compiles it."""
+    text = check_text(given, "a Lark grammar")
     if re.search(r"(?m)^[ \t]*[?!]?start\b", text) is None:
         raise GrammarError("grammar", "a Lark grammar needs a rule named start")
     if "max_tokens" in text and any(token[:2] == ("name", "max_tokens") for token in placed(text)):
@@ -113,18 +110,14 @@ def checked_lark(text: object) -> str:
     return text
 
 
-def ebnf_to_lark(text: object) -> str:
+def ebnf_to_lark(given: object) -> str:
     """Lark text from GBNF or Lark.
 
     llguidance's converter makes a terminal of each rule without recursion; a terminal takes the longest text it can.
     """
-    from asyncengine.grammar.spec import check_text
-
-    if not isinstance(text, str):
-        raise GrammarError("grammar", "an EBNF grammar must be a str", text)
-    check_text(text)
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    text = check_text(given, "an EBNF grammar")
     if _LARK.search(text):
         return checked_lark(text)
     if len(text) > MAX_EBNF:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.lark import regex
+from asyncengine.grammar.spec import check_text
 
 # Patterns with look-aheads as expressions that an automaton has: a text matches `(?!A)B` if it matches B, and not A.
 
@@ -217,17 +218,13 @@ MAX_CONSTRUCT_PATTERN = 256 << 10
 """Longest pattern that is read at all (0.2 s); `check_limits` allows less."""
 
 
-def portable(pattern: object) -> str:
-    """`pattern` (Python dialect, matched from end to end) in the libraries' dialect, without anchors. Look-aheads stay
+def portable(given: object) -> str:
+    """A pattern (Python dialect, matched from end to end) in the libraries' dialect, without anchors. Look-aheads stay
     in it: `expression` says what they mean.
 
     Raises `GrammarUnsupported` naming a construct no automaton has, `GrammarError` for a malformed pattern.
     """
-    from asyncengine.grammar.spec import check_text
-
-    if not isinstance(pattern, str):
-        raise GrammarError("grammar", "a pattern must be a str", pattern)
-    check_text(pattern)
+    pattern = check_text(given, "a pattern")
     if len(pattern) > MAX_CONSTRUCT_PATTERN:
         raise GrammarTooLarge("grammar", f"a pattern must not exceed {MAX_CONSTRUCT_PATTERN} characters", len(pattern))
     tokens = _tokens(pattern)

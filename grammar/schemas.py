@@ -7,8 +7,10 @@ import functools
 import inspect
 import json
 import re
+import tomllib
 import types
 from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import Any, get_origin
 from urllib.parse import quote, unquote, urljoin
 
@@ -16,15 +18,9 @@ from asyncengine.errors import GrammarError, GrammarImpossible
 from asyncengine.grammar.lark import placed
 from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 
-ONE = (
-    "additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then", "else",
-    "unevaluatedItems", "unevaluatedProperties", "contentSchema",
-)  # fmt: skip
-"""Keywords whose value is a schema (`items` may also be a list of them)."""
-MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-"""Keywords whose value is a list of schemas."""
-NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
-"""Keywords whose value maps names to schemas."""
+TABLES = tomllib.loads((resources.files(__package__) / "keywords.toml").read_text(encoding="utf-8"))
+"""Tables of JSON Schema's keywords. Read only."""
+ONE, MANY, NAMED = (frozenset(TABLES["schemas"][kind]) for kind in ("one", "many", "named"))
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 _NAMES_A_PLACE = "|".join(map(re.escape, (*_ANCHORS, "$dynamicRef")))
 ACCEPTED = "a dict, JSON text, True, or a pydantic model, dataclass or TypedDict class"

@@ -179,9 +179,7 @@ class Grammar:
             raise GrammarError("grammar", "a choice takes a list of str", options)
         items = list(options)
         for item in items:
-            if not isinstance(item, str):
-                raise GrammarError("grammar", "each option of a choice must be a str", item)
-            check_text(item)
+            check_text(item, "each option of a choice")
         if not items:
             raise GrammarError("grammar", "a choice needs at least one option")
         return cls("choice", canonical_json(list(dict.fromkeys(str(item) for item in items))), backend=backend)
@@ -264,16 +262,18 @@ class Grammar:
         return _meant(spec)
 
 
-def check_text(text: object) -> None:
-    """Refuse what no tokenizer can spell or a C library may trip over: NUL, lone surrogates, anything but str."""
+def check_text(text: object, what: str = "") -> str:
+    """`text`; refuses what no tokenizer can spell or a C library may trip over: NUL, lone surrogates, anything but str.
+    `what` it is, for the message."""
     if not isinstance(text, str):
-        raise GrammarError("grammar", "must be text", text)
+        raise GrammarError("grammar", f"{what} must be a str".lstrip(), text)
     if "\0" in text:
         raise GrammarError("grammar", "must not contain NUL characters")
     try:
         text.encode()
     except UnicodeEncodeError:
         raise GrammarError("grammar", "must not contain lone surrogates (it cannot be encoded as UTF-8)") from None
+    return text
 
 
 # `Grammar.of`: what a Python value or type stands for.

@@ -8,22 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.schemas import children, resolve, subschemas, with_local_references
+from asyncengine.grammar.schemas import TABLES, children, resolve, subschemas, with_local_references
 
 MAX_DEPTH = 64
 """Nesting of a schema; a grammar refuses more as well."""
 ALTERNATIVES = ("anyOf", "oneOf")
-CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
-"""Keywords whose meaning for a value depends on the schema around them."""
+CONDITIONS = TABLES["about"]["conditions"]
 OWN_KEYS = ("properties", "patternProperties", "required", *CONDITIONS)
 """Beside these a `$ref`, `allOf` or `anyOf` is one of several statements about the same object."""
 
-TYPES = {
-    **dict.fromkeys(("string", "str", "text"), "string"), **dict.fromkeys(("boolean", "bool"), "boolean"),
-    **dict.fromkeys(("integer", "int", "long"), "integer"), **dict.fromkeys(("number", "float", "double"), "number"),
-    **dict.fromkeys(("object", "dict", "map"), "object"), **dict.fromkeys(("array", "list", "tuple", "set"), "array"),
-    **dict.fromkeys(("null", "none", "nonetype"), "null"), "any": None,
-}  # fmt: skip
+TYPES = {**TABLES["types"], "any": None}
 """JSON Schema's types by how they are written in other languages, in small letters; None: any of them. Read only."""
 
 Schema = dict[str, Any]

@@ -87,7 +87,7 @@ class Closing:
         self._tracker = counted.tracker
         self._frames = counted.tracker.begin
         """Empty where nothing is known of the output any more."""
-        self._effort = Effort(ACCOUNT)
+        self._account = ACCOUNT
         self._said: list[int] = []
         """Tokens that were followed."""
         self._late: deque[int] = deque()
@@ -214,14 +214,14 @@ class Closing:
     def _step(self, token: int) -> Frames | None:
         """Past `token`; None where the shape does not follow it."""
         symbols = self._vocabulary.symbols(token)
-        self._effort.left = min(ACCOUNT, self._effort.left + REFILL * len(symbols))
-        effort = self._effort.part(min(MAX_STEPS, self._effort.left))
+        account = min(ACCOUNT, self._account + REFILL * len(symbols))
+        effort = Effort(most := min(MAX_STEPS, account))
         try:
             return self._tracker.step(self._frames, symbols, effort)
         except Lost:
             return None
-        finally:
-            self._effort.regain(effort)
+        finally:  # what was overspent is owed
+            self._account = account - most + effort.left
 
     def _fits(self, frames: Frames, at_most: int) -> bool:
         """A way of at most `at_most` tokens leads on from there; or none is known, and the end is far."""

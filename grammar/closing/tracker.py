@@ -45,15 +45,6 @@ class Effort:
     def __init__(self, left: int) -> None:
         self.left = left
 
-    def part(self, amount: int) -> Effort:
-        """`amount` of it, on credit if need be. What is left of it goes back by `regain`."""
-        self.left -= amount
-        return Effort(amount)
-
-    def regain(self, part: Effort) -> None:
-        """Take back what is left of `part`; what it overspent is owed."""
-        self.left += part.left
-
 
 class Frame:
     """A position in a shape, within the position `outer` of the shape around it.

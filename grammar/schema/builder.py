@@ -304,7 +304,7 @@ class Builder:
             self._objects(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
 
     def _pair(self, key: str, value: Conjunction) -> Name:
-        return self.rules.shared([self._literal(demands.json_text(key)), *self._colon, self.node(value)])
+        return self.rules.shared([self._literal(literal(key)), *self._colon, self.node(value)])
 
     def _objects(
         self, name: Name, members: list[Member], free: Name | None, bounds: tuple[int, int | None], strange: bool

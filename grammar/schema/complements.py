@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from asyncengine.grammar.schema.formats import PATTERNS
+from asyncengine.grammar.schemas import TABLES
 
 ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types, "fraction" being a number that is not whole."""
@@ -20,11 +21,6 @@ Schema = dict[str, Any]
 Opposite = tuple[Schema, bool]
 """(schema, whether it is plain: without applicators, its "enum" or "not" of strings taken as it is)"""
 
-_COUNTS = {
-    "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
-    "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
-    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
-}  # fmt: skip
 _NO_OPPOSITE = (
     "patternProperties", "propertyNames", "multipleOf", "uniqueItems", "unevaluatedProperties",
     "unevaluatedItems", "$dynamicRef", "$recursiveRef", "dependencies",
@@ -46,8 +42,8 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
                 is_open = key[0] == "e" or schema.get(f"exclusive{key.capitalize()}") is True  # draft 4 writes true
                 other = "maximum" if key.lower().endswith("minimum") else "minimum"
                 yield {"type": "number", other if is_open else f"exclusive{other.capitalize()}": value}, False
-            case _ if key in _COUNTS:
-                kind, other, step = _COUNTS[key]
+            case _ if key in TABLES["opposites"]:
+                kind, other, step = TABLES["opposites"][key]
                 if value + step >= 0:
                     yield {"type": kind, other: int(value) + step}, False
             case "required" | "properties" | "additionalProperties":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,24 +12,16 @@ from typing import Any
 from llguidance import LLMatcher
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.lark import regex
+from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.regexes import quoted, searched, words
 from asyncengine.grammar.schema.terms import Entry, Term
-from asyncengine.grammar.schemas import escape
+from asyncengine.grammar.schemas import TABLES, escape
 from asyncengine.grammar.spec import canonical_json
 
 LENGTHS = ("minLength", "maxLength")
-ARRAY = (
-    "items", "prefixItems", "additionalItems", "minItems", "maxItems", "contains", "minContains", "maxContains",
-    "uniqueItems",
-)  # fmt: skip
-OBJECT = (
-    "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
-    "propertyNames", "unlisted",
-)  # fmt: skip
+STRING, ARRAY, OBJECT = (TABLES["about"][kind] for kind in ("strings", "arrays", "objects"))
 LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
 """Options of llguidance that say something about a string."""
-STRING = (*LENGTHS, "pattern", "enum", "const")
 
 MAX_EXCLUDED = 10_000
 """Strings that a string must not be: the library takes 0.8 s for so many, 37 s for eight times as many."""
@@ -42,11 +33,6 @@ TEXT = r'"(?:[^"\\\x00-\x1f\x7f]|\\(?:["\\bfnrt]|u00(?:[01][0-9A-Fa-f]|7[Ff])))*
 """A JSON string as llguidance 1.9.1 writes it where `json_allowed_escapes` and the like say nothing."""
 PLAIN_KEY = r'"[^"\\\x00-\x1f\x7f]*"'
 """A key that a pattern is matched against: no escapes."""
-
-
-def json_text(text: str) -> str:
-    """The text as JSON writes it, with no spelling but this where it is listed."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def count_of(entry: Entry, key: str) -> int | None:
@@ -199,7 +185,7 @@ class Texts:
         if self.without or any("pattern" in part for part in self.parts):
             return None
         if (listed := self.listed) is not None:
-            return words(map(json_text, listed)) if listed else None
+            return words(map(literal, listed)) if listed else None
         return regex(TEXT.replace("*", self._times))
 
     @property
@@ -217,7 +203,7 @@ class Texts:
         if len(texts) > MAX_EXCLUDED:
             raise GrammarTooLarge("grammar", f"values to be excluded must not exceed {MAX_EXCLUDED}", len(texts))
         kinds = (PLAIN_KEY if also or but else KEY).replace("*", self._times)
-        wrong = [*([words(map(json_text, texts))] if texts else []), *but]
+        wrong = [*([words(map(literal, texts))] if texts else []), *but]
         return " & ".join([regex(kinds), *also, *(f"~{text}" for text in wrong)])
 
     def raw(self) -> list[str]:

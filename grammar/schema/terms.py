@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.schema.complements import ALL_TYPES, NoOpposite, opposites, structure
+from asyncengine.grammar.schema.complements import ALL_TYPES, NoOpposite, is_number, opposites, structure
 from asyncengine.grammar.schema.formats import PATTERNS, of_format
 from asyncengine.grammar.schema.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
 from asyncengine.grammar.schema.rules import Checkpoint, proceed
-from asyncengine.grammar.schemas import escape, resolve
+from asyncengine.grammar.schemas import TABLES, escape, resolve
 
 _BOUNDS = frozenset(KEYWORDS)
 MAX_TERMS = 4096
@@ -26,17 +26,14 @@ MAX_WORK = 200_000
 seconds at worst."""
 MADE = "\0"
 """Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    key: (kinds, name)
-    for kinds, name, keys in (
-        ((dict,), "an object", "properties patternProperties dependentSchemas dependentRequired dependencies"),
-        ((dict, bool), "a schema", "not contains propertyNames additionalProperties if then else additionalItems"),
-        ((list,), "a list", "required prefixItems enum"),
-        ((str,), "a string", "pattern $ref"),
-    )
-    for key in keys.split()
+_KINDS: dict[str, tuple[type, ...]] = {
+    "an object": (dict,),
+    "a schema": (dict, bool),
+    "a list": (list,),
+    "a string": (str,),
 }
-"""The types of keywords' values, and what they are called. Read only."""
+_VALUES = {key: kind for kind, keys in TABLES["values"].items() for key in keys}
+"""The kinds of keywords' values. Read only."""
 
 
 class Entry(NamedTuple):
@@ -180,7 +177,7 @@ class Alternatives:
         """The schema that one stands for which is but a reference."""
         seen: list[str] = []
         while isinstance(entry.schema, dict) and "$ref" in entry.schema and entry.pointer not in seen:
-            if any(key not in ANNOTATIONS for key in entry.schema if key != "$ref"):
+            if any(key not in TABLES["about"]["nothing"] for key in entry.schema if key != "$ref"):
                 break
             _check(entry)
             seen.append(entry.pointer)
@@ -224,7 +221,9 @@ class Alternatives:
             return False
         for one in done:
             if one.pointer not in self._own:
-                said = {key: said for key, said in one.schema.items() if key in KEYWORDS or key in _OWN}
+                said = {
+                    key: said for key, said in one.schema.items() if key in KEYWORDS or key in TABLES["about"]["own"]
+                }
                 self._own[one.pointer] = one if one.plain else Entry(f"{one.pointer}{MADE}own", said, plain=True)
         own = [self._own[one.pointer] for one in done]
         return self._is_empty((*own, self.followed(Entry(f"{entry.pointer}/not", entry.schema["not"]))))
@@ -285,21 +284,16 @@ class Alternatives:
             if self._branches is None:
                 return
             parts = place.split("/")
-            last = next((at for at in range(len(parts) - 1, 0, -1) if parts[at] in _NEGATING), len(parts) - 1)
+            last = next(
+                (at for at in range(len(parts) - 1, 0, -1) if parts[at] in TABLES["about"]["negated"]), len(parts) - 1
+            )
             detail = f"needs the opposite of {keyword}, which is not enforced"
             raise GrammarUnsupported("grammar", [(parts[last], "/".join(parts[: last + 1]))], detail) from None
         yield found
 
 
-ANNOTATIONS = ("title", "description", "default", "examples", "$comment")
-"""Keywords that say nothing, such as stand beside references."""
-_OWN = (
-    "type", "minLength", "maxLength", "pattern", "minItems", "maxItems", "items", "prefixItems", "additionalItems",
-    "properties", "patternProperties", "additionalProperties", "required",
-)  # fmt: skip
 _NAMED = ("properties", "patternProperties")
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
-_NEGATING = ("not", "oneOf", "if", "contains", "dependentSchemas", "dependencies")
 
 
 def _members(pointer: str, key: str, value: Any) -> list[Entry]:
@@ -313,16 +307,16 @@ def _check(entry: Entry) -> None:
     schema, at = entry.schema, entry.place or "/"
     if not isinstance(schema, dict):
         raise GrammarError("grammar", f"the schema at {at} must be an object", schema)
-    for key in schema.keys() & _KINDS.keys():
-        kinds, name = _KINDS[key]
-        if not isinstance(schema[key], kinds) and not (entry.plain and key == "not"):
-            raise GrammarError("grammar", f"{key} at {at} must be {name}", schema[key])
+    for key in schema.keys() & _VALUES.keys():
+        kind = _VALUES[key]
+        if not isinstance(schema[key], _KINDS[kind]) and not (entry.plain and key == "not"):
+            raise GrammarError("grammar", f"{key} at {at} must be {kind}", schema[key])
 
 
 def _values(pointer: str, values: list[Any]) -> list[Entry]:
     """A choice: the strings together, the numbers together, anything else one by one."""
     strings = [value for value in values if isinstance(value, str)]
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    numbers = [value for value in values if is_number(value)]
     found = []
     if strings:
         found.append(Entry(f"{pointer}/strings", {"type": "string", "enum": strings}, plain=True))

@@ -242,6 +242,11 @@ def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
 Node = Any
 
 
+def deepest(start: Node, steps: Callable[[Node], Sequence[tuple[Any, Node]]]) -> int:
+    """The worse of two orders of visiting (`depth_first`)."""
+    return max(depth_first(start, steps), depth_first(start, lambda node: reversed(steps(node))))
+
+
 def depth_first(start: Node, neighbours: Callable[[Node], Iterable[tuple[Any, Node]]]) -> int:
     """Length of the longest stack of a depth-first walk that enters each node (by key) once: so deep a library recurses
     through references (text that nests nowhere can overflow its stack: `a: b`, `b: c`, ... is one call per rule). We do
@@ -262,7 +267,7 @@ def depth_first(start: Node, neighbours: Callable[[Node], Iterable[tuple[Any, No
 
 
 def schema_chain(schema: dict[str, Any]) -> int:
-    """Most schemas open at once: nesting and local references together. The worse of two orders of visiting.
+    """Most schemas open at once: nesting and local references together.
 
     Definitions count where something refers to them.
     """
@@ -273,16 +278,12 @@ def schema_chain(schema: dict[str, Any]) -> int:
         found += [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
         return [(id(child), child) for child in found]
 
-    return max(depth_first(schema, steps), depth_first(schema, lambda node: reversed(steps(node))))
+    return deepest(schema, steps)
 
 
 def rule_chain(rules: Mapping[str, Sequence[str]]) -> int:
     """Most Lark rules open at once, from `start`. `rules`: name -> names in its text."""
-
-    def steps(name: str) -> list[tuple[str, str]]:
-        return [(other, other) for other in rules.get(name, ())]
-
-    return max(depth_first("start", steps), depth_first("start", lambda name: reversed(steps(name))))
+    return deepest("start", lambda name: [(other, other) for other in rules.get(name, ())])
 
 
 def lark_rules(tokens: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -20,8 +20,10 @@ import contextlib
 import itertools
 import json
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import resources
 from typing import Any
 
 import llguidance
@@ -109,17 +111,7 @@ def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
 
 # Explanations of a grammar library's complaints: which keyword, where in the schema, and what the user can do.
 
-_TOO_LARGE = (
-    "too large", "too big", "too many", "too deeply nested", "fuel exhausted", "recursion limit exceeded",
-    "maximum number of nested", "limit for this grammar", "grammar.symbols.len()", "exceeds limit", "too complex",
-    "unable to determine if regex is empty", "(limit ", "; max is ",
-)  # fmt: skip
-_IMPOSSIBLE = ("unsatisfiable", "noextension", "regex is empty", "empty language", "no valid output")
-_NO_AUTOMATON = ("look-around", "lookarounds not supported", "backreferences are not supported")
-_ADVICE = {
-    "too large": "simplify it, or split it into several requests",
-    "impossible": "no output can match: look for contradictory bounds, types or required keys",
-}
+_SIGNS = tomllib.loads((resources.files(__package__) / "complaints.toml").read_text(encoding="utf-8"))
 MAX_MESSAGE = 240
 """Most characters of a library's text that reach the user."""
 
@@ -133,11 +125,11 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
     shown = summary(message)
     if grammar.kind == "json_schema":  # lines and columns of Lark that nobody but us has seen
         shown = re.sub(r"^at [0-9]+\([0-9]+\): ", "", shown)
-    if any(sign in lower for sign in _TOO_LARGE):
-        return GrammarTooLarge("grammar", f"too large for the library ({shown}); {_ADVICE['too large']}")
-    if any(sign in lower for sign in _IMPOSSIBLE):
-        return GrammarImpossible("grammar", f"{_ADVICE['impossible']} ({shown})")
-    if any(sign in lower for sign in _NO_AUTOMATON):
+    if any(sign in lower for sign in _SIGNS["too_large"]):
+        return GrammarTooLarge("grammar", f"too large for the library ({shown}); {_SIGNS['advice']['too_large']}")
+    if any(sign in lower for sign in _SIGNS["impossible"]):
+        return GrammarImpossible("grammar", f"{_SIGNS['advice']['impossible']} ({shown})")
+    if any(sign in lower for sign in _SIGNS["no_automaton"]):
         features = [("pattern", place) for place in _patterns(grammar, lambda pattern: _suspect(pattern, message))]
         return GrammarUnsupported("grammar", features or [("look-around or back-reference", "")], shown)
     places = _patterns(grammar, lambda pattern: f"    {pattern}\n" in message)
@@ -269,7 +261,7 @@ class LlgTemplate:
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:
-            raise GrammarImpossible("grammar", f"{_ADVICE['impossible']} (its outputs have no end)")
+            raise GrammarImpossible("grammar", f"{_SIGNS['advice']['impossible']} (its outputs have no end)")
         if counted.cost > LONGEST:
             raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
         ahead = list(itertools.islice(unrolled(itertools.islice(counted.way(), CHECKED)), CHECKED * AHEAD))
@@ -344,7 +336,8 @@ class LlgState:
         """
         if self._ends:
             mask[:] = 0
-            self._allow_ends(mask)
+            for token in self._vocabulary.eos_ids:
+                mask.view("uint32")[token // 32] |= 1 << (token % 32)
             return
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self.matcher.is_error():
@@ -362,10 +355,12 @@ class LlgState:
         if self._ends:
             return False
         taken = self.matcher.try_consume_tokens([token])
-        if not taken and self._is_broken():
-            self._heal()
-            taken = self.matcher.try_consume_tokens([token])
-            self._raise_if_broken()
+        if not taken:
+            self.matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses a token
+            if self.matcher.is_error():
+                self._heal()
+                taken = self.matcher.try_consume_tokens([token])
+                self._raise_if_broken()
         if taken:
             self._tokens.append(token)
         return bool(taken)
@@ -393,14 +388,6 @@ class LlgState:
 
     def is_terminated(self) -> bool:
         return bool(self._ends or (self.matcher.is_stopped() and not self.matcher.is_error()))
-
-    def _allow_ends(self, mask: Mask) -> None:
-        for token in self._vocabulary.eos_ids:
-            mask.view("uint32")[token // 32] |= 1 << (token % 32)
-
-    def _is_broken(self) -> bool:
-        self.matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses a token
-        return bool(self.matcher.is_error())
 
     def _heal(self) -> None:
         """A sibling's limit may have broken the lexer we share: go the same way again with one of our own."""

@@ -159,14 +159,11 @@ def as_meant(schema: dict[str, Any]) -> dict[str, Any]:
             node.update(own)
         discriminator = node.get("discriminator")
         if isinstance(discriminator, dict) and isinstance(node.get("oneOf"), list):
-            for member in node["oneOf"]:
-                _require(resolve(schema, member), discriminator.get("propertyName"))
+            name = discriminator.get("propertyName")
+            for member in (resolve(schema, member) for member in node["oneOf"]):
+                if isinstance(member, dict) and name in (member.get("properties") or {}):
+                    member["required"] = list(dict.fromkeys([*member.get("required", []), name]))
     return schema
-
-
-def _require(node: Any, name: Any) -> None:
-    if isinstance(node, dict) and name in (node.get("properties") or {}) and name not in node.get("required", []):
-        node["required"] = [*node.get("required", []), name]
 
 
 def resolve(root: Any, node: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat.families import REASONING_MARKERS, TOOL_FORMATS
+from asyncengine.grammar.chat.families import REASONING_MARKERS, TABLES, TOOL_FORMATS
 from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
 from asyncengine.grammar.marks import NUMBER
 from asyncengine.text.tokenizer import TextTokenizer
@@ -108,18 +109,7 @@ def _with_blanks(form: ToolFormat, found: re.Match[str]) -> ToolFormat:
 QUESTION = "Zquestion9"
 NAMES = ("zprobe_one", "zprobe_two")
 ARGUMENTS = '{"zkey": "zvalue"}'
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "zoffered",
-        "description": "d",
-        "parameters": {
-            "type": "object",
-            "properties": {"zkey": {"type": "string", "description": "d"}},
-            "required": ["zkey"],
-        },
-    },
-}
+TOOL = json.loads(TABLES["probe"])
 HARMONY = ("<|channel|>analysis<|message|>", "functions.")
 """Texts of a template for channels."""
 _ANY_JSON = ("hermes", "llama3", "mistral", "mistral-compact", "json", "jamba", "hunyuan_a13b", "xlam")
@@ -215,7 +205,9 @@ def _rendered_call(tokenizer: TextTokenizer, count: int) -> tuple[str, str] | No
             continue
         plain = _render(tokenizer, [*before, {"role": "assistant", "content": "Zanswer9"}], tools)
         start = text.rfind(QUESTION) + len(QUESTION)
-        return text[start:], _where_they_differ(text[start:], plain[plain.rfind(QUESTION) + len(QUESTION) :])
+        whole, other = text[start:], plain[plain.rfind(QUESTION) + len(QUESTION) :]
+        pairs = enumerate(zip(whole, other, strict=False))
+        return whole, whole[next((i for i, (a, b) in pairs if a != b), min(len(whole), len(other))) :]
     return None
 
 
@@ -231,12 +223,6 @@ def renders_system(tokenizer: TextTokenizer) -> bool:
     """The template renders what the system says."""
     system = {"role": "system", "content": "Zsystem9"}
     return "Zsystem9" in _render(tokenizer, [system, {"role": "user", "content": QUESTION}], None)
-
-
-def _where_they_differ(text: str, other: str) -> str:
-    """`text` without the beginning it shares with `other`."""
-    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    return text[same:]
 
 
 def _chats(count: int) -> Iterator[tuple[list[Any], list[Any], list[Any], list[Any] | None]]:

@@ -19,7 +19,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-_TABLES = _frozen(tomllib.loads((resources.files(__package__) / "families.toml").read_text(encoding="utf-8")))
+TABLES = _frozen(tomllib.loads((resources.files(__package__) / "families.toml").read_text(encoding="utf-8")))
 
 
 def _format(name: str, table: Mapping[str, Any]) -> ToolFormat:
@@ -28,8 +28,8 @@ def _format(name: str, table: Mapping[str, Any]) -> ToolFormat:
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
-    {name: _format(name, table) for name, table in _TABLES["formats"].items()}
+    {name: _format(name, table) for name, table in TABLES["formats"].items()}
 )
 """The usual text of each family. What a model's own template writes goes before it: `detect.find_tool_format`."""
-REASONING_MARKERS = tuple(Reasoning(**table) for table in _TABLES["reasoning"])
+REASONING_MARKERS = tuple(Reasoning(**table) for table in TABLES["reasoning"])
 """Markers in use; of several that fit a template, the first counts."""

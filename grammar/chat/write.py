@@ -6,22 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncengine.grammar.chat.families import TABLES
 from asyncengine.grammar.chat.formats import RESULT, TEXT, ToolFormat
 from asyncengine.grammar.marks import NUMBER
 from asyncengine.grammar.schema.arguments import Members
 
 Message = dict[str, Any]
-
-
-PREAMBLE = """You can call functions. Their signatures are within <tools></tools> tags:
-<tools>
-{tools}
-</tools>
-
-{text}To call a function:
-{call}"""
-"""Tells a model of tools, in Hermes' marks. The words were chosen among fifteen by how well SmolLM2-135M, which was
-trained for no calls, chooses between a call and an answer; with most others it writes one of the two alone."""
 
 
 def with_calls_in_content(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
@@ -58,7 +48,7 @@ def with_tools_in_content(
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     call = written_calls(form, [("NAME", {"ARGUMENT": "VALUE"})])
     answer = "To answer the user:\n{}...\n{}\n\n".format(*TEXT) if form.generic else ""
-    text = PREAMBLE.format(tools=described, call=call, text=answer)
+    text = TABLES["preamble"].format(tools=described, call=call, text=answer)
     turns = list(messages)
     first = next((i for i, turn in enumerate(turns) if turn["role"] == ("system" if has_system else "user")), None)
     if first is None:

@@ -45,10 +45,6 @@ ACCOUNT, REFILL = 200_000, 100
 """The account of all readings of one output at first, and its growth by each byte."""
 
 
-def _is_fixed(frames: Frames) -> bool:
-    return isinstance(min(frames, key=lambda frame: frame.rest).shape, (Literal, Words))
-
-
 class Counted:
     """The common part of all outputs of one grammar: its shape and the prices in it."""
 
@@ -168,7 +164,8 @@ class Closing:
                 return True
             after = self._tracker.cost(behind)
             # a value that is listed, or a key that was begun, has no room to ask for
-            if after > before and (symbol >= 256 or symbol in _BEGINS) and not _is_fixed(behind):
+            nearest = min(behind, key=lambda frame: frame.rest).shape
+            if after > before and (symbol >= 256 or symbol in _BEGINS) and not isinstance(nearest, (Literal, Words)):
                 room = max(room, (after - before) // 2 + SPARE)
             here, before = behind, after
         if closes and first and before >= first:

@@ -62,8 +62,9 @@ class _Scope:
         depth = at = 0
         while at < len(tokens):
             kind, said, _ = tokens[at]
-            colon = _behind_attributes(tokens, at + 1) if kind == "name" and not depth else at
-            if kind == "name" and not depth and _said(tokens, colon) == ":":
+            named = kind == "name" and not depth
+            colon = _closing(tokens, at + 1) + 1 if named and _said(tokens, at + 1) == "[" else at + 1
+            if named and _said(tokens, colon) == ":":
                 self._known[said] = _Definition(body := [], tokens[at + 1 : colon])
                 at = colon
             elif said == "%ignore" and kind == "keyword":
@@ -313,11 +314,6 @@ def mark_shape(said: str, vocabulary: Vocabulary) -> nodes.Shape:
 
 def _said(tokens: list[Token], at: int) -> str:
     return tokens[at][1] if at < len(tokens) else ""
-
-
-def _behind_attributes(tokens: list[Token], at: int) -> int:
-    """The index behind `[...]`, if that is at `at`."""
-    return _closing(tokens, at) + 1 if _said(tokens, at) == "[" else at
 
 
 def _closing(tokens: list[Token], at: int) -> int:

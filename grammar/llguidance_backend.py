@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import resources
@@ -111,7 +110,7 @@ def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
 
 # Explanations of a grammar library's complaints: which keyword, where in the schema, and what the user can do.
 
-_SIGNS = tomllib.loads((resources.files(__package__) / "complaints.toml").read_text(encoding="utf-8"))
+_SIGNS = json.loads((resources.files(__package__) / "complaints.json").read_text(encoding="utf-8"))
 MAX_MESSAGE = 240
 """Most characters of a library's text that reach the user."""
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import re
-import tomllib
 import types
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -18,8 +17,12 @@ from asyncengine.errors import GrammarError, GrammarImpossible
 from asyncengine.grammar.lark import placed
 from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 
-TABLES = tomllib.loads((resources.files(__package__) / "keywords.toml").read_text(encoding="utf-8"))
-"""Tables of JSON Schema's keywords. Read only."""
+TABLES = json.loads((resources.files(__package__) / "keywords.json").read_text(encoding="utf-8"))
+"""JSON Schema's keywords: "schemas" by whether their value is a schema, a list of schemas, or maps names to schemas;
+"values" of which the kind is checked; "about" what they speak ("nothing": they may stand beside references; "own": the
+value itself, without applicators; "negated": opposites of what is in them; "conditions": as the schema around them lets
+it); the "opposites" of counts (type, keyword, step to its bound); and "types" as other languages write them, in small
+letters. JSON, which is read in no time. Read only."""
 ONE, MANY, NAMED = (frozenset(TABLES["schemas"][kind]) for kind in ("one", "many", "named"))
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 _NAMES_A_PLACE = "|".join(map(re.escape, (*_ANCHORS, "$dynamicRef")))

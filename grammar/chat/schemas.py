@@ -17,7 +17,7 @@ CONDITIONS = TABLES["about"]["conditions"]
 OWN_KEYS = ("properties", "patternProperties", "required", *CONDITIONS)
 """Beside these a `$ref`, `allOf` or `anyOf` is one of several statements about the same object."""
 
-TYPES = {**TABLES["types"], "any": None}
+TYPES = {word: kind for kind, words in TABLES["types"].items() for word in words} | {"any": None}
 """JSON Schema's types by how they are written in other languages, in small letters; None: any of them. Read only."""
 
 Schema = dict[str, Any]

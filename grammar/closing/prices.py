@@ -301,10 +301,10 @@ class Prices:
         users, missing, settled = self.users, dict[nodes.Shape, int](), dict[nodes.Shape, None]()
         heap: list[tuple[int, int, nodes.Shape]] = []
         costs, count = self._costs, itertools.count()
-        for part in self.kept.values():
-            costs.update(part._costs)
-            self._best.update(part._best)
-            self._letters.update(part._letters)
+        for own in self.kept.values():
+            costs.update(own._costs)
+            self._best.update(own._best)
+            self._letters.update(own._letters)
 
         def push(shape: nodes.Shape, cost: int) -> None:
             if cost < UNREACHABLE:

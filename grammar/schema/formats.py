@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from importlib import resources
 from typing import Any
 
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.schemas import subschemas
 
-_TABLES = tomllib.loads((resources.files(__package__) / "formats.toml").read_text(encoding="utf-8"))
-_PART = re.compile(r"<([a-z0-9_-]+)>")
+_UCS = "\xa0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U0001fffd\U00020000-\U0002fffd"  # RFC 3987, planes 0 to 2
+_PARTS, _FORMATS = (
+    dict(line.split(" = ", 1) for line in half.splitlines() if " = " in line and line[0] != "#")
+    for half in (resources.files(__package__) / "formats.txt").read_text(encoding="utf-8").split("\n[formats]\n")
+)
+_KNOWN = {**_PARTS, **_FORMATS, "ucs": _UCS}
+_NAME = re.compile(r"<([a-z0-9_-]+)>")
 
 
 def _written_out(text: str) -> str:
-    """A text of the table with the parts that it names in their places."""
-    return _PART.sub(lambda name: _written_out(_TABLES["parts"].get(name[1]) or _TABLES["formats"][name[1]]), text)
+    """A text with the parts that it names in their places."""
+    return _NAME.sub(lambda name: _written_out(_KNOWN[name[1]]), text)
 
 
 DATE, CLOCK = _written_out("<date>"), _written_out("<clock>")
-PATTERNS = {name: f"^{_written_out(text)}$" for name, text in _TABLES["formats"].items()}
+PATTERNS = {name: f"^{_written_out(text)}$" for name, text in _FORMATS.items()}
 """The formats that are enforced, by a pattern each. No pattern says which idn-email or idn-hostname is one. Read
 only."""
 MAX_HOSTNAME = 253

@@ -10,7 +10,7 @@ from layout.test_layout import names_in, runtime, sources
 
 MODULES = dict(sources())
 LINES = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
-CLOSURES = {"kvcache.kv_cache": 3_400, "scheduler": 8_200, "engine.loop": 12_000, "grammar.service": 4_800}
+CLOSURES = {"kvcache.kv_cache": 3_400, "scheduler": 8_200, "engine.loop": 12_000, "grammar.service": 4_400}
 """Module -> lines of it and of all that it imports, at most."""
 OTHER_UNITS = ("execution", "kernels", "grammar", "lora", "integrations", "assembly")
 MAX_CORE = 22_500

@@ -24,7 +24,7 @@ from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.dialects import anthropic_messages, completions, openai_chat
 from asyncengine.integrations.http.fields import Fields
-from asyncengine.integrations.http.generating import BODY, Endpoint, count, generating, identified, read_fields
+from asyncengine.integrations.http.generating import BODY, Endpoint, count, generating, identified, read_fields, routed
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import Requests, facts_of, path_of
@@ -42,17 +42,13 @@ async def guarded(check: Check, app: ASGIApp, scope: Scope, receive: Receive, se
     await app(scope, receive, send)
 
 
-def host_check(hosts: Collection[str]) -> Check:
-    """Answers to some host names only, which keeps DNS rebinding out: a web page's own host name, made to resolve to
-    this machine, would have browsers treat this server as the page's."""
-
-    def check(connection: HTTPConnection) -> Problem | None:
-        host = connection.headers.get("host", "").lower()
-        if (host if host.endswith("]") else host.rpartition(":")[0] or host) in hosts:
-            return None
-        return Problem(403, f"a server without a key answers to {', '.join(sorted(hosts))} only", "host", "wrong_host")
-
-    return check
+def check_host(hosts: Collection[str], connection: HTTPConnection) -> Problem | None:
+    """Refuse a request to another host name, which keeps DNS rebinding out: a web page's own host name, made to resolve
+    to this machine, would have browsers treat this server as the page's."""
+    host = connection.headers.get("host", "").lower()
+    if (host if host.endswith("]") else host.rpartition(":")[0] or host) in hosts:
+        return None
+    return Problem(403, f"a server without a key answers to {', '.join(sorted(hosts))} only", "host", "wrong_host")
 
 
 def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
@@ -99,7 +95,7 @@ def make_app(serving: Serving) -> Starlette:
         middleware.append(Middleware(CORSMiddleware, serving.cors, ("GET", "POST", "DELETE"), ("*",)))
     checks: list[Check] = [partial(keys.check, serving.keys)] if serving.keys else []
     if serving.hosts is not None and not serving.keys:
-        checks = [host_check(frozenset(serving.hosts))]
+        checks = [partial(check_host, frozenset(serving.hosts))]
     middleware += [Middleware(partial(partial, guarded, check)) for check in checks]  # which get the app
     if serving.telemetry:
         from asyncengine.integrations.opentelemetry import TraceContext, trace
@@ -122,12 +118,13 @@ def routes(serving: Serving) -> list[BaseRoute]:
         turn = anthropic_messages.read(fields, counting=True)
         return JSONResponse({"input_tokens": await count(serving, turn, fields)})
 
-    served = {
-        "/v1/chat/completions": generating(serving, openai_chat.read, openai_chat.Writer),
-        "/v1/completions": generating(serving, completions.read, completions.Writer),
-        "/v1/messages": generating(serving, anthropic_messages.read, anthropic_messages.Writer),
-        "/v1/messages/count_tokens": count_tokens,
-    }
+    made = vectors.routes(serving)
+    made += routed({
+        "POST /v1/chat/completions": generating(serving, openai_chat.read, openai_chat.Writer),
+        "POST /v1/completions": generating(serving, completions.read, completions.Writer),
+        "POST /v1/messages": generating(serving, anthropic_messages.read, anthropic_messages.Writer),
+        "POST /v1/messages/count_tokens": count_tokens,
+    })  # fmt: skip
 
     async def models(request: Request) -> Response:
         """All models, in the shape of the client that asks."""
@@ -155,35 +152,29 @@ def routes(serving: Serving) -> list[BaseRoute]:
         states = [engine.stats().requests for engine in serving.models.group.loaded.values()]
         return JSONResponse({"server_load": sum(sum(each.values()) for each in states)})
 
-    made: list[BaseRoute] = [*vectors.routes(serving)]
-    kinds = served | {route.path: route.endpoint for route in made if isinstance(route, Route)}
-    posts = {"/invocations": _of_any_kind(serving, kinds), **served}
-    gets: dict[str, Endpoint] = {"/version": version, "/load": load, "/health": health}
-    gets |= {"/v1/models": models, "/models": models, "/v1/models/{name:path}": model}
-    gets |= {"/" if name == "index.html" else f"/{name}": _file(name) for name in PAGE}
-    made += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-    made += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+    kinds = {route.path: route.endpoint for route in made}
+    served: dict[str, Endpoint] = {"POST /invocations": partial(_any_kind, serving, kinds), "GET /version": version}
+    served |= {"GET /load": load, "GET /health": health}
+    served |= {"GET /v1/models": models, "GET /models": models, "GET /v1/models/{name:path}": model}
+    served |= {f"GET /{'' if name == 'index.html' else name}": _file(name) for name in PAGE}
+    every: list[BaseRoute] = [*made, *routed(served)]
     for each in (responses, ollama, decisions, batches, metrics, operating):
-        made += each.routes(serving)
-    return made
+        every += each.routes(serving)
+    return every
 
 
-def _of_any_kind(serving: Serving, kinds: Mapping[str, Endpoint]) -> Endpoint:
-    """The endpoint of the one path that Amazon SageMaker knows: what a request is for is seen by its fields, and by
-    the task of its model."""
+async def _any_kind(serving: Serving, kinds: Mapping[str, Endpoint], request: Request) -> Response | Answer:
+    """Answer at the one path that Amazon SageMaker knows: what a request is for is seen by its fields, and by the task
+    of its model."""
     paths = {"task": "/pooling", "query": "/rerank", **dict.fromkeys(("queries", "text_1", "data_1"), "/score")}
     paths |= {"prompt": "/v1/completions", "input": "/v1/embeddings", "messages": "/v1/chat/completions"}
     instead = {"embed": {"/v1/chat/completions": "/v1/embeddings"}, "classify": {"/v1/embeddings": "/classify"}}
-
-    async def any_kind(request: Request) -> Response | Answer:
-        body = request.scope[BODY] = await read_json(request, serving.max_body)
-        fields = Fields(body)
-        name = fields.peek("model")
-        task = serving.models.described(name)["task"] if isinstance(name, str) else ""
-        path = next((paths[each] for each in paths if fields.peek(each) is not None), "/v1/chat/completions")
-        return await kinds[instead.get(task, {}).get(path, path)](request)
-
-    return any_kind
+    body = request.scope[BODY] = await read_json(request, serving.max_body)
+    fields = Fields(body)
+    name = fields.peek("model")
+    task = serving.models.described(name)["task"] if isinstance(name, str) else ""
+    path = next((paths[each] for each in paths if fields.peek(each) is not None), "/v1/chat/completions")
+    return await kinds[instead.get(task, {}).get(path, path)](request)
 
 
 def _file(name: str) -> Endpoint:

@@ -28,7 +28,7 @@ from asyncengine.errors import InvalidParameter, RequestFailed
 from asyncengine.files import written_whole
 from asyncengine.integrations.http.body import read_bytes
 from asyncengine.integrations.http.fields import TABLES
-from asyncengine.integrations.http.generating import read_fields
+from asyncengine.integrations.http.generating import read_fields, routed
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import KEY
@@ -172,13 +172,12 @@ class _Batches:
 def routes(serving: Serving) -> list[Route]:
     """Paths of files and batches."""
     own = _Batches(serving)
-    posts = {"/v1/files": own.upload, "/v1/batches": own.create, "/v1/batches/{id}/cancel": own.cancel}
-    gets = {
-        "/v1/files": own.listing("file"), "/v1/files/{id}": own.file, "/v1/files/{id}/content": own.content,
-        "/v1/batches": own.listing("batch"), "/v1/batches/{id}": own.retrieve,
-    }  # fmt: skip
-    served = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-    return served + [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+    return routed({
+        "POST /v1/files": own.upload, "GET /v1/files": own.listing("file"), "GET /v1/files/{id}": own.file,
+        "GET /v1/files/{id}/content": own.content, "POST /v1/batches": own.create,
+        "GET /v1/batches": own.listing("batch"), "GET /v1/batches/{id}": own.retrieve,
+        "POST /v1/batches/{id}/cancel": own.cancel,
+    })  # fmt: skip
 
 
 def _owner(request: Request) -> str:

@@ -20,6 +20,7 @@ from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.dialects.openai_responses import responses_usage
 from asyncengine.integrations.http.dialects.openai_shape import image_part
 from asyncengine.integrations.http.fields import Values, objects
+from asyncengine.integrations.http.generating import routed
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.vectors import Made, computing
@@ -50,7 +51,7 @@ def routes(serving: Serving) -> list[Route]:
             raise Problem(400 if takes else 422, str(error), error.field, "invalid_value") from error
 
     decide = computing(serving, _decide, "decide", "decisions")
-    return [Route("/v1/decisions", decide, methods=["POST"]), Route("/v1/systemone", systemone, methods=["POST"])]
+    return routed({"POST /v1/decisions": decide, "POST /v1/systemone": systemone})
 
 
 async def _systemone(values: Values, target: Target) -> Made:

@@ -10,6 +10,7 @@ from functools import partial
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.beams import beam_search
@@ -34,6 +35,12 @@ MakeWriter = Callable[[Turn, Answered], AnswerWriter]
 
 Headers = tuple[tuple[str, str], ...]
 Endpoint = Callable[[Request], Awaitable[Response | Answer]]
+
+
+def routed(served: Mapping[str, Endpoint]) -> list[Route]:
+    """Routes of endpoints by their methods and paths, such as "GET /version"."""
+    named = [(name.split(), endpoint) for name, endpoint in served.items()]
+    return [Route(path, endpoint, methods=[method]) for (method, path), endpoint in named]
 
 
 def generating(serving: Serving, read: Callable[[Fields], Turn], writer: MakeWriter) -> Endpoint:

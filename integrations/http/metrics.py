@@ -28,7 +28,7 @@ from starlette.routing import Route
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.events import Event, RequestDone, StepDone
 from asyncengine.integrations.http.fields import TABLES
-from asyncengine.integrations.http.generating import read_fields
+from asyncengine.integrations.http.generating import Endpoint, read_fields, routed
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.kvcache import PageCounts
@@ -226,9 +226,6 @@ def routes(serving: Serving) -> list[Route]:
             path = await engine.profile(folder, **values["options"])
             return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
 
-    asked = {"/metrics": metrics, "/stats": stats, "/requests": requests, "/prefix_tree": prefix_tree}
-    return [
-        *[Route(path, tell, methods=["GET"]) for path, tell in asked.items()],
-        Route("/requests/{id}", stop, methods=["DELETE"]),
-        Route("/profile", profile, methods=["POST"]),
-    ]
+    asked = {"metrics": metrics, "stats": stats, "requests": requests, "prefix_tree": prefix_tree}
+    served: dict[str, Endpoint] = {f"GET /{name}": tell for name, tell in asked.items()}
+    return routed({**served, "DELETE /requests/{id}": stop, "POST /profile": profile})

@@ -22,7 +22,7 @@ from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.dialects import ollama as dialect
 from asyncengine.integrations.http.dialects.completions import read_prompts
 from asyncengine.integrations.http.fields import TABLES, Fields, Values
-from asyncengine.integrations.http.generating import Endpoint, answer, read_fields
+from asyncengine.integrations.http.generating import Endpoint, answer, read_fields, routed
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Turn
@@ -65,16 +65,14 @@ def routes(serving: Serving) -> list[Route]:
         said = [{"status": "pulling manifest"}] * own.get("stream", True) + [{"status": "success"}]
         return Response("".join([json.dumps(each) + "\n" for each in said]), media_type=dialect.LINES)
 
-    gets = {"version": version, "tags": tags, "ps": running}
-    posts: dict[str, Endpoint] = {
-        "chat": _generating(serving, lambda fields, _templated: dialect.read_chat(fields)),
-        "generate": _generating(serving, dialect.read_generate),
-        "embed": computing(serving, _embed, "embed", "ollama_embed"),
-        "embeddings": computing(serving, _embed, "embed", "ollama_embeddings"),
-        "show": show, "pull": pull,
-    }  # fmt: skip
-    made = [Route(f"/api/{name}", endpoint, methods=["GET"]) for name, endpoint in gets.items()]
-    return [*made, *[Route(f"/api/{name}", endpoint, methods=["POST"]) for name, endpoint in posts.items()]]
+    return routed({
+        "GET /api/version": version, "GET /api/tags": tags, "GET /api/ps": running,
+        "POST /api/chat": _generating(serving, lambda fields, _templated: dialect.read_chat(fields)),
+        "POST /api/generate": _generating(serving, dialect.read_generate),
+        "POST /api/embed": computing(serving, _embed, "embed", "ollama_embed"),
+        "POST /api/embeddings": computing(serving, _embed, "embed", "ollama_embeddings"),
+        "POST /api/show": show, "POST /api/pull": pull,
+    })  # fmt: skip
 
 
 def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpoint:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from asyncengine.config import parse_keep_alive
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.fields import TABLES, Fields
-from asyncengine.integrations.http.generating import read_fields
+from asyncengine.integrations.http.generating import read_fields, routed
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem
 
@@ -86,10 +86,8 @@ def adapter_routes(serving: Serving) -> list[Route]:
             engine.session(own["session_id"]).close()
         return JSONResponse({"session_id": own["session_id"]})
 
-    served = {
-        "/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload, "/close_session": close_session,
-    }  # fmt: skip
-    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in served.items()]
+    served = {"v1/load_lora_adapter": load, "v1/unload_lora_adapter": unload, "close_session": close_session}
+    return routed({f"POST /{path}": endpoint for path, endpoint in served.items()})
 
 
 def sleep_routes(serving: Serving) -> list[Route]:
@@ -139,10 +137,8 @@ def sleep_routes(serving: Serving) -> list[Route]:
 
         return tell
 
-    calls = {
-        "/sleep": sleep, "/wake_up": wake_up, "/pause": pause, "/resume": resume, "/reset_prefix_cache": reset,
-        "/flush_cache": reset,
-    }  # fmt: skip
-    asks = {"/is_sleeping": tells("is_sleeping", "asleep"), "/is_paused": tells("is_paused", "asleep", "paused")}
-    posts = [Route(path, call, methods=["POST"]) for path, call in calls.items()]
-    return posts + [Route(path, ask, methods=["GET"]) for path, ask in asks.items()]
+    return routed({
+        "POST /sleep": sleep, "POST /wake_up": wake_up, "POST /pause": pause, "POST /resume": resume,
+        "POST /reset_prefix_cache": reset, "POST /flush_cache": reset,
+        "GET /is_sleeping": tells("is_sleeping", "asleep"), "GET /is_paused": tells("is_paused", "asleep", "paused"),
+    })  # fmt: skip

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.types import Message
 from starlette.websockets import WebSocket
 
@@ -24,12 +24,11 @@ from asyncengine.integrations.http.answer import Answer
 from asyncengine.integrations.http.body import INLINE_BYTES, parse_json
 from asyncengine.integrations.http.dialects import openai_responses as dialect
 from asyncengine.integrations.http.fields import Fields
-from asyncengine.integrations.http.generating import Endpoint, answer, count, read_fields
+from asyncengine.integrations.http.generating import Endpoint, answer, count, read_fields, routed
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import FACTS, KEY
 from asyncengine.integrations.http.turn import Answered, Turn
-from asyncengine.outputs import Usage
 
 # Responses that clients can come back to, within a number of bytes.
 
@@ -111,15 +110,13 @@ WAITING = 16
 
 def routes(serving: Serving) -> list[BaseRoute]:
     """Paths of the Responses API."""
-    api, one = _Responses(serving), "/v1/responses/{id}"
-    posts: dict[str, Endpoint] = {
-        "/v1/responses": api.create, "/v1/responses/input_tokens": api.input_tokens,
-        "/v1/responses/compact": api.compact, f"{one}/cancel": api.cancel,
+    api, path = _Responses(serving), "/v1/responses"
+    served: dict[str, Endpoint] = {
+        f"POST {path}": api.create, f"POST {path}/input_tokens": api.input_tokens, f"POST {path}/compact": api.compact,
+        f"GET {path}/{{id}}": api.retrieve, f"DELETE {path}/{{id}}": api.delete,
+        f"POST {path}/{{id}}/cancel": api.cancel, f"GET {path}/{{id}}/input_items": api.input_items,
     }  # fmt: skip
-    gets: dict[str, Endpoint] = {one: api.retrieve, f"{one}/input_items": api.input_items}
-    made = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-    made += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
-    return [*made, Route(one, api.delete, methods=["DELETE"]), WebSocketRoute("/v1/responses", api.converse)]
+    return [*routed(served), WebSocketRoute(path, api.converse)]
 
 
 class _Keeping(dialect.Writer):
@@ -129,13 +126,8 @@ class _Keeping(dialect.Writer):
         super().__init__(turn, answered)
         self._items, self._store, self._owner = turn.extra["items"], store, owner
 
-    def end(self, usage: Usage) -> str:
-        return self._kept(super().end(usage))
-
-    def failed(self, problem: Problem) -> str:
-        return self._kept(super().failed(problem))
-
-    def _kept(self, frames: str) -> str:
+    def finish(self, known: Mapping[str, Any]) -> str:
+        frames = super().finish(known)
         if self.response["store"] or self._owner is not None:
             self._store.put(self.response, self._items, None if self.response["store"] else self._owner)
         return frames

@@ -25,7 +25,7 @@ from asyncengine.errors import InvalidParameter, naming
 from asyncengine.integrations.http.dialects.completions import read_prompts
 from asyncengine.integrations.http.dialects.openai_chat import read_messages, template_variables
 from asyncengine.integrations.http.fields import TABLES, Values
-from asyncengine.integrations.http.generating import IGNORED, Endpoint, identified, read_fields
+from asyncengine.integrations.http.generating import IGNORED, Endpoint, identified, read_fields, routed
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import facts_of, measured
@@ -50,8 +50,8 @@ def routes(serving: Serving) -> list[Route]:
         "/tokenize": (_tokenize, "generate", "tokenize"),
         "/detokenize": (_detokenize, "generate", "detokenize"),
     }
-    made = [Route(path, computing(serving, *work), methods=["POST"]) for path, work in served.items()]
-    return [*made, Route("/tokenizer_info", partial(_tokenizer_info, serving), methods=["GET"])]
+    made: dict[str, Endpoint] = {f"POST {path}": computing(serving, *work) for path, work in served.items()}
+    return routed({**made, "GET /tokenizer_info": partial(_tokenizer_info, serving)})
 
 
 def computing(serving: Serving, work: Work, task: str, table: str) -> Endpoint:

@@ -15,15 +15,12 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.engine_choice import SETTINGS, EngineChoice
 
-SAMPLING_FIELDS = (
-    "temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "grammar",
-)  # fmt: skip
-"""Fields of `EngineFields` that are `SamplingParams` fields of the same name."""
 TEMPLATE_VARIABLES = ("enable_thinking", "reasoning_effort")
 """Variables of chat templates that are fields here and keywords of a call, besides `template_kwargs`."""
 CALL_FIELDS = (
-    *SAMPLING_FIELDS, *TEMPLATE_VARIABLES, "max_thinking_tokens", "adapter", "timeout", "priority", "session",
+    "temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "grammar",
+    *TEMPLATE_VARIABLES, "max_thinking_tokens", "adapter", "timeout", "priority", "session",
 )  # fmt: skip
 """Fields of `EngineFields` that are keywords of each call."""
 CALL_KEYWORDS = (*SamplingParams.__dataclass_fields__, *ChatKeywords.__annotations__)

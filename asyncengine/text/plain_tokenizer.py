@@ -12,46 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that have a name, in the order in which transformers lists them."""
-_LISTED = ("additional_special_tokens", "extra_special_tokens")
-_SILENT: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("add_bos_token", "add_eos_token"), (bool, type(None))),
-        **dict.fromkeys(("clean_up_tokenization_spaces", "use_default_system_prompt", "legacy"), (bool, type(None))),
-        **dict.fromkeys(("padding_side", "truncation_side", "errors", "backend", "tokenizer_class"), (str,)),
-        **dict.fromkeys(("is_local", "local_files_only"), (bool,)),
-        "model_max_length": (int, float), "model_input_names": (list,), "sp_model_kwargs": (dict,),
-        "response_schema": (dict, type(None)),
-    }
-)  # fmt: skip
-"""Settings that change nothing here, by the types that they may have: transformers ignores
-`add_bos_token` beside a tokenizer.json, and cleans up nothing behind byte pair encoding."""
-_OFF = ("add_prefix_space", "split_special_tokens", "spaces_between_special_tokens")
-"""Settings that may be false or null."""
-_ELSEWHERE = ("special_tokens_map.json", "added_tokens.json")
-"""Files in which older folders have special tokens as well; not read if tokenizer_config.json has all added tokens."""
-_FLAGS: Mapping[str, bool] = MappingProxyType(
-    {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-)
-"""Flags of a special token that any class would add in the same way."""
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""The pattern by which `Qwen2Tokenizer` splits texts, whatever the file says."""
-_QWEN_DEFAULTS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
-)
+_RULES = tomllib.loads((resources.files(__package__) / "plain_tokenizers.toml").read_text(encoding="utf-8"))
+FAMILIES, NAMED = _RULES["families"], _RULES["named"]
 _LARGE = 100_000
 """Tokens from which on transformers looks for Mistral's wrong splitting, and warns of it."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose tokenizers are read here."""
 
 
 @dataclass(eq=False)
@@ -118,7 +89,7 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
     try:
         size = len(content["model"]["vocab"]) + len(content["added_tokens"])
         kind = _class_of(folder, family, config, text, size)
-        defaults = _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {}
+        defaults = _RULES["qwen2"]["tokens"] if kind == "Qwen2Tokenizer" else {}
         named = {name: _name(config.get(name, defaults.get(name))) for name in NAMED}
         special = {name: token for name, token in named.items() if token is not None}
         if kind is None or not _is_whole(folder, config, content, [*special.values(), *_listed(config)]):
@@ -137,11 +108,11 @@ def _is_known(config: Any) -> bool:
     if not isinstance(config, dict) or not isinstance(config.get("tokenizer_class"), str):
         return False
     for key, value in config.items():
-        if key in NAMED or key in _LISTED or key in ("added_tokens_decoder", "chat_template"):
+        if key in NAMED or key in _RULES["listed"] or key in ("added_tokens_decoder", "chat_template"):
             continue  # looked at by `_is_whole` and `read_plain_tokenizer`
-        if key in _OFF and not value:
+        if key in _RULES["off"] and not value:
             continue
-        if key not in _SILENT or not isinstance(value, _SILENT[key]):
+        if type(value).__name__ not in _RULES["silent"].get(key, ()):
             return False
     return True
 
@@ -171,14 +142,15 @@ def _is_whole(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any
         known = {str(token["id"]): {**token, "id": None} for token in content["added_tokens"]}
         if any(known.get(index) != {**token, "id": None} for index, token in config["added_tokens_decoder"].items()):
             return False
-    elif any((folder / name).exists() for name in _ELSEWHERE):
+    elif any((folder / name).exists() for name in _RULES["elsewhere"]):
         return False
-    return all(name in added and all(added[name][flag] is on for flag, on in _FLAGS.items()) for name in special)
+    flags = _RULES["flags"].items()
+    return all(name in added and all(added[name][flag] is on for flag, on in flags) for name in special)
 
 
 def _listed(config: Mapping[str, Any]) -> list[str]:
     """Special tokens without a name. Raises `TypeError` where they have names of their own."""
-    lists = [config.get(key) or [] for key in _LISTED]
+    lists = [config.get(key) or [] for key in _RULES["listed"]]
     if not all(isinstance(each, list) for each in lists):
         raise TypeError("named special tokens of a model's own")
     return [token for each in lists for token in map(_name, each) if token is not None]
@@ -200,12 +172,11 @@ def _is_qwen(content: Mapping[str, Any]) -> bool:
     steps = before["pretokenizers"] if before["type"] == "Sequence" else []
     if content["normalizer"] != {"type": "NFC"} or len(steps) != 2 or content["decoder"]["type"] != "ByteLevel":
         return False
-    split = {"type": "Split", "pattern": {"Regex": _QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": _RULES["qwen2"]["split"]}, "behavior": "Isolated", "invert": False}
     level = {key: steps[1].get(key) for key in ("type", "add_prefix_space", "use_regex")}
     if steps[0] != split or level != {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
         return False
-    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
-    if any(model.get(option) for option in (*options, "ignore_merges")):
+    if any(model.get(option) for option in _RULES["qwen2"]["options"]):
         return False
     new = [token["id"] for token in content["added_tokens"] if token["content"] not in model["vocab"]]
     return new == list(range(len(model["vocab"]), len(model["vocab"]) + len(new)))

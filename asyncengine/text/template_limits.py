@@ -43,14 +43,10 @@ _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: tuple[Any, ...] = (list, tuple, dict, range, Namespace, *_VIEWS)
 _SEARCHES = ("in", "notin")
 _NEWLINES = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
-        "%": operator.mod, "**": operator.pow, "eq": operator.eq, "ne": operator.ne, "gt": operator.gt,
-        "gteq": operator.ge, "lt": operator.lt, "lteq": operator.le, "in": lambda item, items: item in items,
-        "notin": lambda item, items: item not in items,
-    }
-)  # fmt: skip
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    **{sign: getattr(operator, name) for sign, name in NAMES["operators"].items()},
+    "in": lambda item, items: item in items, "notin": lambda item, items: item not in items,
+}  # fmt: skip
 
 
 class OverLimit(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from importlib import resources
@@ -71,19 +72,8 @@ def is_anthropics(connection: HTTPConnection) -> bool:
     return "anthropic-version" in connection.headers or path_of(connection.scope).startswith("/v1/messages")
 
 
-PAGE = {
-    "index.html": "text/html", "page.css": "text/css", "openapi.json": "application/json",
-    **dict.fromkeys(("page.js", "markdown.js", "engine.js"), "text/javascript"),
-}  # fmt: skip
-"""Files that are served, with their types. openapi.json is written by `python -m tools.openapi_document`."""
-PAGE_HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache",
-}  # fmt: skip
-"""Headers of the page, which asks no other host for anything."""
+_PAGE = tomllib.loads((resources.files(__package__) / "page.toml").read_text(encoding="utf-8"))
+"""Types of the page's files, and their headers."""
 
 
 def make_app(serving: Serving) -> Starlette:
@@ -156,7 +146,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
     served: dict[str, Endpoint] = {"POST /invocations": partial(_any_kind, serving, kinds), "GET /version": version}
     served |= {"GET /load": load, "GET /health": health}
     served |= {"GET /v1/models": models, "GET /models": models, "GET /v1/models/{name:path}": model}
-    served |= {f"GET /{'' if name == 'index.html' else name}": _file(name) for name in PAGE}
+    served |= {f"GET /{'' if name == 'index.html' else name}": _file(name) for name in _PAGE["types"]}
     every: list[BaseRoute] = [*made, *routed(served)]
     for each in (responses, ollama, decisions, batches, metrics, operating):
         every += each.routes(serving)
@@ -182,7 +172,7 @@ def _file(name: str) -> Endpoint:
     content = (resources.files("asyncengine.integrations.http") / "page" / name).read_bytes()
 
     async def file(_request: Request) -> Response:
-        return Response(content, media_type=PAGE[name], headers=PAGE_HEADERS)
+        return Response(content, media_type=_PAGE["types"][name], headers=_PAGE["headers"])
 
     return file
 

@@ -56,7 +56,7 @@ def model_routes(serving: Serving) -> list[Route]:
         await models.group.unload(base)
         return done(own["model"])
 
-    return [Route("/models/load", load, methods=["POST"]), Route("/models/unload", unload, methods=["POST"])]
+    return routed({"POST /models/load": load, "POST /models/unload": unload})
 
 
 def adapter_routes(serving: Serving) -> list[Route]:

@@ -5,25 +5,18 @@ A mapped error is an instance of both: `except ContextOverflowError` and `except
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import resources
 
 from langchain_core import exceptions as lc
 
 from asyncengine import errors
 
-_THEIRS: dict[type[errors.EngineError], str | None] = {
-    errors.InvalidParameter: "ModelInvalidRequestError", errors.GrammarTimeout: "ModelTimeoutError",
-    errors.ContextLengthExceeded: "ContextOverflowError", errors.AdapterNotFound: "ModelNotFoundError",
-    errors.ModelNotFound: "ModelNotFoundError", errors.UnsupportedModel: "ModelNotFoundError",
-    errors.OutOfMemory: "ModelAPIError", errors.QueueFull: "ModelRateLimitError",
-    errors.RequestTimeout: "ModelTimeoutError", errors.RequestFailed: "ModelAPIError",
-    errors.EngineClosed: "ModelConnectionError", errors.EngineAsleep: "ModelConnectionError",
-    errors.EngineDead: "ModelConnectionError", errors.FleetError: "ModelConnectionError", errors.WrongProcess: None,
-}  # fmt: skip
-"""LangChain's names of the engine's errors; one that is absent has its base's. `WrongLoop`, `WrongProcess` and
-`InvariantViolation` have none: mistakes in a program, not failures of the model."""
+_TABLE = tomllib.loads((resources.files(__package__) / "errors.toml").read_text(encoding="utf-8"))
+_THEIRS: dict[type, str] = {getattr(errors, ours): theirs for theirs, names in _TABLE.items() for ours in names}
 
 
 @cache
@@ -31,7 +24,7 @@ def _both(kind: type[errors.EngineError]) -> type[errors.EngineError] | None:
     """The class that is both; None: there is none, or `kind` is both already. A name that this langchain-core lacks
     falls back to `ModelError`, then to `LangChainException`."""
     name = next((_THEIRS[base] for base in kind.__mro__ if base in _THEIRS), None)
-    if name is None or issubclass(kind, lc.LangChainException):
+    if name in (None, "none") or issubclass(kind, lc.LangChainException):
         return None
     theirs = getattr(lc, name, getattr(lc, "ModelError", lc.LangChainException))
     return type(kind.__name__, (kind, theirs), {"__doc__": kind.__doc__, "__module__": __name__})

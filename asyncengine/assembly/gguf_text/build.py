@@ -49,14 +49,11 @@ _EXPRESSIONS: dict[str, list[str]] = _READ["expressions"]
 FAMILIES = {name: family for family in (Family(**row) for row in _READ["family"]) for name in family.names}
 """Families by `tokenizer.ggml.pre`."""
 
-_OLLAMA = {"gptoss": "gpt-4o", "lfm2": "lfm2", "mistral3": "tekken"}
-"""Families by `general.architecture`: Ollama's converter says "default" of every vocabulary it does not recognize."""
-
 
 def family_of(pre: str, architecture: str) -> Family:
     """The family called `pre`. Raises `UnsupportedModel` for a name that is not known, or for none at all."""
     if pre in ("", "default"):
-        pre = _OLLAMA.get(architecture, pre)
+        pre = _READ["ollama"].get(architecture, pre)
     if pre in FAMILIES:
         return FAMILIES[pre]
     known = ", ".join(FAMILIES)
@@ -76,17 +73,6 @@ MAX_SPLIT_CHARS = 100_000_000
 """Bound on the characters looked at to find the merges. Gemma's 262,144 tokens take 20 million."""
 LONGEST_WORD = 100
 """Characters of a word that WordPiece looks up; a longer one is unknown (BERT's own limit)."""
-END_MARKS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|tool_response>",
-    "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "[|endofturn|]",
-    "<|end_of_turn|>", "<|flush|>", "<|calls|>", "<end_of_utterance>", "<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>",
-    "<|eos|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>",
-)  # fmt: skip
-"""Names that end a turn wherever they are control tokens: a GGUF header has room for three such ids, models have more
-(their generation_config.json, which a GGUF does not carry, lists them). From llama.cpp's list and the models' own."""
-ENDS_A_MESSAGE_ONLY = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"))
-"""Pairs: in a vocabulary with all of the first, the second ends a message inside a turn (gpt-oss, Solar)."""
-_CHANNELS = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"))
 
 
 def load_gguf_tokenizer(
@@ -118,7 +104,7 @@ def load_gguf_tokenizer(
     templates: Any = header.chat_templates
     if templates.keys() == {"default"}:
         templates = templates["default"]
-    if not templates and _CHANNELS.issubset(header.tokens):
+    if not templates and set(_READ["channels"]).issubset(header.tokens):
         templates = Path(__file__).with_name("harmony.jinja").read_text(encoding="utf-8")
     templates = chat_template or templates
     names = {f"{name}_token": header.name_of(name) for name in ("bos", "eos", "unk")}
@@ -307,6 +293,7 @@ def _end_ids(header: TokenizerHeader) -> tuple[int, ...]:
     """The ids at which an answer ends: those that the header names, then control tokens known to end a turn."""
     typed = enumerate(zip(header.tokens, header.types, strict=True))
     control = {token: index for index, (token, kind) in typed if kind == TokenType.CONTROL}
-    inner = {mark for others, mark in ENDS_A_MESSAGE_ONLY if others <= control.keys()}
+    inner = {mark for others, mark in _READ["end_a_message"] if control.keys() >= {*others}}
     named = [header.ids[name] for name in ("eos", "eot", "eom") if name in header.ids]
-    return tuple(dict.fromkeys([*named, *(control[mark] for mark in END_MARKS if mark in control.keys() - inner)]))
+    ends = [control[mark] for mark in _READ["end_marks"] if mark in control.keys() - inner]
+    return tuple(dict.fromkeys([*named, *ends]))

@@ -161,7 +161,7 @@ def even_pieces(costs: Sequence[int], heads: int, threads: int, least: int) -> l
         whole += cost
         ends.append(whole)
     total, items = whole * heads, len(costs)
-    pieces = 1 if threads == 1 else max(1, min(threads * team.PER_THREAD, total // max(1, least), items * heads))
+    pieces = 1 if threads == 1 else team.even_count(total, max(1, least), items * heads, threads)
     bounds = []
     for piece in range(pieces + 1):
         head, rest = divmod(piece * total // pieces, whole)

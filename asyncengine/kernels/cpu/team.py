@@ -6,16 +6,15 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncengine.kernels.cpu import team_loops as loops
-from asyncengine.kernels.cpu.team_loops import PER_THREAD
 
-__all__ = ["PER_THREAD", "Account", "Team", "alone", "team_threads", "use_team"]
+__all__ = ["Account", "Team", "alone", "even_count", "team_threads", "use_team"]
 
 logger = logging.getLogger("asyncengine")
 
@@ -138,6 +137,9 @@ class Team:
             helper.join(patience)
 
 
+_even_count: Any = loops.even_count
+even_count: Callable[[int, int, int, int], int] = _even_count.py_func
+"""The same for what Python plans."""
 _LOCAL = threading.local()
 """`team`: whose turn it is on this thread. Kernels are called through modules that know nothing of threads."""
 

@@ -51,9 +51,10 @@ PER_THREAD = 16
 """Most pieces of a loop for each thread."""
 PIECE_BYTES = 2**17
 """Work in a piece at least, in bytes of memory read once (or arithmetic that takes as long): some microseconds."""
-HELPER_SPIN_NS, CALLER_SPIN_NS = 10_000, 5_000
-"""Nanoseconds that who waits spins before it sleeps: helpers for the next loop, as long as what lies between two of a
-step; the caller for helpers, as long as a piece that has begun should take."""
+HELPER_SPIN_NS, CALLER_SPIN_NS = 30_000, 20_000
+"""Nanoseconds that who waits spins before it sleeps, about as long as it takes to sleep and run again: then no more is
+lost than twice what must be (Karlin et al., 1994). Helpers wait for the next loop, longer than what lies between two of
+a step takes; the caller for helpers, longer than a piece that has begun."""
 
 
 @emitted(*[INT64] * 5)
@@ -89,14 +90,20 @@ def _any_left(team: int) -> bool:
     return False
 
 
+@inline
+def even_count(work: int, least: int, most: int, threads: int) -> int:
+    """The number of pieces, `most` at most, of about `least` each: where there is more than one for each of the
+    threads, as many for one as for the other."""
+    worth = (work + least // 2) // least
+    if worth > threads:
+        worth = -(-worth // threads) * threads
+    return max(1, min(worth, most, threads * PER_THREAD))
+
+
 @serial_in_order
 def pieces_of(work: int, most: int, team: int) -> int:
     """In how many pieces a loop is cut, `most` at most: as many as `work` bytes to read are worth, 1 without a team."""
-    if team == 0:
-        return 1
-    threads: int = atomics.load(team + ACTIVE) + 1
-    worth: int = work // atomics.load(team + PIECE)
-    return max(1, min(worth, most, threads * PER_THREAD))
+    return 1 if team == 0 else even_count(work, atomics.load(team + PIECE), most, atomics.load(team + ACTIVE) + 1)
 
 
 @inline

@@ -95,6 +95,8 @@ def test_one_thread_does_it_alone_and_nothing_is_cut() -> None:
             assert pieces_of(2**30, 1000, use_team()) == 48
             assert pieces_of(2**30, 5, use_team()) == 5
             assert pieces_of(2**18, 1000, use_team()) == 2
+            assert pieces_of(4 * 2**17, 1000, use_team()) == 6  # as many for each of three threads
+            assert pieces_of(3 * 2**16, 1000, use_team()) == 2
             assert pieces_of(10, 1000, use_team()) == 1
     assert use_team() == 0
 

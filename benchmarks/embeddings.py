@@ -33,8 +33,8 @@ SHAPES = {
     "small": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 VOCAB, LONGEST, BATCH = 30522, 512, 32
-PAUSE = 0.02
-"""Seconds between two turns: onnxruntime's threads spin for some milliseconds after a call, at the cost of the next."""
+PAUSE = 0.1
+"""Seconds between two turns: onnxruntime's threads spin for 40 milliseconds after a call, at the cost of the next."""
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 Embed = Callable[[list[str]], np.ndarray]
 

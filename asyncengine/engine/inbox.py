@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ class Inbox(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._reader: int | None = None
         self._closed = False
+        self.at_wake: Callable[[], object] = bool
+        """Called on the reader's thread, while the reader waits, when another thread has posted something to it."""
 
     @property
     def closed(self) -> bool:
@@ -47,8 +50,13 @@ class Inbox(Generic[T]):
                 _wake(waiter)
             else:
                 with contextlib.suppress(RuntimeError):  # that loop is closed: nobody will ever take
-                    waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+                    waiter.get_loop().call_soon_threadsafe(self._wake_with, waiter)
         return True
+
+    def _wake_with(self, waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():  # else the reader is about to run, for another reason
+            self.at_wake()
+        _wake(waiter)
 
     def take(self) -> list[T]:
         """Everything posted so far."""
@@ -57,6 +65,11 @@ class Inbox(Generic[T]):
         with self._lock:
             items, self.items = self.items, deque()  # one exchange: what a finalizer posts meanwhile stays in
         return list(items)
+
+    def drop(self, count: int) -> None:
+        """Take the first `count` items, which the reader has seen."""
+        for _ in range(count):
+            self.items.popleft()
 
     async def wait(self, timeout: float | None = None) -> None:
         """Until something is posted, or `timeout` seconds have passed."""

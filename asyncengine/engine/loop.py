@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
@@ -71,6 +71,7 @@ class EngineLoop(ServingLoop):
         self.scheduler = scheduler
         self.runner = runner
         self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
+        self.inbox.at_wake = self._compute_posted
         self.record = recorder
         self._lost: Exception | None = None
         self.depth = config.max_steps_in_flight or 1
@@ -155,11 +156,22 @@ class EngineLoop(ServingLoop):
 
         `run` waits for a message meanwhile. An error ends the engine when it goes on.
         """
-        if sum(spec.prompt_len for spec in specs) > self.runner.brief_tokens or not self.inbox.awaited_here:
+        return self.inbox.awaited_here and self._compute(specs)
+
+    def _compute_posted(self) -> None:
+        """Compute short texts that another thread has posted, if that is all there is, before the loop's next turn."""
+        posted = list(self.inbox.items)
+        if all(isinstance(message, RequestSpec) for message in posted):
+            self._compute(cast("list[RequestSpec]", posted), posted=True)
+
+    def _compute(self, specs: Sequence[RequestSpec], *, posted: bool = False) -> bool:
+        if self._lost is not None or not 0 < sum(spec.prompt_len for spec in specs) <= self.runner.brief_tokens:
             return False
         now = self.clock.now()
         if self.record is not None or (batch := self.scheduler.step_alone(specs, now)) is None:
             return False
+        if posted:
+            self.inbox.drop(len(specs))
         for spec in specs:
             self.delivery.open(spec.ticket)
         try:

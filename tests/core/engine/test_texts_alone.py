@@ -173,3 +173,29 @@ async def test_an_error_of_the_text_ends_it_and_one_of_the_runner_the_engine() -
         for _ in range(2):
             with pytest.raises(EngineDead, match="gone"):
                 await engine.embed([TEXT])
+
+
+async def test_a_text_of_another_thread_is_computed_as_soon_as_the_loop_hears_of_it() -> None:
+    executor = BriefExecutor()
+    model = VectorModel(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
+    async with make_engine(hosted=True, executor=executor, wiring={"vectors": model}) as engine:
+        inbox = engine.core.loop.inbox
+        for _ in range(3):
+            await until(lambda: inbox._waiter is not None)
+            assert_right(await engine.embed([TEXT]), TEXT)
+        reader = inbox._reader
+        assert executor.launched_by == [reader] * 3
+        assert reader != threading.get_ident()
+        assert_right(await engine.embed([TEXT * 20]), TEXT * 20)
+        assert executor.launched_by[3] != reader, "a long one takes the usual way"
+        for found in await asyncio.gather(*(engine.embed([TEXT]) for _ in range(20))):
+            assert_right(found, TEXT)
+        with pytest.raises(RequestTimeout):
+            await engine.embed([TEXT], timeout=1e-9)
+        assert engine.stats().finished == {"stop": 24, "timeout": 1}
+        await idle(engine)
+        assert_nothing_held(engine.core)
+        executor.broken = OSError("gone")
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="gone"):
+                await engine.embed([TEXT])

@@ -59,7 +59,7 @@ class EngineBase(ABC):
 
     def on_event(self, hook: Callable[[Event], None]) -> Callable[[], None]:
         """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
-        return self.core.observe(hook)
+        return self.core.loop.hooks.add(hook)
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""

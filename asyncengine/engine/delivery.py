@@ -142,7 +142,11 @@ class Delivery:
                         continue
                     waiter = stream.mailbox.put(chunk)
             except Exception as error:  # a decoder's fault is the fault of one row
-                waiter = stream.mailbox.put(self._undecodable(stream, output, error))
+                if output.reason is None:
+                    self._post(Abort(output.ticket))
+                self._close(stream, output, "error")
+                fault = f"the text could not be decoded: {error!r}"
+                waiter = stream.mailbox.put(Chunk("", [], "error", stream.spec.index, error=fault))
             if waiter is not None:
                 waiters.append(waiter)
             mailbox = stream.mailbox
@@ -208,12 +212,6 @@ class Delivery:
         stop = stream.stop if end == "stop" else None
         ids, index = [] if token < 0 else [token], stream.spec.index
         return Chunk(text, ids, end, index, logprobs, error, stop=stop, steered_from=steered_from)
-
-    def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
-        if output.reason is None:
-            self._post(Abort(output.ticket))
-        self._close(stream, output, "error")
-        return Chunk("", [], "error", stream.spec.index, error=f"the text could not be decoded: {error!r}")
 
     def _entry(self, logprob: TokenLogprob, ends: bool = False) -> LogprobEntry:
         table = self._table

@@ -161,8 +161,8 @@ class DeviceThread:
     def _advance(self) -> None:
         """On the loop's thread: launch, or hand over, what is in line, and nothing before what the thread has to do."""
         while self._line:
-            job = self._line[0]
-            if isinstance(job, _Call) or not self._is_for_this_thread(job.batch):
+            job, is_brief = self._line[0], self._is_brief if self._may_launch_here else None
+            if isinstance(job, _Call) or is_brief is None or not is_brief(job.batch):
                 self._handed_over += 1
                 self._jobs.put(self._line.popleft())
             elif self._handled != self._handed_over:
@@ -173,9 +173,6 @@ class DeviceThread:
                     self._launch_here(job)  # the device has it before anything else is done
                 else:  # when the engine's task awaits it, and has delivered what it has
                     job.loop.call_soon(self._launch_here, job)
-
-    def _is_for_this_thread(self, batch: Batch) -> bool:
-        return self._may_launch_here and self._is_brief is not None and self._is_brief(batch)
 
     def _launch_here(self, job: _Job) -> None:
         """On the loop's thread: the launch, and the whole step where that computes it."""

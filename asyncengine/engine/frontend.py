@@ -28,7 +28,6 @@ from asyncengine.engine.turns import Sleep, WeightUpdate, writing
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.engine.vectors.service import VectorModel, VectorService
 from asyncengine.errors import AdapterError, ContextLengthExceeded, InvalidParameter, UnsupportedModel
-from asyncengine.events import Event
 from asyncengine.images import ImageSpan
 from asyncengine.info import ModelInfo
 from asyncengine.options import (
@@ -183,7 +182,10 @@ class Frontend:
         if isinstance(prompt, str) and not prompt:
             raise InvalidParameter("prompt", "must not be empty")
         if isinstance(prompt, Iterator):  # it may have no end
-            prompt = self._first_tokens(prompt)
+            limit = self.info.max_model_len
+            prompt = list(islice(cast("Iterator[int]", prompt), limit + 1))
+            if len(prompt) > limit:
+                raise ContextLengthExceeded("prompt", f"has more tokens than the context of {limit} can hold")
         return self.validator.prepare(self.encode(prompt), params, options, arrival)
 
     def prepare_prefix(
@@ -215,13 +217,6 @@ class Frontend:
         digest = next((each.digest for each in self.list_adapters() if each.name == adapter), "")
         number = self.validator.next_ticket()
         return self.prefixes.read(path, digest, options.cache_salt or "", number, left)
-
-    def _first_tokens(self, prompt: Iterator[int]) -> list[int]:
-        limit = self.info.max_model_len
-        tokens = list(islice(prompt, limit + 1))
-        if len(tokens) > limit:
-            raise ContextLengthExceeded("prompt", f"has more tokens than the context of {limit} can hold")
-        return tokens
 
     def prepare_chat(
         self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
@@ -417,9 +412,6 @@ class Frontend:
         self.loop.runner.close_soon()
 
     # ---------------------------------------------------------------- looking in
-
-    def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
-        return self.loop.hooks.add(hook)
 
     def cache_events(self, most: int) -> AsyncIterator[KVEventBatch]:
         """See `AsyncEngine.cache_events`."""

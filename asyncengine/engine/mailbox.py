@@ -210,7 +210,9 @@ class Mailbox:
 
 def wake_all(waiters: Iterable[Waiter]) -> None:
     """Wake consumers, with one thread-safe call for each foreign loop. A loop that is closed has no one to wake."""
-    here = _running_loop()
+    here: asyncio.AbstractEventLoop | None = None
+    with suppress(RuntimeError):
+        here = asyncio.get_running_loop()
     loops: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiter in waiters:
         if isinstance(waiter, asyncio.Future):
@@ -225,13 +227,6 @@ def wake_all(waiters: Iterable[Waiter]) -> None:
             loop.call_soon_threadsafe(_wake_some, loop, futures)
         except RuntimeError:
             continue  # closed: its streams are dropped with it, and dropping a stream aborts
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _wake_some(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]], start: int = 0) -> None:

@@ -238,7 +238,10 @@ class Admission:
                 skipped += 1
                 if request.overdue and not draining:
                     draining = _done_first(running.values())
-                kept = (request.adapter_digest, draining, *self._given_up(running.values()))
+                used = {other.adapter_digest for other in running.values()}
+                # on their way back, perhaps for a request that goes before their users
+                returning = [each for each in self._slots.retiring if self.preempts and each not in used]
+                kept = (request.adapter_digest, draining, *returning)
                 blocked |= dict.fromkeys(filter(None, kept))
             elif verdict is not Verdict.SKIPPED or request.overdue:
                 break
@@ -262,11 +265,6 @@ class Admission:
             if other.adapter_digest not in staying:
                 users.setdefault(other.adapter_digest, []).append(other)
         return list(users.values())[-1] if users else []
-
-    def _given_up(self, running: Iterable[Request]) -> list[str]:
-        """Adapters whose slots are on their way back, where that may be for a request that goes before their users."""
-        used = {other.adapter_digest for other in running}
-        return [adapter for adapter in self._slots.retiring if self.preempts and adapter not in used]
 
     def _try(self, request: Request, beside: _Beside, plan: Plan) -> Verdict:
         if request.num_pending:
@@ -367,7 +365,9 @@ class Admission:
             if passed_by:
                 request.passes += passed_by
                 if request.passes >= self._max_passes and not request.overdue:
-                    waiting.mark_overdue(request)
+                    waiting.remove(request)
+                    request.overdue = True  # it goes before all that are not
+                    waiting.add(request)
 
 
 def tables_of(running: Iterable[Request]) -> list[tuple[PageTable, int]]:

@@ -41,12 +41,6 @@ class WaitingQueue:
             raise ValueError(f"{request} is not where its key says")
         del self._requests[index]
 
-    def mark_overdue(self, request: Request) -> None:
-        """`request` goes before all that are not overdue."""
-        self.remove(request)
-        request.overdue = True
-        self.add(request)
-
     @property
     def first(self) -> Request | None:
         """The first to be admitted, by a static policy."""

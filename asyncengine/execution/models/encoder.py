@@ -275,11 +275,6 @@ class Encoder:
         return nbytes_of(self._parts())
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of the matrices that every token is multiplied with."""
-        return sum(linear.nbytes for layer in self.layers for linear in layer.linears())
-
-    @property
     def unsteady(self) -> str | None:
         """Why a token's numbers may depend on the sequences that are computed beside its own; None: they do not."""
         linears = [linear for layer in self.layers for linear in layer.linears()]

@@ -52,7 +52,8 @@ class EncoderRunner:
         self._small = loaded.weights_bytes <= SMALL
         self.batch_variance = loaded.model.unsteady
         steady = loaded.device.type == "cpu" and loaded.model.recorded is not None
-        self._brief = min(MOST_TOKENS, _BRIEF // loaded.model.layer_bytes) if steady else 0
+        products = sum(linear.nbytes for layer in loaded.model.layers for linear in layer.linears())
+        self._brief = min(MOST_TOKENS, _BRIEF // products) if steady else 0
         self._compiled = self.batch_variance is None
 
     def launch(self, batch: Batch) -> StepHandle:

@@ -26,8 +26,8 @@ class CacheFeed:
         """`names`: the name of each loaded adapter by its digest."""
         self._loop, self._tree, self._medium, self._names = loop, loop.scheduler.kv.tree, medium, names
         self._most = most
-        self._log = CacheLog(loop.scheduler.kv.pool.capacity)
-        self._log.overflowed = True  # what is cached already comes first
+        self._log: CacheLog | None = None
+        """None: it has yet to begin."""
         self._batches: deque[KVEventBatch | Exception] = deque()
         self._num_made = self._num_read = 0
         """Number of the next batch, and of the one that its reader expects."""
@@ -62,19 +62,22 @@ class CacheFeed:
         """Tell what has changed since the last call. On the engine's loop, as `end`."""
         if self._left:
             self._loop.cache_feeds.remove(self)
-            return self._tree.drop_log(self._log)
-        self._tree.keep_log(self._log)
-        if not self._log:
-            return None
+            self._tree.logs = tuple(log for log in self._tree.logs if log is not self._log)
+            return
+        if (log := self._log) is None:
+            log = self._log = self._tree.keep_log(self._loop.scheduler.kv.pool.capacity)
+            log.overflowed = True  # what is cached already comes first
+        if not log:
+            return
         with self._lock:
             lost = self._num_made - self._num_read if len(self._batches) == self._most else 0
             if lost:
                 self._batches.clear()
-                self._log.overflowed = True
-            if events := self._events():
+                log.overflowed = True
+            if events := self._events(*log.drain(self._tree.nodes())):
                 self._batches.append(KVEventBatch(time.time(), events, self._num_made, lost))
                 self._num_made += 1
-        return self._wake()
+        self._wake()
 
     def end(self, failure: Exception) -> None:
         """No batch will come any more."""
@@ -85,9 +88,8 @@ class CacheFeed:
         if not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _events(self) -> tuple[CacheEvent, ...]:
+    def _events(self, whole: bool, stored: list[Node], removed: list[int]) -> tuple[CacheEvent, ...]:
         events: list[CacheEvent] = []
-        whole, stored, removed = self._log.drain(self._tree.nodes())
         if whole or (removed and not self._tree.num_pages):
             events.append(AllBlocksCleared())
         elif removed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from asyncengine.cache_news import CacheNews
+
 if TYPE_CHECKING:
     from asyncengine.kvcache.radix_tree import Node
 
@@ -45,3 +47,8 @@ class CacheLog:
             return True, list(everything), []
         gone = [page for page, node in last.items() if not node.page and page not in new]
         return False, [node for page, node in last.items() if node.page and page in new], gone
+
+    def news(self, everything: Iterable[Node]) -> CacheNews:
+        """The same changes as `drain` gives, as hashes."""
+        whole, stored, removed = self.drain(everything)
+        return CacheNews(tuple(node.hash for node in stored), tuple(removed), whole)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from asyncengine.cache_news import CacheNews, PrefixCacheReset
+from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
-from asyncengine.kvcache.cache_log import CacheLog
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
@@ -62,7 +61,6 @@ class KVCache:
             self.tree.losing.append(self._drop_twin)
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
         self._saves: SaveLog | None = None
-        self._log: CacheLog | None = None
         self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
         """Tables without a request, and the snapshots at their ends, by the number of their pin."""
 
@@ -100,11 +98,6 @@ class KVCache:
     def can_start(self) -> bool:
         """A request that starts now finds a slot for its state, if the model keeps states."""
         return self.states is None or self.states.num_available > 0
-
-    @property
-    def anything_retiring(self) -> bool:
-        """Pages or locks are on their way back."""
-        return any(group.retiring for group in self.groups)
 
     def will_have_more(self, computed: int, launched: int) -> bool:
         """Pages need no preemption, only patience: some are retiring, or a request of which tokens up to `computed` are
@@ -251,7 +244,7 @@ class KVCache:
 
     def clear(self) -> None:
         """Forget all that is cached, since it would be computed otherwise now. Nothing may be held or retiring."""
-        if self.anything_retiring or self.drop_unused(None).in_use:
+        if any(group.retiring for group in self.groups) or self.drop_unused(None).in_use:
             raise InvariantViolation("a cache is cleared while its pages are in use")
 
     def drop_unused(self, salt: str | None) -> PrefixCacheReset:
@@ -342,11 +335,6 @@ class KVCache:
 
     # ---------------------------------------------------------------- conservation and counts
 
-    def keep_log(self, limit: int) -> None:
-        """From now on, take note of pages that come and go, for `news`; at most `limit` of them."""
-        self._log = CacheLog(limit)
-        self.tree.keep_log(self._log)
-
     def keep_saves(self, root: Callable[[Namespace], bytes | None]) -> None:
         """Note published pages from now on, for `take_unsaved`. `root`: see `SaveLog`."""
         self._saves = SaveLog(root, self.states)
@@ -354,13 +342,6 @@ class KVCache:
     def take_unsaved(self) -> list[Unsaved]:
         """Pages and states published since the last call. Nothing where no notes are kept."""
         return [] if self._saves is None else self._saves.take()
-
-    def news(self) -> CacheNews:
-        """Pages published and evicted since the last call. Nothing where no log is kept."""
-        if self._log is None:
-            return CacheNews()
-        whole, stored, removed = self._log.drain(self.tree.nodes())
-        return CacheNews(tuple(node.hash for node in stored), tuple(removed), whole)
 
     def counts(self, tables: Iterable[PageTable]) -> PageCounts:
         """Pages by state, given all open tables."""

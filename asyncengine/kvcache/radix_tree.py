@@ -134,23 +134,16 @@ class RadixTree:
                 root.hash = root_hash(namespace)
         return root
 
-    def keep_log(self, log: CacheLog) -> None:
-        """Have `log` told of every page that comes or goes, if it is not yet."""
-        if log in self.logs:
-            return
-        if not self.logs:
-            for namespace, root in self.roots.items():
-                root.hash = root_hash(namespace)
-            stack = list(self.roots.values())
-            for node in stack:  # which grows
-                for tokens, child in node.children.items():
-                    child.hash = page_hash(node.hash, tokens)
-                    stack.append(child)
+    def keep_log(self, limit: int) -> CacheLog:
+        """A log that is told of every page that comes or goes from now on, and keeps at most `limit` of them."""
+        stack = [] if self.logs else list(self.roots.values())
+        for node in stack:  # which grows
+            before = root_hash(node.namespace or ()) if node.parent is None else node.parent.hash
+            node.hash = before if node.parent is None else page_hash(before, node.tokens)
+            stack += node.children.values()
+        log = CacheLog(limit)
         self.logs += (log,)
-
-    def drop_log(self, log: CacheLog) -> None:
-        """Undo `keep_log`, wherever it was called."""
-        self.logs = tuple(known for known in self.logs if known is not log)
+        return log
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node | None:
         """The node that `match` would find; None: no request of the namespace is known. Changes nothing."""

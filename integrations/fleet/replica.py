@@ -145,6 +145,7 @@ class Replica:
     def __init__(self) -> None:
         self.outbox = Outbox()
         self._engine: AsyncEngine | None = None
+        self._cached: Any = None
         self._stopped = False
         self.tasks = Tasks()
         self._stats_at = 0.0
@@ -181,7 +182,7 @@ class Replica:
         """Load the model. Raises what loading raises."""
         engine = await AsyncEngine.from_pretrained(model, config=config)
         kv = engine.core.loop.scheduler.kv
-        kv.keep_log(kv.pool.capacity)
+        self._cached = kv.tree.keep_log(kv.pool.capacity)
         self._engine = engine
         return Loaded(ServedModel.of(engine.core), engine.adapters())
 
@@ -291,7 +292,7 @@ class Replica:
     def _update(self) -> Update:
         loop, now = self.engine.core.loop, asyncio.get_running_loop().time()
         outputs = self.outbox.take_outputs()
-        update = Update(outputs, loop.scheduler.kv.news() or None)
+        update = Update(outputs, self._cached.news(loop.scheduler.kv.tree.nodes()) or None)
         self._changed = self._changed or bool(outputs)
         if now >= self._stats_at + (STATS_SECONDS if self._changed else ALIVE_SECONDS * 0.9):
             with contextlib.suppress(RuntimeError):  # a table that another thread is changing: next time

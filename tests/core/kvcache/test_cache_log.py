@@ -25,7 +25,7 @@ def told(known: set[int], news: CacheNews) -> set[int]:
 def test_news_add_up_to_the_tree(limit: int) -> None:
     rng = random.Random(limit)
     kv = KVCache(40, 2)
-    kv.keep_log(limit)
+    log = kv.tree.keep_log(limit)
     known: set[int] = set()
     wholes = 0
     for _ in range(600):
@@ -36,7 +36,7 @@ def test_news_add_up_to_the_tree(limit: int) -> None:
             kv.publish(table, tokens, len(tokens), 0)
         kv.close(table, 0)
         if rng.random() < 0.3:
-            news = kv.news()
+            news = log.news(kv.tree.nodes())
             wholes += news.whole
             known = told(known, news)
             assert known == {node.hash for node in kv.tree.nodes()}
@@ -46,14 +46,14 @@ def test_news_add_up_to_the_tree(limit: int) -> None:
 
 def test_hashes_of_a_prompt_are_those_of_its_pages() -> None:
     kv = KVCache(40, 4)
-    kv.keep_log(100)
+    log = kv.tree.keep_log(100)
     tokens = list(range(18))
     for space in SPACES:
         table = kv.open(space, tokens, 17)
         assert kv.grow(table, 18)
         kv.publish(table, tokens, 18, 0)
         kv.close(table, 0)
-        assert list(kv.news().added) == page_hashes(space, tokens, 4)
+        assert list(log.news(kv.tree.nodes()).added) == page_hashes(space, tokens, 4)
     assert len({page for space in SPACES for page in page_hashes(space, tokens, 4)}) == 3 * 4
 
 
@@ -67,7 +67,7 @@ def test_nobody_pays_who_keeps_no_log() -> None:
     table = kv.open(("", ""), [1, 2, 3], 2)
     assert kv.grow(table, 3)
     kv.publish(table, [1, 2, 3], 3, 0)
-    assert not kv.news()
+    assert not kv.tree.logs
     assert [node.hash for node in kv.tree.nodes()] == [0]
-    kv.keep_log(10)
+    kv.tree.keep_log(10)
     assert [node.hash for node in kv.tree.nodes()] == page_hashes(("", ""), [1, 2], 2), "from when there is a log"

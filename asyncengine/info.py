@@ -75,6 +75,10 @@ class ModelInfo:
     """Why chats may hold no pictures; None: they may."""
     no_routed_experts: str | None = "the model has no experts"
     """Why `return_routed_experts` is refused; None: it is served."""
+    num_layers: int = 0
+    """Layers whose hidden states `return_hidden_states` may name, by 1 to so many."""
+    no_hidden_states: str | None = "the model does not tell"
+    """Why it is refused; None: it is served."""
     no_logits_processors: str | None = None
     """Why `logits_processors` are refused; None: they are called."""
     batch_variance: str | None = None

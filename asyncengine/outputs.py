@@ -151,6 +151,9 @@ class Sample:
     """Experts that each token of prompt and output went to, best first, [positions, layers with experts, experts of a
     token]: uint8, or int16 of more than 256 experts. Positions are those from `routed_experts_start` to the one before
     the last token, which went through no layer yet. None: they were not asked for, or the prompt was not computed."""
+    hidden_states: NDArray[np.float32] | None = field(default=None, compare=False)
+    """Hidden states of each token of prompt and output, float32 [positions, layers, width], in the order of
+    `return_hidden_states`. Positions and None as above, from `hidden_states_start` on."""
 
     @property
     def weight_version(self) -> int:

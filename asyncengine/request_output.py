@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.outputs import Chunk
 from asyncengine.step import TokenLogprob
@@ -27,8 +27,8 @@ class RequestOutput(NamedTuple):
     restored_tokens: int = 0
     prompt_logprobs: Mapping[int, TokenLogprob] = {}
     """Log-probabilities by prompt position, given once as well."""
-    routed_experts: Sequence[tuple[int, int, NDArray[np.integer]]] = ()
-    """`Mailbox.routed_experts` since the last output."""
+    traces: Sequence[tuple[int, int, NDArray[Any]]] = ()
+    """`Mailbox.traces` since the last output."""
     predicted: tuple[int, int] = (0, 0)
     """Tokens of the caller's prediction that were right, and that were wrong, since the last output."""
     cause: Exception | None = None

@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from asyncengine.checks import MIN_INT64, Count, Settings, as_integer, as_items, as_number, integer_in, number_in
+from asyncengine.checks import (
+    MAX_COUNT,
+    MIN_INT64,
+    Count,
+    Settings,
+    as_integer,
+    as_items,
+    as_number,
+    integer_in,
+    number_in,
+)
 from asyncengine.errors import InvalidParameter
 
 OnBudget = Literal["close", "offer", "truncate", "error"]
@@ -43,6 +53,12 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """A check of a sequence of token ids."""
     return tuple(as_integer(name, item, 0) for item in as_items(name, value))
+
+
+def _layers(name: str, value: Any) -> tuple[int, ...]:
+    """A check of layers by number; "last" is the last of them, None no layer."""
+    named = (-1,) if isinstance(value, str) and value == "last" else () if value is None else value
+    return tuple(as_integer(name, item, -MAX_COUNT) for item in as_items(name, named))
 
 
 def _callables(name: str, value: Any) -> tuple[Any, ...]:
@@ -145,6 +161,12 @@ class SamplingParams(Settings):
     routed_experts_start: Count = 0
     """Return them only from this position on, so that what lies before may come from the prefix cache; implies
     `return_routed_experts`. At most the number of prompt tokens."""
+    return_hidden_states: Annotated[Sequence[int], _layers] = ()
+    """Return what these layers make of each token, on a CPU: 0 is what the first layer reads, 1 what it gives, and -1,
+    or "last" for it alone, what the output layer reads. The prompt is computed without cache hits."""
+    hidden_states_start: Count = 0
+    """Return them only from this position on, so that what lies before may come from the prefix cache. At most the
+    number of prompt tokens."""
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"
@@ -165,6 +187,8 @@ class SamplingParams(Settings):
             object.__setattr__(self, "prompt_logprobs", True)
         if self.routed_experts_start:
             object.__setattr__(self, "return_routed_experts", True)
+        if self.return_routed_experts and self.return_hidden_states:
+            raise InvalidParameter("return_hidden_states", "cannot go with return_routed_experts")
         if self.max_tokens == 0 and self.n != 1:
             raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
         if self.max_tokens == 0 and self.grammar is not None:
@@ -175,6 +199,12 @@ class SamplingParams(Settings):
             raise InvalidParameter("allowed_token_ids", "cannot go with a grammar or bad_words")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"must not exceed max_tokens={self.max_tokens}", self.min_tokens)
+
+    @property
+    def traced_from(self) -> int | None:
+        """First position whose experts or hidden states are asked for; None: neither are."""
+        experts = self.routed_experts_start if self.return_routed_experts else None
+        return self.hidden_states_start if self.return_hidden_states else experts
 
 
 def as_params(value: object) -> SamplingParams:

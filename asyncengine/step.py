@@ -196,9 +196,9 @@ class StepResult:
     """Row -> of each of its tokens."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Row -> log-probabilities of prompt tokens at positions start+1 .. start+num_scheduled, inside the prompt."""
-    routed_experts: dict[int, NDArray[np.integer]] = field(default_factory=dict)
-    """Row -> experts of its positions from `start` on, best first, [positions, layers with experts, experts of a
-    token], of requests that ask for them. Drafts that were wrong are left out."""
+    traces: dict[int, NDArray[Any]] = field(default_factory=dict)
+    """Row -> what its request asks to be told of its positions from `start` on (`Sample.routed_experts` or
+    `hidden_states`), but for drafts that were wrong."""
     vectors: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     """Row -> what was pooled of its request, of rows that end one which is asked for a vector (`Row.pools`)."""
     errors: dict[int, str] = field(default_factory=dict)

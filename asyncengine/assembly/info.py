@@ -20,8 +20,9 @@ def info_of(
     images: LoadedImages, config: ModelSettings,
 ) -> ModelInfo:  # fmt: skip
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
-    from asyncengine.execution.models.decoder import why_unrouted  # which imports torch
+    from asyncengine.execution.models.decoder import why_untold  # which imports torch
 
+    model = getattr(loaded, "model", None)
     return ModelInfo(
         name=name, vocab_size=loaded.vocab_size, max_model_len=loaded.max_model_len,
         eos_token_ids=tuple(loaded.eos_token_ids), dtype=str(loaded.dtype).removeprefix("torch."),
@@ -35,7 +36,8 @@ def info_of(
         fused=tuple(runner.fused), attention=runner.attention_backend, no_speculation=runner.no_speculation,
         no_mtp=None if getattr(runner, "mtp", None) else getattr(loaded, "no_mtp", None) or runner.no_speculation,
         batch_variance=runner.batch_variance, left_out=loaded.left_out, placeholders=loaded.placeholders,
-        no_images=images.why_none, no_routed_experts=why_unrouted(getattr(loaded, "model", None)),
+        no_images=images.why_none, no_routed_experts=why_untold(model, True),
+        num_layers=len(getattr(loaded, "layers", ())), no_hidden_states=why_untold(model, False),
         no_logits_processors=None if str(loaded.device) == "cpu" else "steps on a GPU do not wait for them",
         tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel,
     )  # fmt: skip

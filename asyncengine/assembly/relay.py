@@ -120,7 +120,7 @@ class RelayedRequest:
             meter.first_token.append(now - self.spec.arrival)
         (right, wrong), (more_right, more_wrong) = mailbox.predicted, output.predicted
         mailbox.predicted = right + more_right, wrong + more_wrong
-        mailbox.routed_experts += output.routed_experts
+        mailbox.traces += output.traces
         self._leave_queue()
         mailbox.cause = output.cause or mailbox.cause
         for chunk in output.chunks:
@@ -211,10 +211,10 @@ class RelayMailbox(Mailbox):
         """Everything new."""
         self._noted = False
         output = RequestOutput(
-            self.key, merge(self.take()), predicted=self.predicted, routed_experts=self.routed_experts,
+            self.key, merge(self.take()), predicted=self.predicted, traces=self.traces,
             cached_tokens=self.cached_tokens, restored_tokens=self.restored_tokens, cause=self.cause,
         )  # fmt: skip
-        self.predicted, self.routed_experts = (0, 0), []
+        self.predicted, self.traces = (0, 0), []
         if self._begun or self.started_at is None:
             return output
         self._begun = True

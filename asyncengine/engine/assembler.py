@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, Usage
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from asyncengine.grammar.chat import ChatReader
@@ -138,6 +137,7 @@ class Assembler:
         output = self._outputs[index]
         last, text, check = output.last, "".join(output.texts), self.prepared.check_text
         reason = None if last is None else last.finish_reason
+        traces, params = self._traces(index, len(output.token_ids)), self.prepared.spec.params
         return Sample(
             text=text, token_ids=output.token_ids, finish_reason=reason or "abort", logprobs=output.logprobs or None,
             error=None if last is None else last.error,
@@ -147,28 +147,29 @@ class Assembler:
             stop=None if last is None else last.stop,
             steered_from=None if output.steered_from is None else min(output.steered_from, len(text)),
             weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),
-            routed_experts=self._routed_experts(index, len(output.token_ids)),
+            routed_experts=traces if params.return_routed_experts else None,
+            hidden_states=traces if params.return_hidden_states else None,
         )  # fmt: skip
 
-    def _routed_experts(self, index: int, generated: int) -> NDArray[np.integer] | None:
-        """`Sample.routed_experts`: the prompt's of sample 0, which alone computes them, and the sample's own.
+    def _traces(self, index: int, generated: int) -> NDArray[Any] | None:
+        """Experts or hidden states of a sample: the prompt's of sample 0, which alone computes them, and its own.
 
         Of a position that was computed twice, the first counts: it gave the token behind it.
         """
-        spec, parts = self.prepared.spec, self.prepared.mailbox.routed_experts
-        first, end = spec.params.routed_experts_start, spec.prompt_len + generated - 1
+        spec, parts = self.prepared.spec, self.prepared.mailbox.traces
+        first, end = spec.params.traced_from or 0, spec.prompt_len + generated - 1
         if not parts or end <= first:
             return None
         import numpy as np  # what is imported for a command line's help does not need it
 
         result, known = np.empty((end - first, *parts[0][2].shape[1:]), parts[0][2].dtype), np.zeros(end - first, bool)
-        for sample, start, experts in reversed(parts):
+        for sample, start, own in reversed(parts):
             if sample not in (0, index):
                 continue
-            last = min(end if sample == index else spec.prompt_len - 1, start + len(experts))
+            last = min(end if sample == index else spec.prompt_len - 1, start + len(own))
             begin = max(start, first)
             if begin < last:
-                result[begin - first : last - first] = experts[begin - start : last - start]
+                result[begin - first : last - first] = own[begin - start : last - start]
                 known[begin - first : last - first] = True
         return result if known.all() else None
 

@@ -179,8 +179,8 @@ class Delivery:
             start, entries = output.prompt_logprobs
             stream.mailbox.prompt_logprobs.update(enumerate(entries, start))
             return None
-        if output.routed_experts is not None:
-            stream.mailbox.routed_experts.append((stream.spec.index, *output.routed_experts))
+        if output.traces is not None:
+            stream.mailbox.traces.append((stream.spec.index, *output.traces))
             return None
         text, held = "", "" if stream.stops is None else stream.stops.held
         steered_from = len(held) if output.steered else None

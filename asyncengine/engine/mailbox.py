@@ -14,8 +14,9 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import Context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.engine.process import PROCESS
 from asyncengine.errors import EngineDead
@@ -23,7 +24,6 @@ from asyncengine.outputs import Chunk, FinishReason, Timings
 from asyncengine.step import TokenLogprob
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 Waiter = asyncio.Future[None] | threading.Event
@@ -47,7 +47,7 @@ class Mailbox:
     __slots__ = (
         "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "away", "cached_tokens", "cause",
         "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "joins", "limit", "predicted",
-        "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "routed_experts", "started_at", "taken",
+        "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "started_at", "taken", "traces",
         "weight_versions",
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ class Mailbox:
         """The context of the caller, if an observer will want it."""
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
         """Log-probabilities by prompt position; complete when sample 0 has its first token."""
-        self.routed_experts: list[tuple[int, int, NDArray[np.integer]]] = []
+        self.traces: list[tuple[int, int, NDArray[Any]]] = []
         """(sample, position of the first entry, entries) in the order in which they were computed."""
         self.weight_versions: dict[int, tuple[tuple[int, int], ...]] = {}
         """`Sample.weight_versions` by sample, of those that have ended; of others, up to the last weight update."""

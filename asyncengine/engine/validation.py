@@ -142,7 +142,7 @@ class RequestValidator:
         self.check_adapter(options.adapter)
         options = options.checked()
         max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
-        for name in ("prompt_logprobs_start", "routed_experts_start"):
+        for name in ("prompt_logprobs_start", "routed_experts_start", "hidden_states_start"):
             if getattr(params, name) > len(tokens):
                 raise InvalidParameter(
                     name, f"must not exceed the {len(tokens)} tokens of the prompt", getattr(params, name)
@@ -159,6 +159,10 @@ class RequestValidator:
             params = params.replace(grammar=self._bad_words(params))
         if plan is not None and plan.thinking is not None:
             params = params.replace(grammar=replace(plan.thinking, grammar=params.grammar))
+        if params.return_hidden_states:
+            most, name = self.info.num_layers, "return_hidden_states"
+            layers = (as_integer(name, layer, -most - 1, most) for layer in params.return_hidden_states)
+            params = params.replace(return_hidden_states=tuple(layer % (most + 1) for layer in layers))
         if params.logits_processors:
             if self.info.no_logits_processors is not None:
                 raise InvalidParameter("logits_processors", f"cannot be called: {self.info.no_logits_processors}")
@@ -221,8 +225,9 @@ class RequestValidator:
         if params.n > 1 and params.prompt_logprobs:
             # the same for all samples: computed once
             params = params.replace(prompt_logprobs=False, prompt_logprobs_start=0)
-        if params.n > 1 and params.return_routed_experts:
-            params = params.replace(routed_experts_start=len(prompt) - 1)
+        if params.n > 1 and params.traced_from is not None:
+            start = "routed_experts_start" if params.return_routed_experts else "hidden_states_start"
+            params = params.replace(**{start: len(prompt) - 1})
         for index in range(1, params.n):
             seed = sample_seed(params.seed, index)
             yield replace(first, ticket=next(self._tickets), index=index, seed=seed, params=params)
@@ -356,6 +361,8 @@ class RequestValidator:
                 raise InvalidParameter("stop", f"{len(stop)} characters exceed max_stop_string_length={limit}")
         if params.return_routed_experts and self.info.no_routed_experts is not None:
             raise InvalidParameter("return_routed_experts", f"cannot be had: {self.info.no_routed_experts}")
+        if params.return_hidden_states and self.info.no_hidden_states is not None:
+            raise InvalidParameter("return_hidden_states", f"cannot be had: {self.info.no_hidden_states}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
         ids_of = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(params.logit_bias)}

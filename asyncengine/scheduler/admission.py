@@ -323,8 +323,8 @@ class Admission:
         """The last token is always computed: its logits are what the next one is sampled from."""
         params = request.spec.params
         most = len(request.tokens) - 1
-        if params.return_routed_experts and not request.num_output:  # else all but the last token have been computed
-            most = min(params.routed_experts_start, most)
+        if params.traced_from is not None and not request.num_output:  # else all but the last token have been computed
+            most = min(params.traced_from, most)
         if params.prompt_logprobs and not request.num_output:  # logits are asked for from the position before on
             return min(max(params.prompt_logprobs_start - 1, 0), most)
         if request.spec.pooled is not None and request.spec.pooled.every:

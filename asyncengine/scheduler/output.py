@@ -25,7 +25,7 @@ class Output(NamedTuple):
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[int, list[TokenLogprob]] | None = None
     """(position of the first entry, entries). After a preemption the same positions come again."""
-    routed_experts: tuple[int, NDArray[np.integer]] | None = None
+    traces: tuple[int, NDArray[Any]] | None = None
     """(position of the first entry, entries). After a preemption the same positions come again."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission (on the first token and on the last output)."""

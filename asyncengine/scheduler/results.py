@@ -37,7 +37,7 @@ class Results:
                 self._start_again(batch.rows[index], requests[index], epochs[index])
         roster.counters.steps += 1
         tokens, outputs = result.tokens, roster.outputs
-        plain = not (result.errors or result.logprobs or result.prompt_logprobs or result.routed_experts)
+        plain = not (result.errors or result.logprobs or result.prompt_logprobs or result.traces)
         computed = sampled = decoded = 0
         for index, (row, request, epoch) in enumerate(zip(batch.rows, requests, epochs, strict=True)):
             computed += row.num_scheduled
@@ -82,9 +82,8 @@ class Results:
         if index in result.prompt_logprobs:
             entries = (first_scored(row), result.prompt_logprobs[index])
             roster.outputs.append(Output(request.ticket, prompt_logprobs=entries))
-        if index in result.routed_experts:
-            routed = (row.start, result.routed_experts[index])
-            roster.outputs.append(Output(request.ticket, routed_experts=routed))
+        if index in result.traces:
+            roster.outputs.append(Output(request.ticket, traces=(row.start, result.traces[index])))
         if not row.samples:
             return 0, 0
         request.num_pending -= 1

@@ -49,7 +49,7 @@ class Prefills:
         if request.texts is not None or request.spec.images or self._replicas[route.replica].peer is None:
             return None  # pages of texts and of pictures go to no other replica
         params = request.spec.params
-        if params.prompt_logprobs or params.return_routed_experts:  # a prefix from elsewhere has none
+        if params.prompt_logprobs or params.traced_from is not None:  # a prefix from elsewhere has none
             return None
         now = self._now()
         ready = [name for name, each in self._replicas.items() if each.peer is not None and each.rests_until <= now]

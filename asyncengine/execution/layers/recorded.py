@@ -60,7 +60,7 @@ class RecordedLayers:
             return None
         if self._keeps_states and step.states is None:
             return None
-        if step.routes is not None:  # what it takes is of this step alone
+        if step.routes is not None or step.traces is not None:  # what they take is of this step alone
             return None
         adapters = None if step.adapters is None else step.adapters.records(self._paths)
         if step.adapters is not None and adapters is None:

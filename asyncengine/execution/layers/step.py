@@ -5,8 +5,8 @@ products of a model that adapters change.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
 from asyncengine.execution.layers.states import StateSpec, StateStep
 from asyncengine.execution.layers.weight_forms import WeightForm
+from asyncengine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +96,31 @@ class RowAdapters(Protocol):
         """The same for products called `paths`, to be added by a compiled kernel; None: only `add` can do it."""
 
 
+@dataclass(slots=True)
+class Traces:
+    """Record of the layers' work on a step's T tokens, for requests that ask for it."""
+
+    layers: Collection[int] = ()
+    """Numbers, from 0, of those whose hidden states are asked for."""
+    experts: list[torch.Tensor] | None = None
+    """`StepContext.routes`."""
+    expert_type: torch.dtype | None = None
+    """Type of their numbers in an answer."""
+    stream: list[torch.Tensor] = field(default_factory=list)
+    """Hidden states [T, width] of each layer; empty for those that are not asked for."""
+
+    def append(self, h: torch.Tensor) -> None:
+        """Take the stream [T, width] before the next layer, or what is behind the last and its norm."""
+        self.stream.append(h if len(self.stream) in self.layers else h.new_empty(0))
+
+    def of(self, params: SamplingParams, first: int, end: int) -> torch.Tensor:
+        """[tokens, layers, ...] of the tokens from `first` up to `end`, as a request with `params` asks for it."""
+        parts, kind = self.experts or [], self.expert_type
+        if params.return_hidden_states:
+            parts, kind = [self.stream[layer] for layer in params.return_hidden_states], torch.float32
+        return torch.stack([part[first:end].to(kind) for part in parts], dim=1)
+
+
 class Encoded(NamedTuple):
     """A picture as the language model gets it. n tokens."""
 
@@ -140,6 +166,8 @@ class StepContext:
     routes: list[torch.Tensor] | None = None
     """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
     order. None: no request asks for them."""
+    traces: Traces | None = None
+    """Takes hidden states. None: no request asks for them."""
 
     def note_routes(self, mixtures: Callable[[], Sequence[Mixture]], residual: torch.Tensor, x: torch.Tensor) -> None:
         """Note the experts of all tokens in the `mixtures` of a layer, which reads the stream [T, width] or its norm x.

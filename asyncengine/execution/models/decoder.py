@@ -33,7 +33,7 @@ from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
-from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext
+from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext, Traces
 from asyncengine.execution.layers.stored import TensorSlot, nbytes_of
 from asyncengine.execution.layers.weight_forms import WeightForm
 from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead, plan_layers
@@ -178,10 +178,15 @@ class Decoder(CausalLM):
 
     def hidden_states(
         self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None,
-        kept: list[torch.Tensor] | None = None, recorded: bool = True,
+        kept: list[torch.Tensor] | Traces | None = None, recorded: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending). `kept` takes
         the stream before each layer, and behind the last. Not `recorded`: layers are called one by one."""
+        traces = step.traces
+        if traces is not None and traces.layers and kept is not traces:  # of all tokens, wanted or not
+            hidden = self.hidden_states(ids, step, kept=traces)
+            traces.append(hidden)
+            return hidden if rows is None else hidden.index_select(0, rows)
         if step.routes is not None and rows is not None and not len(rows):
             return self.hidden_states(ids, step, kept=kept)[:0]  # routers of the last layer are wanted all the same
         h, vectors = self.embedded(ids, step)
@@ -204,7 +209,7 @@ class Decoder(CausalLM):
 
     def run_layers(
         self, h: torch.Tensor, vectors: torch.Tensor | None, step: StepContext, rows: torch.Tensor | None,
-        kept: list[torch.Tensor] | None = None, recorded: bool = True,
+        kept: list[torch.Tensor] | Traces | None = None, recorded: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """The result [T, width] of this process's layers, of what the first of them reads; behind the last layer of
         all, its final norm, of `rows` only, if given. The rest as in `hidden_states`."""
@@ -226,7 +231,7 @@ class Decoder(CausalLM):
 
     def _through_layers(
         self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None, kept: list[torch.Tensor] | None = None,
+        rows: torch.Tensor | None = None, kept: list[torch.Tensor] | Traces | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The same as `run_layers`, layer by layer."""
         images = step.images or NO_IMAGES
@@ -253,7 +258,7 @@ class Decoder(CausalLM):
             if pictured is not None and index < len(deep):
                 h = h.index_add(0, pictured, deep[index])
                 x = h if following is None else following(h)
-        if kept is not None:
+        if kept is not None and kept is not step.traces:  # of these the norm is meant
             kept.append(h)
         return torch.cat([h, x], dim=-1) if plan.carries_norms and not plan.is_last else x
 
@@ -394,11 +399,11 @@ class Decoder(CausalLM):
         return replace(self.options, bits=None, ranks=None, memory=Arena()).weight(rows, self.head.inputs)
 
 
-def why_unrouted(model: Any) -> str | None:
-    """Why a `CausalLM` cannot say which experts a token goes to; None: it can."""
+def why_untold(model: Any, experts: bool) -> str | None:
+    """Why a `CausalLM` cannot say what its layers make of a token, or (`experts`) to which it goes; None: it can."""
     if not isinstance(model, Decoder):
         return "its layers are transformers' modules, which do not tell"
-    if not any(layer.mixtures() for layer in model.layers):
+    if experts and not any(layer.mixtures() for layer in model.layers):
         return "the model has no experts"
     if model.options.ranks is not None or model.options.stage is not None:
         return "other processes that have a part of the model do not tell"
@@ -406,8 +411,8 @@ def why_unrouted(model: Any) -> str | None:
 
 
 def expert_type(model: Any) -> torch.dtype | None:
-    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_unrouted`."""
-    if why_unrouted(model) is not None:
+    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_untold`."""
+    if why_untold(model, True) is not None:
         return None
     most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
     return torch.uint8 if most <= 256 else torch.int16

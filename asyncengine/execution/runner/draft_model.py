@@ -24,6 +24,7 @@ import torch
 
 from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.layers.recorded import GREEDY
+from asyncengine.execution.layers.step import Traces
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.runner.step_inputs import StepInputs, inputs_of
 from asyncengine.execution.sampling.masks import FilledMasks
@@ -150,7 +151,7 @@ class DraftModel:
         if plain is None:
             params = replace(
                 spec.params, logprobs=True, logprobs_of="model", top_logprobs=0, prompt_logprobs=False,
-                prompt_logprobs_start=0, return_routed_experts=False, routed_experts_start=0,
+                prompt_logprobs_start=0, return_routed_experts=False, routed_experts_start=0, return_hidden_states=(),
             )  # fmt: skip
             plain = self._specs[spec] = replace(spec, params=params)
         return plain
@@ -234,11 +235,9 @@ class MTPGuesser:
     def close(self) -> None:
         """It has nothing but the model's."""
 
-    def forward(
-        self, rows: Sequence[Row], inputs: StepInputs, routes: list[torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward(self, rows: Sequence[Row], inputs: StepInputs, traces: Traces | None = None) -> torch.Tensor:
         """Logits of a pass, as `ModelRunner.forward` gives them; the head keeps what it needs of it."""
-        model, wanted, step = self._model, inputs.logit_rows, self._runner.context_of(inputs, routes)
+        model, wanted, step = self._model, inputs.logit_rows, self._runner.context_of(inputs, traces)
         bounds = inputs.view.qo_indptr.tolist()
         whole = len(wanted) == len(inputs.ids)
         before = self._no_hidden(len(inputs.ids))

@@ -20,7 +20,7 @@ from asyncengine.execution.device.memory import release_cached
 from asyncengine.execution.device.transfer import Int64Array, Readback, copy_stream, is_plain_thread, on_device, upload
 from asyncengine.execution.layers.recorded import MOST_TOKENS
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, state_step
-from asyncengine.execution.layers.step import CausalLM, StepContext
+from asyncengine.execution.layers.step import CausalLM, StepContext, Traces
 from asyncengine.execution.models.decoder import Decoder, expert_type
 from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.models.memory.caches import state_bytes
@@ -197,14 +197,15 @@ class ModelRunner:
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self.buffers.build(batch, self.last_token)
-            routed = self._expert_type is not None and any(row.spec.params.return_routed_experts for row in batch.rows)
-            routes: list[torch.Tensor] | None = [] if routed else None
+            asked = [row.spec.params for row in batch.rows if row.spec.params.traced_from is not None]
+            if asked:
+                routed = any(params.return_routed_experts for params in asked)
+                layers = {layer for params in asked for layer in params.return_hidden_states}
+                pending.traces = Traces(layers, [] if routed else None, self._expert_type)
             inputs, pending.failed = inputs_of(step, batch.rows, self.image_store if pictured else None)
             with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
                 forward = self.forward if self.mtp is None else partial(self.mtp.forward, batch.rows)
-                logits = forward(inputs, routes)
-            if routes:
-                pending.routes = torch.stack(routes, dim=1).to(self._expert_type)
+                logits = forward(inputs, pending.traces)
         self._conclude(pending, step, logits, masks)
 
     def _conclude(
@@ -308,17 +309,17 @@ class ModelRunner:
                 self.ranks.send("adapter", slot, self._unwritten[slot])
             del self._unwritten[slot]
 
-    def forward(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Logits [N, vocab] of a pass. `routes`: see `StepContext`. Within the runner's `cores`."""
+    def forward(self, inputs: StepInputs, traces: Traces | None = None) -> torch.Tensor:
+        """Logits [N, vocab] of a pass. `traces`: see `StepContext`. Within the runner's `cores`."""
         assert self.model is not None
-        return self.model.forward(inputs.ids, self.context_of(inputs, routes), inputs.logit_rows)
+        return self.model.forward(inputs.ids, self.context_of(inputs, traces), inputs.logit_rows)
 
-    def context_of(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> StepContext:
+    def context_of(self, inputs: StepInputs, traces: Traces | None = None) -> StepContext:
         """The context of a pass, for which the backend is planned."""
         view, _, positions, rows, slots, segments, pictures = inputs
         self.backend.plan(view)
         own = (None, None) if self._lora is None else self._lora.begin(slots, view.counts, rows)
-        return self._context(positions, own, segments, pictures, routes)
+        return self._context(positions, own, segments, pictures, *(() if traces is None else (traces.experts, traces)))
 
     def _context(
         self, positions: torch.Tensor, adapters: StepAdapters, moves: StateSegments | LoneTokens | None, *more: Any

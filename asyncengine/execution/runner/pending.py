@@ -16,6 +16,7 @@ import torch
 from asyncengine import step
 from asyncengine.execution.device.memory import is_out_of_memory, release_cached
 from asyncengine.execution.device.transfer import Readback, upload
+from asyncengine.execution.layers.step import Traces
 from asyncengine.execution.pooling.pool import Pooler, Span
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.execution.sampling.sampler import (
@@ -143,8 +144,8 @@ class PendingStep:
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
     pooling: tuple[Pooler, list[Span], torch.Tensor] | None = None
     """The pooler of requests for vectors, with the spans of hidden states that it pools."""
-    routes: torch.Tensor | None = None
-    """Experts of the step's tokens, [T, layers with experts, experts of a token]; None: no row asks."""
+    traces: Traces | None = None
+    """Experts and hidden states of the step's tokens; None: no row asks."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row -> why this one request failed before anything of it was computed."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
@@ -242,12 +243,12 @@ class PendingStep:
         if self.pooling is not None:
             pooler, spans, hidden = self.pooling
             pooler.read(self.batch.rows, spans, hidden, result)
-        if self.routes is not None:
+        if self.traces is not None:
             first = 0
             for index, row in enumerate(self.batch.rows):
-                if row.spec.params.return_routed_experts:
+                if row.spec.params.traced_from is not None:
                     sound = row.num_scheduled - len(row.drafts) + result.accepted.get(index, 0)
-                    result.routed_experts[index] = self.routes[first : first + sound].numpy()
+                    result.traces[index] = self.traces.of(row.spec.params, first, first + sound).numpy()
                 first += row.num_scheduled
         for index, message in self.failed.items():
             result.tokens[index], result.errors[index] = -1, message
@@ -321,9 +322,9 @@ class PendingStep:
         produced: list[int] = []
         used: list[tuple[int, int]] = []
         made = step.ConstrainedToken(False, False, None)
-        # the log-probability of a token that was not sampled would be missing, and so would the experts of those that
+        # the log-probability of a token that was not sampled would be missing, and so would the traces of those that
         # a grammar forces at the end of an output, which are never computed: no jumps then
-        jump = self.jump and not (row.spec.params.logprobs or row.spec.params.return_routed_experts)
+        jump = self.jump and not (row.spec.params.logprobs or row.spec.params.traced_from is not None)
         while len(produced) < len(sampled) and list(row.drafts[: len(produced)]) == produced:
             place = len(produced)
             here, logits = self.places[first + place], self.choices.get(first + place)
@@ -362,8 +363,7 @@ def every_place(batch: step.Batch, sampling: Sequence[int]) -> list[step.Row]:
 
 OUT_OF_MEMORY = "the device has not enough memory for this request's step"
 _BY_ROW = (
-    "further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "routed_experts", "vectors",
-    "errors",
+    "further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "traces", "vectors", "errors",
 )  # fmt: skip
 """Fields of a result that are kept by row."""
 

@@ -22,7 +22,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.device.collective_gather import Gather
 from asyncengine.execution.device.shared_gather import SharedGather, SharedPools
-from asyncengine.execution.layers.step import StepContext
+from asyncengine.execution.layers.step import StepContext, Traces
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.runner.model_runner import ModelRunner
@@ -97,7 +97,7 @@ class StagedRunner(ModelRunner):
         with self._turn:
             return super().launch(batch)
 
-    def forward(self, inputs: StepInputs, routes: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, traces: Traces | None = None) -> torch.Tensor:
         """The hidden rows that this stage has handed on."""
         context, made = self._begin(inputs)
         if self._decoder.plan.run.start == 0:

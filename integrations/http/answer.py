@@ -65,7 +65,7 @@ class Answer:
         self._stream, self.writer = stream, writer
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
-        self._headers = [(name.encode(), _one_line(value)) for name, value in headers]
+        self.headers = [(name.encode(), _one_line(value)) for name, value in headers]
         self._facts = facts
         self.after = ExitStack()
         """Calls to make when the request has ended."""
@@ -99,6 +99,15 @@ class Answer:
             self.abort()
             facts |= measured(self._stream.usage, self._stream.timings) | {"finish": ",".join(self._reasons) or None}
             self.after.close()
+
+    async def submit(self) -> None:
+        """Submit the request already. Raises what refuses it."""
+        assert not isinstance(self._stream, Beams)
+        try:
+            await self._stream.__aenter__()
+        except BaseException:
+            self.after.close()
+            raise
 
     def abort(self) -> None:
         """End the request before the engine's next step."""
@@ -167,7 +176,7 @@ class Answer:
     async def _send_headers(self, send: Send, kind: bytes, *more: tuple[bytes, bytes]) -> None:
         self._begun = True
         fixed = [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        await send({"type": "http.response.start", "status": 200, "headers": [*fixed, *self._headers, *more]})
+        await send({"type": "http.response.start", "status": 200, "headers": [*fixed, *self.headers, *more]})
 
     async def _send_text(self, send: Send, text: str, *, more: bool = True) -> None:
         self._sent = asyncio.get_running_loop().time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,22 +13,25 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, WebSocketRoute
-from starlette.types import Message
+from starlette.types import Message, Scope
 from starlette.websockets import WebSocket
 
-from asyncengine.checks import as_choice, as_integer
+from asyncengine.checks import MAX_COUNT, as_choice, as_integer
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.http.answer import Answer
+from asyncengine.integrations.http.answer import PING_SECONDS, Answer
 from asyncengine.integrations.http.body import INLINE_BYTES, parse_json
+from asyncengine.integrations.http.dialects import EVENT_STREAM
 from asyncengine.integrations.http.dialects import openai_responses as dialect
+from asyncengine.integrations.http.events import Event
 from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.generating import Endpoint, answer, count, read_fields, routed
 from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
-from asyncengine.integrations.http.requests import FACTS, KEY
+from asyncengine.integrations.http.requests import FACTS, KEY, facts_of
 from asyncengine.integrations.http.turn import Answered, Turn
+from asyncengine.outputs import Usage
 
 # Responses that clients can come back to, within a number of bytes.
 
@@ -47,10 +50,12 @@ class Stored:
     """Id of the response that it went on from."""
     owner: object
     """The connection that alone may come back to it; None: everybody."""
+    events: bytes = b""
+    """Its stream, where it was made in the background."""
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.items) + OVERHEAD
+        return len(self.response) + len(self.items) + len(self.events) + OVERHEAD
 
 
 class ResponseStore:
@@ -62,10 +67,11 @@ class ResponseStore:
         self.used = 0
         """Bytes that are taken."""
 
-    def put(self, response: Item, items: Sequence[Item], owner: object = None) -> None:
-        """Keep a response and the items that were its own input."""
+    def put(self, response: Item, items: Sequence[Item], owner: object = None, events: str = "") -> None:
+        """Keep a response, the items that were its own input, and the events of its stream."""
         named = [{**item, "id": item.get("id") or f"item_{response['id']}_{at}"} for at, item in enumerate(items)]
-        made = Stored(_packed(response), _packed(named), response["previous_response_id"], owner)
+        previous = response["previous_response_id"]
+        made = Stored(_packed(response), _packed(named), previous, owner, events.encode())
         self.delete(response["id"])
         self._stored[response["id"]] = made
         self.used += made.size
@@ -120,17 +126,54 @@ def routes(serving: Serving) -> list[BaseRoute]:
 
 
 class _Keeping(dialect.Writer):
-    """A writer whose response is stored before its last frame goes out: the next request may ask for it at once."""
+    """A writer whose response is stored before its last frame goes out: the next request may ask for it at once. One
+    that is made in the background keeps its frames, for those who follow it."""
 
     def __init__(self, turn: Turn, answered: Answered, store: ResponseStore, owner: object) -> None:
         super().__init__(turn, answered)
         self._items, self._store, self._owner = turn.extra["items"], store, owner
+        self.frames = list[str]()
+        self._more = asyncio.Event()
+        if self.response["background"]:
+            self.response["status"] = "queued"
+
+    def begin(self, usage: Usage, samples: int = 1) -> str:
+        self.response["status"] = "in_progress"
+        return self._noted(super().begin(usage, samples))
+
+    def write(self, event: Event) -> str:
+        return self._noted(super().write(event))
 
     def finish(self, known: Mapping[str, Any]) -> str:
-        frames = super().finish(known)
+        frames = self._noted(super().finish(known))
         if self.response["store"] or self._owner is not None:
-            self._store.put(self.response, self._items, None if self.response["store"] else self._owner)
+            owner = None if self.response["store"] else self._owner
+            self._store.put(self.response, self._items, owner, "\n\n".join(self.frames))
         return frames
+
+    def _noted(self, frames: str) -> str:
+        if self.response["background"]:
+            self.frames += frames.split("\n\n")[:-1]
+            self._more.set()
+            self._more = asyncio.Event()
+        return frames
+
+    @property
+    def shown(self) -> Item:
+        """The response as it is known now."""
+        return {**self.response, **({"status": "cancelled"} if self.cancelled else {})}
+
+    async def follow(self, at: int) -> AsyncIterator[str]:
+        """The frames from number `at` on, as they come, with signs of life between them."""
+        while self.response["status"] in ("queued", "in_progress") or at < len(self.frames):
+            if at < len(self.frames):
+                yield self.frames[at] + "\n\n"
+                at += 1
+                continue
+            try:
+                await asyncio.wait_for(self._more.wait(), PING_SECONDS)
+            except TimeoutError:
+                yield self.ping
 
 
 class _Responses:
@@ -141,6 +184,8 @@ class _Responses:
         self._store = ResponseStore(serving.response_memory)
         self._running: dict[str, Answer] = {}
         """Answers under way, by the ids of their responses."""
+        self._tasks = set[asyncio.Task[None]]()
+        """Tasks that make responses in the background: the loop alone would not keep them."""
 
     async def _read(self, fields: Fields, read: Callable[..., Turn] = dialect.read, owner: object = None) -> Turn:
         """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
@@ -153,13 +198,45 @@ class _Responses:
 
     # ---------------------------------------------------------------- making them
 
-    async def create(self, request: Request) -> Answer:
-        return await self.respond(await read_fields(request, self._serving))
+    async def create(self, request: Request) -> Answer | Response:
+        fields = await read_fields(request, self._serving)
+        streaming = fields.peek("stream") is True
+        made = await self.respond(fields)
+        writer = made.writer
+        assert isinstance(writer, _Keeping)
+        if not writer.response["background"]:
+            return made
+        await made.submit()
+        task = asyncio.create_task(self._make(made, writer, request.scope))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        events = StreamingResponse(writer.follow(0), media_type=EVENT_STREAM)
+        answer = events if streaming else JSONResponse(writer.response)
+        answer.raw_headers.extend(made.headers)
+        return answer
+
+    async def _make(self, made: Answer, writer: _Keeping, scope: Scope) -> None:
+        """Make a response in the background. It is counted and logged as a request of its own."""
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()  # for ever: there is no client that could leave
+            return {"type": "http.disconnect"}
+
+        async def send(_message: Message) -> None: ...
+
+        try:
+            facts = {**facts_of(scope)}
+            await self._serving.requests.run(made, {**scope, "method": "TASK", FACTS: facts}, receive, send)
+        except Exception as error:  # before its first token
+            writer.failed(problem_of(error))
 
     async def respond(self, fields: Fields, owner: object = None) -> Answer:
         """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
         turn = await self._read(fields, owner=owner)
-        turn.stream |= owner is not None
+        background = turn.extra["echo"]["background"]
+        if background and owner is not None:
+            raise InvalidParameter("background", "is not served over a WebSocket")
+        turn.stream |= background or owner is not None
         made = await answer(self._serving, partial(_Keeping, store=self._store, owner=owner), turn, fields)
         assert isinstance(made.writer, _Keeping)
         response_id = made.writer.response["id"]
@@ -188,12 +265,20 @@ class _Responses:
     # ---------------------------------------------------------------- coming back to them
 
     async def retrieve(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false").lower() != "false":
-            raise InvalidParameter("stream", "is not served: a stored response is returned whole")
-        if (made := self._running.get(request.path_params["id"])) is not None:
-            assert isinstance(made.writer, _Keeping)
-            return JSONResponse(made.writer.response)
-        return Response(self._find(request).response, media_type="application/json")
+        query = request.query_params
+        streamed = query.get("stream", "false").lower() != "false"
+        at = _number(query, "starting_after", -1, -1, MAX_COUNT) + 1
+        if (writer := self._writer(request)) is not None:
+            if not streamed:
+                return JSONResponse(writer.shown)
+            if writer.response["background"]:
+                return StreamingResponse(writer.follow(at), media_type=EVENT_STREAM)
+        elif not streamed:
+            return _stored_response(self._find(request))
+        elif events := self._find(request).events:
+            frames = events.decode().split("\n\n")[at:]
+            return Response("".join([f"{frame}\n\n" for frame in frames]), media_type=EVENT_STREAM)
+        raise InvalidParameter("stream", "is served of responses that were made with background=true")
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
@@ -204,13 +289,23 @@ class _Responses:
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
+        if (writer := self._writer(request)) is not None:
+            writer.cancelled = True
+            self._running[request.path_params["id"]].abort()
+            return JSONResponse(writer.shown)
+        stored = self._find(request)
+        if not stored.events:
+            raise Problem(
+                400, "Cannot cancel a synchronous response.", "response_id", "invalid_value"
+            )  # OpenAI's words
+        return _stored_response(stored)  # it has ended: cancelling changes nothing
+
+    def _writer(self, request: Request) -> _Keeping | None:
+        """The writer of a response that is under way; None where it is not."""
         made = self._running.get(request.path_params["id"])
-        if made is None:  # it has ended: cancelling changes nothing
-            return Response(self._find(request).response, media_type="application/json")
-        assert isinstance(made.writer, _Keeping)
-        made.writer.cancelled = True
-        made.abort()
-        return JSONResponse({**made.writer.response, "status": "cancelled"})
+        writer = None if made is None else made.writer
+        assert writer is None or isinstance(writer, _Keeping)
+        return writer
 
     async def input_items(self, request: Request) -> Response:
         query = request.query_params
@@ -323,6 +418,10 @@ def _recalled(chain: Sequence[Stored] | None, response_id: str) -> list[Item]:
         items += json.loads(stored.items)
         items += json.loads(stored.response)["output"]
     return items
+
+
+def _stored_response(stored: Stored) -> Response:
+    return Response(stored.response, media_type="application/json")
 
 
 def _number(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:

@@ -100,6 +100,9 @@ def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
         raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
     for name, value in metadata.items():
         _short(f"metadata.{name}", value)
+    store, background = own.get("store", True), own.get("background", False)
+    if background and not store:
+        raise Problem(400, "background can only be used when `store` is true", "background", "invalid_value")
     echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
     echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
     echo |= {name: _short(name, own.get(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
@@ -108,7 +111,7 @@ def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     turn.params |= {} if most is None else {"max_tokens": most}
     return echo | {
         "max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default",
-        "store": own.get("store", True), "background": False, "metadata": metadata,
+        "store": store, "background": background, "metadata": metadata,
     }  # fmt: skip
 
 

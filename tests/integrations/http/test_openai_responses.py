@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import openai
@@ -103,6 +104,36 @@ def test_a_stream_is_cancelled(client: openai.OpenAI) -> None:
     assert last.response.status == client.responses.retrieve(first.response.id).status == "cancelled"
 
 
+def test_a_response_is_made_while_no_client_waits(client: openai.OpenAI) -> None:
+    begun = ask(client, background=True, temperature=0)
+    assert (begun.status, begun.background) == ("queued", True)
+    done = settled(client, begun.id)
+    assert (done.status, done.output_text) == ("completed", ask(client, temperature=0).output_text)
+    events = [*client.responses.retrieve(begun.id, stream=True)]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join([event.delta for event in events if event.type == "response.output_text.delta"]) == done.output_text
+    assert events[-1].type == "response.completed"
+    rest = client.responses.retrieve(begun.id, stream=True, starting_after=3)
+    assert [*rest] == events[4:]
+    assert client.responses.cancel(begun.id).status == "completed", "it has ended"
+    waited_for = ask(client, max_output_tokens=1)
+    for refused in (client.responses.cancel, partial(client.responses.retrieve, stream=True)):
+        with pytest.raises(openai.BadRequestError):
+            refused(waited_for.id)
+
+
+def test_a_response_that_runs_is_followed_left_and_cancelled(client: openai.OpenAI) -> None:
+    with client.responses.create(model="demo", input="a", stream=True, background=True, extra_body=FOR_EVER) as stream:
+        seen = [event for event, _ in zip(stream, range(8), strict=False)]
+    response_id = seen[0].response.id
+    assert client.responses.retrieve(response_id).status == "in_progress", "its first client left"
+    follower = client.responses.retrieve(response_id, stream=True, starting_after=seen[-1].sequence_number)
+    assert next(iter(follower)).sequence_number == seen[-1].sequence_number + 1
+    assert client.responses.cancel(response_id).status == "cancelled"
+    assert [*follower][-1].type == "response.incomplete"
+    assert settled(client, response_id).status == "cancelled"
+
+
 def test_an_answer_takes_the_form_of_a_class(client: openai.OpenAI) -> None:
     class Weather(pydantic.BaseModel):
         sunny: bool
@@ -141,7 +172,8 @@ def test_a_conversation_becomes_one_item(client: openai.OpenAI) -> None:
         ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
         ({"reasoning": "much"}, "reasoning"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "input": "word " * 50_000}, "prompt"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"include": "all"}, "include"),

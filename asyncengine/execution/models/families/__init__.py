@@ -1,8 +1,8 @@
 """The families that are written down: from a config.json to a `DecoderConfig`, one short file for each group.
 
 decoders.toml says which file serves which `model_type`. A family that only renames another costs a name there, one that
-differs from Llama in fields alone a table of dense.toml. All others run through `models.fallback`, and so do options of
-these that are not written down.
+differs from Llama in fields alone a table of dense.toml or mixtures.toml. All others run through `models.fallback`, and
+so do options of these that are not written down.
 """
 
 from __future__ import annotations

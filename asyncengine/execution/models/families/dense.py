@@ -48,12 +48,22 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     `SmolLM3ForCausalLM`, `SeedOssForCausalLM`, `HunYuanDenseV1ForCausalLM`, `ApertusForCausalLM`, `CohereForCausalLM`,
     `Cohere2ForCausalLM`, `NemotronForCausalLM`, `OPTForCausalLM`, `Phi3ForCausalLM`, `GlmForCausalLM`,
     `Glm4ForCausalLM`, `Glm4vTextModel`, `StableLmForCausalLM`, `Starcoder2ForCausalLM`."""
-    parts: dict[str, Any] = {}
-    _read(_TABLES[config.model_type], config, parts)
+    return decoder_of(config, length, parts_of(_TABLES, config))
+
+
+def decoder_of(config: Any, length: int, parts: dict[str, Any], **changes: Any) -> DecoderConfig:
+    """The decoder of parts that a family's table names. `changes`: further arguments of `common.llama_like`."""
     norm, rotary = parts.pop("norm", None), parts.pop("rotary", {})
     rotations = () if rotary is False else (_rotary(config, length, **rotary),)
-    model = parts.pop("model", {})
-    return common.llama_like(config, length, norm=norm and NormConfig(**norm), rotary=rotations, **parts, **model)
+    changes |= parts.pop("model", {})
+    return common.llama_like(config, length, norm=norm and NormConfig(**norm), rotary=rotations, **parts, **changes)
+
+
+def parts_of(tables: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The fields of each part that a family's table has, with their values in a model."""
+    parts: dict[str, Any] = {}
+    _read(tables, tables[config.model_type], config, parts)
+    return parts
 
 
 def _rotary(config: Any, length: int, **how: Any) -> RotaryConfig:
@@ -68,16 +78,17 @@ def _rotary(config: Any, length: int, **how: Any) -> RotaryConfig:
     return common.rotary_of(config, length, **how)
 
 
-def _read(table: Mapping[str, Any], config: Any, parts: dict[str, Any]) -> None:
+def _read(tables: Mapping[str, Any], table: Mapping[str, Any], config: Any, parts: dict[str, Any]) -> None:
     """Put what a table says of a model into `parts`, over what stands there."""
     for part, given in table.items():
         if part == "like":
-            _read(_TABLES[given], config, parts)
+            _read(tables, tables[given], config, parts)
         elif part == "when":
             for condition, more in given.items():
                 field, _, value = condition.partition("=")
-                if getattr(config, field) == value if value else getattr(config, field):
-                    _read(more, config, parts)
+                found = getattr(config, field, None)
+                if found == value if value else found:
+                    _read(tables, more, config, parts)
         elif isinstance(given, dict):
             parts[part] = parts.get(part, {}) | {name: _value(name, value, config) for name, value in given.items()}
         else:
@@ -89,7 +100,7 @@ def _value(name: str, given: Any, config: Any) -> Any:
     if isinstance(given, dict):
         return NormConfig(**{field: _value(field, value, config) for field, value in given.items()})
     if isinstance(given, list):
-        return tuple(given)
+        return tuple(tuple(each) if isinstance(each, list) else each for each in given)
     if given in _BY_LAYER:
         return _BY_LAYER[given](config)
     if not isinstance(given, str) or not given.startswith("="):

@@ -388,9 +388,12 @@ def wire(
     whole = vectors is not None and vectors.spec.whole  # nothing is kept of a text
     info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
     info = replace(info, window=None if kv.lookback is None else kv.lookback.span + 1)
+    # `Batch.copies` are made by one process on a CPU, without a second model's pages
+    alone = config.tensor_parallel == config.pipeline_parallel == 1 and config.draft_model is None
+    copies = alone and not getattr(executor, "asynchronous", False)
     scheduler = Scheduler(
         config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get),
-        copies=_copies_pages(executor, config),
+        copies=copies and getattr(executor, "draft_model", None) is None,
     )  # fmt: skip
     loop = EngineLoop(
         config, scheduler, DeviceThread(executor, config.switch_interval, config.max_steps_in_flight or 1), clock,
@@ -409,12 +412,6 @@ def wire(
     frontend.prepare_release = getattr(executor, "prepare_release", None)
     loop.write_again = None if update is None else writing(update, None, config)
     return frontend
-
-
-def _copies_pages(executor: Executor, config: EngineConfig) -> bool:
-    """Whether the executor makes `Batch.copies`: one process on a CPU does, without a second model's pages."""
-    alone = config.tensor_parallel == config.pipeline_parallel == 1 and config.draft_model is None
-    return alone and not getattr(executor, "asynchronous", False) and getattr(executor, "draft_model", None) is None
 
 
 def _fit_context(info: ModelInfo, config: BatchingSettings, capacity: int) -> ModelInfo:

@@ -12,7 +12,6 @@ import atexit
 import importlib.util
 import threading
 import weakref
-from collections.abc import Callable
 from contextvars import Context
 
 import anyio
@@ -28,7 +27,7 @@ WATCH_PERIOD = 60.0
 
 
 class _LoopWatch:
-    """A timer of a loop that nobody but the loop refers to: closing the loop drops it, and `closed` is called then."""
+    """A timer of a loop that nobody but the loop refers to: closing the loop, or collecting it, drops it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -37,16 +36,6 @@ class _LoopWatch:
     def __call__(self) -> None:
         # In no context: the timer would keep its starter's. Weakly: in a cycle it would outlive the loop's end.
         self.timer = weakref.ref(self._loop.call_later(WATCH_PERIOD, self, context=Context()))
-
-
-def _when_closed(loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> weakref.finalize[[], _LoopWatch]:
-    """Call `closed` when `loop` is closed (or collected); `detach` what is returned to hear no more of it.
-
-    asyncio has no such hook, and a loop that was closed while a task of it waited says nothing to anybody.
-    """
-    watching = weakref.finalize(_LoopWatch(loop), closed)
-    watching.atexit = False
-    return watching
 
 
 class OwnedHost:
@@ -62,7 +51,9 @@ class OwnedHost:
     def start(self) -> None:
         self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
-        self._watching = _when_closed(self._loop, self._lost)
+        # asyncio has no hook, and a loop that was closed while a task of it waited says nothing to anybody
+        self._watching = weakref.finalize(_LoopWatch(self._loop), self._lost)
+        self._watching.atexit = False
         self._task = self._loop.create_task(self._engine.run(), name="asyncengine")
         self._task.add_done_callback(self._done)
 

@@ -234,7 +234,9 @@ class EngineLoop(ServingLoop):
     def schedule(self) -> Batch | None:
         """Plan the next step; None: there is nothing to compute now."""
         now = self.clock.now()
-        self._abort_if_overdue(now)
+        deadline = None if self._drain is None else self._drain.deadline if self.asleep is None else now
+        if deadline is not None and now >= deadline:  # what still runs then; nobody wakes an engine that closes
+            self._tell("end_all", "abort", partial(self.scheduler.end_all, "abort"))
         if self.record is not None:
             self.record("schedule", now)
         preemptions = self.scheduler.counters.preemptions
@@ -392,12 +394,6 @@ class EngineLoop(ServingLoop):
             self.on_tick()
 
     # ---------------------------------------------------------------- the end
-
-    def _abort_if_overdue(self, now: float) -> None:
-        """Draining has a deadline: what still runs then is aborted. Nobody wakes an engine that closes."""
-        deadline = None if self._drain is None else self._drain.deadline if self.asleep is None else now
-        if deadline is not None and now >= deadline:
-            self._tell("end_all", "abort", partial(self.scheduler.end_all, "abort"))
 
     def _drained(self) -> bool:
         return self._drain is not None and not self.scheduler.requests and not self.in_flight

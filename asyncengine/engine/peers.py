@@ -17,12 +17,12 @@ import io
 import json
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from asyncengine.engine.clock import Clock
-from asyncengine.engine.prefix_sources import Hit, Loaded, Source
+from asyncengine.engine.prefix_sources import Hit, Loaded, Source, batches_of
 from asyncengine.engine.prefix_store import Rates
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
@@ -194,7 +194,7 @@ class PeerPrefixes(Source):
 
         Nothing fills memory any more when it has ended: it waits for the thread that does, and for no answer."""
         coming: deque[asyncio.Task[bytes]] = deque()
-        batches = list(self._batches(parts))
+        batches = list(batches_of(parts, lambda part: self._memory.nbytes(part[0]), BATCH_BYTES))
         try:
             for number, batch in enumerate(batches):
                 for after in batches[number + len(coming) : number + 2]:
@@ -220,16 +220,6 @@ class PeerPrefixes(Source):
                 raise RecordError("is waited for by nobody any more")
 
         reader.fill(parts, self._memory, size, go_on)
-
-    def _batches(self, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
-        begun = nbytes = 0
-        for number, (part, _, _) in enumerate(parts):
-            nbytes += self._memory.nbytes(part)
-            if nbytes > BATCH_BYTES and number > begun:
-                yield parts[begun:number]
-                begun, nbytes = number, self._memory.nbytes(part)
-        if parts[begun:]:
-            yield parts[begun:]
 
     def _fail(self, peer: Peer, error: Exception) -> None:
         logger.info("no prefix from %s, it is computed: %r", peer.name, error)

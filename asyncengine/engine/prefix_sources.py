@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -16,6 +16,8 @@ from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import Message, PrefixFound, PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.step import Batch
+
+T = TypeVar("T")
 
 LAST_WRITES = 5.0
 """Seconds that an engine waits for its prefix cache to be written when it closes or falls asleep, at most."""
@@ -33,6 +35,18 @@ class Hit(NamedTuple):
     """Seconds to wait for them, at most."""
     read: Callable[[RestoreOrder, Loaded], None] | None = None
     """Fills pages of an order, and calls `Loaded` in any case but the engine's end."""
+
+
+def batches_of(items: Sequence[T], nbytes: Callable[[T], int], most: int) -> Iterator[Sequence[T]]:
+    """`items` in order, in batches of `most` bytes at most, but of one item at least."""
+    begun = total = 0
+    for number, item in enumerate(items):
+        total += nbytes(item)
+        if total > most and number > begun:
+            yield items[begun:number]
+            begun, total = number, nbytes(item)
+    if items[begun:]:
+        yield items[begun:]
 
 
 class Source:

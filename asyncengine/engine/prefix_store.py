@@ -16,10 +16,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from asyncengine.engine.prefix_sources import Hit, Loaded, Source
+from asyncengine.engine.prefix_sources import Hit, Loaded, Source, batches_of
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.kvcache.saving import MOST_UNSAVED, Unsaved
@@ -35,7 +35,7 @@ logger = logging.getLogger("asyncengine")
 READERS = 2
 """Threads that read: one alone waits for the disk, copies and checks in turns."""
 _BATCH_BYTES = 32 * 2**20
-"""Bytes that are written between two syncs, if there are so many."""
+"""Bytes that are written between two syncs, if one record alone is not more."""
 _PROBE_BYTES = 16 * 2**20
 _PROBE_RECORDS = 64
 """Most bytes and records that are read to measure the rate."""
@@ -196,7 +196,7 @@ class PrefixStore(Source):
                 if not isinstance(notes, list):  # an event, of whatever kind of thread
                     notes.set()
                     continue
-                for batch in _batches(notes, self._memory):
+                for batch in batches_of(notes, lambda note: self._memory.nbytes(note.part), _BATCH_BYTES):
                     try:
                         self.store.append(self._records(batch))
                     except Exception:  # of no concern to any request
@@ -208,7 +208,7 @@ class PrefixStore(Source):
         finally:
             self.store.close()
 
-    def _records(self, notes: list[Unsaved]) -> Iterator[Record]:
+    def _records(self, notes: Sequence[Unsaved]) -> Iterator[Record]:
         """Records of those that can be found again: whose page before is stored."""
         begun: dict[bytes, None] = {}
         for note in notes:
@@ -310,17 +310,3 @@ class _Load:
         if RecordPart.WINDOW in failed or (failed and order.windows):
             pages = 0
         self._loaded(PrefixLoaded(order.number, pages, bool(order.slot) and not failed))
-
-
-def _batches(notes: list[Unsaved], memory: PageMemory) -> Iterator[list[Unsaved]]:
-    """`notes` in parts of so many bytes that one sync is for."""
-    batch: list[Unsaved] = []
-    nbytes = 0
-    for note in notes:
-        batch.append(note)
-        nbytes += memory.nbytes(note.part)
-        if nbytes >= _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch

@@ -38,10 +38,6 @@ class _QueuedSubmit(NamedTuple):
 Left = Callable[[], float]
 
 
-def _for_ever() -> float:
-    return inf
-
-
 class QueueLimit:
     """Limits of the samples and prompt tokens that may wait to start. Counts them until they start or end. Thread-safe.
 
@@ -71,7 +67,7 @@ class QueueLimit:
                 raise QueueFull("max_queued_requests", self._max_requests or 0, self.waiting)
             self._take(samples, tokens)
 
-    async def enter_when_free(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+    async def enter_when_free(self, samples: int, tokens: int, left: Left = lambda: inf) -> bool:
         """The same, but await a place, first come first served. Cancelling gives up the place in line.
 
         False: `left()`, the seconds it may still wait, came to 0 before; it has left the line.
@@ -100,7 +96,7 @@ class QueueLimit:
             if timer is not None:
                 timer.cancel()
 
-    def enter_blocking(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+    def enter_blocking(self, samples: int, tokens: int, left: Left = lambda: inf) -> bool:
         """The same for a plain thread."""
         place = self._join_line(samples, tokens)
         if place is None:

@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
     processes = machine.process * config.processes
     claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes
-    found = place(claim, Cluster([as_node(machine)]))
+    free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
+    devices = tuple(Device(index=index, memory=count) for index, count in free)
+    node = Node(name="this machine", host_memory=min(machine.host_free, MAX_MEMORY), devices=devices)
+    found = place(claim, Cluster([node]))
     on = where(found) if isinstance(found, Placement) else None
     if args.json:
         known = {"process_bytes": machine.process, "kv_tokens": tokens, "total_bytes": total, "claim": asdict(claim)}
@@ -84,13 +87,6 @@ def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings, processes:
     claim = claim_of(needs.name, needs.total(tokens), ranks, copied, device)
     on_host = None if claim.cpu_bytes is None else claim.cpu_bytes + processes
     return replace(claim, cpu_bytes=on_host, host_bytes=0 if claim.device_bytes is None else processes)
-
-
-def as_node(machine: Machine) -> Node:
-    """This machine as a node that has what is free now."""
-    free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
-    devices = [Device(index=index, memory=count) for index, count in free]
-    return Node(name="this machine", host_memory=min(machine.host_free, MAX_MEMORY), devices=tuple(devices))
 
 
 def where(found: Placement) -> str:

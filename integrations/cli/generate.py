@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from asyncengine.grammar import Grammar
-from asyncengine.info import ModelInfo
 from asyncengine.integrations.cli.exits import FAILED, CliError
 from asyncengine.integrations.cli.inputs import check_reads_images, chosen_adapter, given_adapters, image_part
 from asyncengine.integrations.cli.loading import open_engine
@@ -105,15 +104,11 @@ def _figures(completion: Completion, engine: Engine, adapter: str | None) -> str
     usage, timings = completion.usage, completion.timings
     first = timings.first_token or timings.total
     rate = (usage.completion_tokens - 1) / (timings.total - first) if timings.total > first else 0.0
+    counts = sorted(Counter(engine.info.stored.values()).items())
+    stored = " with " + ", ".join(f"{kind} x {count}" for kind, count in counts) if counts else ""  # "awq x 196"
     return (
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {usage.completion_tokens} output "
         f"tokens ({completion.finish_reason}); first token after {first * 1000:.0f} ms, then {rate:.1f} tokens/s; "
-        f"{engine.info.name}{f' with {adapter}' if adapter else ''}, {_kept_as(engine.info)}, {engine.info.device}"
+        f"{engine.info.name}{f' with {adapter}' if adapter else ''}, {engine.info.dtype}{stored}, "
+        f"{engine.info.device}"
     )
-
-
-def _kept_as(info: ModelInfo) -> str:
-    """The model's type, and how many matrices are stored in small numbers: "bfloat16 with awq x 196"."""
-    counts = Counter(info.stored.values())
-    kinds = ", ".join(f"{kind} x {count}" for kind, count in sorted(counts.items()))
-    return f"{info.dtype} with {kinds}" if kinds else info.dtype

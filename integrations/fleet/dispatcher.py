@@ -13,7 +13,6 @@ from asyncengine.integrations.fleet.messages import Command, Tell, Update
 from asyncengine.integrations.fleet.requests import FleetRequest, Prefill, ReplicaHandle
 from asyncengine.integrations.fleet.settings import FleetConfig
 from asyncengine.integrations.placement.routing import Role, Route, Router
-from asyncengine.outputs import FinishReason
 from asyncengine.request_output import RequestOutput
 from asyncengine.request_spec import Peer
 
@@ -263,7 +262,7 @@ class Dispatcher:
         for output in update.outputs:
             request = replica.requests.get(output.key)
             # requests of an engine that died are not over: they may go on elsewhere
-            if update.dead and _reason(output) == "engine_dead":
+            if update.dead and output.chunks and output.chunks[-1].finish_reason == "engine_dead":
                 continue
             if request is not None:
                 self._receive(request, output)
@@ -301,7 +300,3 @@ class Dispatcher:
             replica = self.replicas[route.replica]
             del replica.requests[request.key]
             replica.notify()
-
-
-def _reason(output: RequestOutput) -> FinishReason | None:
-    return output.chunks[-1].finish_reason if output.chunks else None

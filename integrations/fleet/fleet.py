@@ -58,8 +58,10 @@ class Fleet(AsyncEngine):
     def _loader(
         model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any]
     ) -> Callable[[Any], FleetFrontend]:
-        ours, theirs = _split(settings)
-        load = partial(open_fleet, model, engine_config(config, theirs), FleetConfig(**ours))
+        ours = FleetConfig.__dataclass_fields__
+        check_known(settings, [*ours, *EngineConfig.__dataclass_fields__])
+        own, theirs = ({n: v for n, v in settings.items() if (n in ours) is mine} for mine in (True, False))
+        load = partial(open_fleet, model, engine_config(config, theirs), FleetConfig(**own))
         return lambda attempt: load(attempt.check)
 
     async def start(self) -> None:
@@ -128,10 +130,3 @@ class Fleet(AsyncEngine):
         Where no node has room for one more, a replica ends before the next one starts. Raises `FleetError`.
         """
         await self._on_fleet(self._frontend.fleet.manager.restart())
-
-
-def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of the fleet, and those of its engines. Raises `InvalidParameter` for an unknown one."""
-    ours = FleetConfig.__dataclass_fields__
-    check_known(settings, [*ours, *EngineConfig.__dataclass_fields__])
-    return {n: v for n, v in settings.items() if n in ours}, {n: v for n, v in settings.items() if n not in ours}

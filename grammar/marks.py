@@ -54,10 +54,5 @@ class Markers:
         return not any(name and name in marker for name in self.special)
 
 
-def literal_pattern(text: str) -> str:
-    """A regular expression for exactly `text`, fit to stand between slashes."""
-    return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
-
-
 def sequence(*parts: str) -> str:
     return " ".join(part for part in parts if part)

@@ -265,7 +265,7 @@ def scan(pattern: str) -> Iterator[Token]:
 
 
 def escaped(text: str) -> str:
-    """A pattern that matches exactly `text`, in either dialect."""
+    """A pattern that matches exactly `text`, in either dialect, fit to stand between slashes."""
     return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda m: "\\" + m.group(), text).replace("\n", "\\n").replace("\r", "\\r")
 
 

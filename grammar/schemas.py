@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from importlib import resources
-from typing import Any, get_origin
+from typing import Any, Union, get_origin
 from urllib.parse import quote, unquote, urljoin
 
 from asyncengine.errors import GrammarError, GrammarImpossible
@@ -326,9 +326,7 @@ def is_json(spec: Any) -> bool:
 
 
 def is_union(spec: Any) -> bool:
-    import typing
-
-    return get_origin(spec) is typing.Union or isinstance(spec, types.UnionType)
+    return get_origin(spec) is Union or isinstance(spec, types.UnionType)
 
 
 def json_of(spec: Any) -> dict[str, Any]:

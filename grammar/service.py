@@ -42,47 +42,38 @@ class TemplateCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._templates: OrderedDict[str, tuple[LlgTemplate, int]] = OrderedDict()
-        self._errors: OrderedDict[str, GrammarError] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._templates)
 
     def get(self, key: str) -> LlgTemplate | GrammarError | None:
         """The template, or the error that compiling it gives each time."""
-        found = self._templates.get(key)
-        if found is not None:
-            self._templates.move_to_end(key)
-            return found[0]
-        return self._errors.get(key)
+        found = self._known.get(key)
+        if found is None:
+            return None
+        self._known.move_to_end(key)
+        return found[0]
 
-    def put(self, key: str, template: LlgTemplate) -> None:
-        """Keep `template`, unless it alone is larger than the cache."""
+    def put(self, key: str, outcome: LlgTemplate | Exception) -> None:
+        """Keep `outcome`, unless it alone is larger than the cache."""
         self.drop(key)
-        size = template.nbytes
+        size = ERROR_BYTES if isinstance(outcome, Exception) else outcome.nbytes
         if size > self._max_bytes:
             return
-        self._templates[key] = (template, size)
+        self._known[key] = (outcome, size)
         self.nbytes += size
         while self.nbytes > self._max_bytes:
-            _, (_, size) = self._templates.popitem(last=False)
+            _, (_, size) = self._known.popitem(last=False)
             self.nbytes -= size
-
-    def put_error(self, key: str, error: GrammarError) -> None:
-        self._errors[key] = error
-        self._errors.move_to_end(key)
-        while len(self._errors) > MAX_ERRORS:
-            self._errors.popitem(last=False)
 
     def drop(self, key: str) -> None:
         """Forget a template (it broke). Idempotent."""
-        found = self._templates.pop(key, None)
+        found = self._known.pop(key, None)
         if found is not None:
             self.nbytes -= found[1]
 
 
-MAX_ERRORS = 256
+ERROR_BYTES = 4096
+"""Memory of an error with its texts, at most."""
 MAX_MESSAGE = 500
 """Characters of what is wrong with a finished text."""
 STACK_BYTES = 64 << 20
@@ -248,10 +239,8 @@ class GrammarService:
             waiters, job.waiters = job.waiters, {}
             for ticket in waiters:
                 self.waiting.pop(ticket, None)
-            if not isinstance(outcome, Exception):
-                self.cache.put(job.key, outcome)
-            elif not isinstance(outcome, GrammarTimeout):
-                self.cache.put_error(job.key, outcome)
+            if not isinstance(outcome, GrammarTimeout):
+                self.cache.put(job.key, again(outcome) if isinstance(outcome, Exception) else outcome)
         for ticket, waiter in waiters.items():
             with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
                 waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)

@@ -122,10 +122,8 @@ class Vocabulary:
     @cached_property
     def filler(self) -> int:
         """The byte of which the most fit into one token: text that only has to be long is cheapest made of it."""
-        runs = [data for data in self.by_bytes if 33 <= data[0] < 127 and data == data[:1] * len(data)]
-        runs = [
-            data for data in runs if data[0] not in b'"\\{}[]()<>'
-        ]  # those mean something to whoever looks for an end
+        fit = {*range(33, 127)} - {*b'"\\{}[]()<>'}  # those mean something to whoever looks for an end
+        runs = [data for data in self.by_bytes if data[0] in fit and data == data[:1] * len(data)]
         return max(runs, key=lambda data: (len(data), data[0]))[0] if runs else ord("a")
 
     @cached_property
@@ -152,10 +150,7 @@ class Vocabulary:
 
     def symbols(self, token: int) -> Sequence[int]:
         """The symbols of a token in the byte vocabulary."""
-        mark = self._mark_symbols.get(token)
-        if mark is not None:
-            return mark
-        return self.token_bytes[token] if token < len(self.token_bytes) else b""
+        return self._mark_symbols.get(token) or (self.token_bytes[token] if token < len(self.token_bytes) else b"")
 
     def warm_up(self) -> None:
         """Build now what would be built at first use."""

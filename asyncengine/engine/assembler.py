@@ -143,7 +143,7 @@ class Assembler:
             error=None if last is None else last.error,
             tool_calls=[] if self._reader is None else self._reader.calls(index), reasoning="".join(output.reasoning),
             schema_error=None if check is None or reason == "tool_calls" else check(text),
-            broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
+            broken_calls=[] if self._reader is None else self._reader.calls(index, broken=True),
             stop=None if last is None else last.stop,
             steered_from=None if output.steered_from is None else min(output.steered_from, len(text)),
             weight_versions=self.prepared.mailbox.weight_versions.get(index, ((0, len(output.token_ids)),)),

@@ -202,10 +202,7 @@ class ChatReader:
         if chunk.finish_reason == "stop" and parser.finished_calls():
             chunk.finish_reason = "tool_calls"
 
-    def calls(self, index: int) -> list[ToolCall]:
-        """The finished calls of sample `index`."""
-        return self._parsers[index].finished_calls()
-
-    def broken_calls(self, index: int) -> list[ToolCall]:
-        """Calls of sample `index` that went out in pieces and were never finished."""
-        return self._parsers[index].broken_calls()
+    def calls(self, index: int, broken: bool = False) -> list[ToolCall]:
+        """The finished calls of sample `index`; if `broken`, those that went out in pieces and were never finished."""
+        parser = self._parsers[index]
+        return parser.broken_calls() if broken else parser.finished_calls()

@@ -16,7 +16,8 @@ from asyncengine.grammar.chat.lark import ANY, Answer
 from asyncengine.grammar.chat.readers import JsonReader
 from asyncengine.grammar.chat.scan import partial_suffix
 from asyncengine.grammar.lower import fragment, inline_json
-from asyncengine.grammar.marks import Markers, literal_pattern, sequence
+from asyncengine.grammar.marks import Markers, sequence
+from asyncengine.grammar.regexes import escaped
 
 CHANNEL, MESSAGE, END, NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"
 MARKS = (CHANNEL, MESSAGE, END, "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
@@ -57,7 +58,7 @@ def channel_grammar(answer: Answer, markers: Markers) -> str:
 
 def _text(markers: Markers) -> str:
     """Text without the marks that end it."""
-    spelled = "|".join(literal_pattern(mark) for mark in ENDS)
+    spelled = "|".join(escaped(mark) for mark in ENDS)
     return f"{ANY} & ~/(?s:.*)({spelled})(?s:.*)/"
 
 

@@ -21,7 +21,8 @@ from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolForm
 from asyncengine.grammar.chat.tools import Tool
 from asyncengine.grammar.lark import literal
 from asyncengine.grammar.lower import fragment, inline_json
-from asyncengine.grammar.marks import Markers, literal_pattern, sequence
+from asyncengine.grammar.marks import Markers, sequence
+from asyncengine.grammar.regexes import escaped
 from asyncengine.grammar.schema.arguments import Members
 from asyncengine.grammar.schemas import moved
 from asyncengine.grammar.structural import call_schemas
@@ -106,11 +107,11 @@ class AnswerGrammar:
             # what begins like a call must be one
             pattern = r"/[ \t\r\n]{0,8}[^ \t\r\n\[\{](?s:.*)/"
         if form is not None and not form.only_whole:
-            pattern += "".join(f" & ~/(?s:.*){literal_pattern(mark)}(?s:.*)/" for mark in form.triggers)
+            pattern += "".join(f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in form.triggers)
         elif form is not None and form.is_object and others:
             pattern += f" & ~/(?s:.*){self._named()}(?s:.*)/"  # what would be read as a call
         if self._reasoning is not None and self._opens_itself and self._markers.is_text(self._reasoning.start):
-            pattern += rf" & ~/[ \t\r\n]*{literal_pattern(self._reasoning.start)}(?s:.*)/"
+            pattern += rf" & ~/[ \t\r\n]*{escaped(self._reasoning.start)}(?s:.*)/"
         self._markup.append(f"TEXT: {pattern}")
         text = ["TEXT"]
         if self._after.answer and not self._markers.is_text(self._after.answer):
@@ -130,7 +131,7 @@ class AnswerGrammar:
 
     def _named(self) -> str:
         """A pattern of a JSON object's member that names a tool."""
-        names = "|".join(literal_pattern(tool.name) for tool in self._answer.calls)
+        names = "|".join(escaped(tool.name) for tool in self._answer.calls)
         return rf'"(?:name|function)"[ \t\r\n]*:[ \t\r\n]*"(?:{names})"'
 
     def _marked_text(self, form: ToolFormat) -> str:
@@ -138,7 +139,7 @@ class AnswerGrammar:
         where it may begin a text, but it does choose well between two marks."""
         marks = [(self._after.answer, self._after.answer_end), self._after.others]
         ends = [end for _, end in marks if end]
-        without = (f" & ~/(?s:.*){literal_pattern(mark)}(?s:.*)/" for mark in (*ends, form.trigger) if mark)
+        without = (f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in (*ends, form.trigger) if mark)
         self._markup += [f"TEXT: {ANY}{''.join(without)}"]
         self._markup += [f"text_end_{i}[lazy]: TEXT {literal(end)}" for i, end in enumerate(ends)]
         return " | ".join(f"{literal(marks[i][0])} (TEXT | text_end_{i})" for i in range(len(ends)))

@@ -73,8 +73,8 @@ def unrolled(way: Iterable[Segment]) -> Iterator[int]:
 class Closing:
     """The nearest complete output known from where one output stands. It moves along with one request's output.
 
-    Invariant: `cost` tokens, beginning with `first()`, lead to a complete output, unless it is `lost`: then every token
-    is taken.
+    Invariant: tokens that fit, beginning with `first()`, lead to a complete output, unless it is `lost`: then every
+    token is taken.
     """
 
     def __init__(self, source: LlgTemplate, counted: Counted, vocabulary: Vocabulary) -> None:
@@ -111,14 +111,8 @@ class Closing:
         """The output cannot be followed: nothing is known of its ends any more."""
         return not self._frames
 
-    @property
-    def cost(self) -> int:
-        """Tokens to a complete output, end-of-sequence not counted; 0 where the output may end here."""
-        self.follow(everything=True)
-        return self._left if self._plan is not None else self._nearest(self._frames)
-
     def first(self) -> int:
-        """The next token on the way; an end-of-sequence id where `cost` is 0."""
+        """The next token on the way; an end-of-sequence id where the output may end here."""
         if not self._planned():
             raise GrammarError("grammar", "no way to a complete output is known")
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
@@ -227,11 +221,7 @@ class Closing:
             return True
         if cost >= UNREACHABLE:
             return at_most >= FAR
-        return cost <= CLOSE * at_most and self._nearest(frames) <= at_most
-
-    def _nearest(self, frames: Frames) -> int:
-        """Tokens of the nearest complete output."""
-        return next((cost for cost, _ in self._tracker.nearest(frames)), UNREACHABLE)
+        return cost <= CLOSE * at_most and any(way <= at_most for way, _ in self._tracker.nearest(frames))
 
     def _planned(self) -> bool:
         """See that there are tokens to steer by. False: there are none, or the library does not agree with any."""

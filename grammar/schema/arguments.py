@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.lark import literal
-from asyncengine.grammar.marks import Markers, literal_pattern
-from asyncengine.grammar.regexes import words
+from asyncengine.grammar.marks import Markers
+from asyncengine.grammar.regexes import escaped, words
 from asyncengine.grammar.schema import members as demands
 from asyncengine.grammar.schema.builder import Builder
 from asyncengine.grammar.schema.rules import Checkpoint, Rules, Symbols
@@ -154,7 +154,7 @@ class ArgumentBuilder(Builder):
             return [self._until([*inside, *wrong], close)]
         begin, end = CDATA
         marked = [self._literal(begin), *self._until([*inside, _containing(end)], end + close)]
-        return [self._until([*inside, *wrong, f"~/{literal_pattern(begin)}(?s:.*)/"], close), marked]
+        return [self._until([*inside, *wrong, f"~/{escaped(begin)}(?s:.*)/"], close), marked]
 
     def _until(self, expressions: Iterable[str], close: str) -> Symbols:
         """Texts of which all `expressions` hold, without `close`, and `close`."""
@@ -197,15 +197,15 @@ class ArgumentBuilder(Builder):
         if any(child.schema is False for child in value):
             return None
         if not self._outer and own.values == "python":
-            but = "".join(f" & ~/[\"']{literal_pattern(key)}[\"']/" for key in declared)
+            but = "".join(f" & ~/[\"']{escaped(key)}[\"']/" for key in declared)
             pattern = "|".join(f"{quote}[^{quote}\\\\\\x00-\\x1f]*{quote}" for quote in "\"'")
             return self.rules.new([self.rules.terminal(f"/{pattern}/{but}"), *self._colon, self.node(value)])
         before, opened = self._markers.behind_special(own.key_open if self._outer else "")
         heads = []
         for close in filter(None, (own.key_close, own.string_key_close)):
             closed, _, _ = self._markers.split(close)
-            but = "".join(f" & ~/{literal_pattern(opened + key + closed)}/" for key in declared)
-            key = self.rules.terminal(f"/{literal_pattern(opened)}{BARE_KEY}{literal_pattern(closed)}/{but}")
+            but = "".join(f" & ~/{escaped(opened + key + closed)}/" for key in declared)
+            key = self.rules.terminal(f"/{escaped(opened)}{BARE_KEY}{escaped(closed)}/{but}")
             heads.append([*self._said(before), key, *self._said(close[len(closed) :])])
         return self.rules.new(*self._values_behind(heads, value))
 
@@ -246,4 +246,4 @@ def _beside(kinds: Iterable[str]) -> str:
 
 def _containing(text: str) -> str:
     """An expression of all texts but those that contain `text`."""
-    return f"~/(?s:.*){literal_pattern(text)}(?s:.*)/"
+    return f"~/(?s:.*){escaped(text)}(?s:.*)/"

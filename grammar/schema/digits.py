@@ -62,11 +62,6 @@ def spelled(number: int, places: int) -> str:
     return ("-" if number < 0 else "") + whole + ("." + fraction if fraction else "")
 
 
-def escaped_text(text: str) -> str:
-    """A number's text as a pattern."""
-    return text.replace(".", "\\.").replace("+", "\\+")
-
-
 def _with_point(digits: str, written: int) -> str:
     return f"{digits[:-written]}\\.{digits[-written:]}" if written else digits
 

@@ -15,7 +15,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.schema.digits import ending_pattern, escaped_text, listed_pattern, range_pattern, spelled
+from asyncengine.grammar.regexes import escaped
+from asyncengine.grammar.schema.digits import ending_pattern, listed_pattern, range_pattern, spelled
 
 KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_DIGITS = 400
@@ -156,7 +157,7 @@ class Numbers:
             return Spelling((_any_number(self.integer),))
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
-            return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
+            return Spelling((f"(?:{'|'.join(map(escaped, texts))})",))
         if (parts := self._parts()) != [self]:
             found = [part.spelling(pointer).patterns[0] for part in parts if not part.empty]
             return Spelling((f"(?:{'|'.join(found)})",))

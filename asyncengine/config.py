@@ -286,7 +286,8 @@ class SpeculationSettings(checks.Settings):
     speculation_memory: checks.CacheMemory = "16MiB"
     """Bytes of finished outputs kept to guess from, for requests of the same adapter and cache salt. None: none."""
     draft_model: Model | None = None
-    """A smaller model with the same vocabulary that guesses as well: a folder, a hub id, or "demo/draft". On a CPU."""
+    """A smaller model with the same vocabulary that guesses as well, or an EAGLE-3 head of this model: a folder, a hub
+    id, or "demo/draft". On a CPU."""
     mtp: bool = True
     """Whether a head of the checkpoint that predicts further tokens (multi-token prediction) guesses, if it has one.
     Not beside a draft model, and on a CPU."""

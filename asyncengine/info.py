@@ -107,7 +107,7 @@ class ModelInfo:
         steady = "answers are the same in any company"
         if self.batch_variance is not None:
             steady = f"answers may depend on those computed beside them, as {self.batch_variance}"
-        guesses = "guesses ahead" if self.no_mtp else "guesses ahead, by its own head too"
+        guesses = "guesses ahead" if self.no_mtp else "guesses ahead, by a head too"
         if self.no_speculation is not None:
             same = self.no_speculation == self.batch_variance
             guesses = "nothing is guessed" + (", for the same reason" if same else f", as {self.no_speculation}")

@@ -43,17 +43,19 @@ def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource |
             "draft_model", 'nothing can be guessed with attention_backend="torch"', config.draft_model
         )
     try:
-        return open_checkpoint(resolve_draft(config.draft_model), config.replace(images="off", mmproj=None))
-    except ModelNotFound as error:
-        raise ModelNotFound(f"draft_model: {error}") from error
+        path = resolve_draft(config.draft_model)
+        return open_checkpoint(path, config.replace(images="off", mmproj=None), drafts=True)
+    except (ModelNotFound, UnsupportedModel) as error:
+        raise type(error)(f"draft_model: {error}") from error
 
 
 def load_draft(
     checkpoint: CheckpointSource | None, config: EngineConfig, target: LoadedModel, tokenizer: TextTokenizer | None,
     progress: LoadProgress,
 ) -> LoadedModel | None:  # fmt: skip
-    """The draft model, in the type of the `target` and on its device. None: `open_draft` found none, or the target's
-    numbers depend on what is computed together, so that nothing can be guessed.
+    """The draft model, in the type of the `target` and on its device. None: `open_draft` found none, or a head of the
+    target's, which was loaded with it; or its numbers depend on what is computed together, so that nothing can be
+    guessed.
 
     Raises `InvalidParameter` if it has another vocabulary or cannot guess, `OutOfMemory`, `ModelNotFound`,
     `UnsupportedModel`.
@@ -61,6 +63,10 @@ def load_draft(
     from asyncengine.execution.models.loading import load_model
 
     if checkpoint is None or config.draft_model is None:
+        return None
+    if target.head is not None:
+        if (reason := target.no_mtp or target.unsteady) is not None:
+            logger.warning(_UNUSED, config.draft_model, reason)
         return None
     path, dtype = resolve_draft(config.draft_model), str(target.dtype).removeprefix("torch.")
     try:

@@ -20,7 +20,7 @@ def info_of(
     images: LoadedImages, config: ModelSettings,
 ) -> ModelInfo:  # fmt: skip
     """Describe a model by its parts; `wire` adds what its limits and its chats are."""
-    from asyncengine.execution.models.decoder import why_untold  # which imports torch
+    from asyncengine.execution.models.loading import why_untold  # which imports torch
 
     model = getattr(loaded, "model", None)
     return ModelInfo(

@@ -89,4 +89,4 @@ def spread(load: partial[LoadedModel], ranks: Ranks | None) -> partial[LoadedMod
         with threads():
             yield
 
-    return partial(load.func, *load.args[:-1], loading, ranks.gather)
+    return partial(load.func, *load.args[:-1], loading, ranks=ranks.gather, **load.keywords)

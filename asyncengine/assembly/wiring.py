@@ -222,7 +222,8 @@ def _load_frontend(
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
             return frontend
-        load = partial(load_model, path, config, progress, checkpoint, ahead, is_headless(pooling), cores.loading)
+        how = is_headless(pooling), cores.loading
+        load = partial(load_model, path, config, progress, checkpoint, ahead, *how, draft=drafting)
         loaded = in_words(spread(load, ranks), device, "the model", _SMALLER)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
@@ -360,6 +361,8 @@ def _assemble(
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
+    if getattr(runner, "mtp", None) is not None:
+        config = config.replace(draft_model=None)  # a head is a part of the model: it never falls behind
     frontend = wire(runner, info, config, tokenizer=tokenizer, vectors=vectors, images=images.prompts, **parts)
     if config.load_format != "dummy" and frontend.loop.write_again is not None:
         frontend.loop.write_again = writing(runner.prepare_update, path, config)  # type: ignore[union-attr]

@@ -246,7 +246,7 @@ async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:
         ({"draft_model": "words"}, InvalidParameter, "draft_model.*token .* is b"),
         ({"draft_model": "narrow"}, InvalidParameter, "draft_model.*has 600 tokens where the model has 2048"),
         ({"draft_model": "states"}, InvalidParameter, "draft_model.*states"),
-        ({"draft_model": "head"}, UnsupportedModel, "draft_model.*Eagle3.*guesses by the hidden states of the model"),
+        ({"draft_model": "head"}, UnsupportedModel, "draft_model.*DFlash.*guesses by the hidden states of the model"),
         ({"draft_model": "huge"}, OutOfMemory, "draft_model"),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
@@ -256,7 +256,7 @@ def test_what_is_no_draft_model_is_refused(
 ) -> None:
     shape = json.loads((MODEL_PATH / "config.json").read_text())
     changes: dict[str, dict[str, Any]] = {
-        "words": {}, "narrow": {"vocab_size": 600}, "head": {"architectures": ["LlamaForCausalLMEagle3"]},
+        "words": {}, "narrow": {"vocab_size": 600}, "head": {"architectures": ["DFlashDraftModel"]},
         "huge": {"num_hidden_layers": 2000, "hidden_size": 2048, "intermediate_size": 65536},
         "states": {"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "state_size": 16, "n_groups": 1,
                    "expand": 2, "conv_kernel": 4, "num_hidden_layers": 1},

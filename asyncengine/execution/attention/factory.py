@@ -120,16 +120,9 @@ def _try_flashinfer(
         if not all(spec.windowed for spec in layers):  # else a row may be longer than the pool: it gives pages back
             longest = min(num_pages, longest)
     backend = FlashInferBackend(
-        layers,
-        num_pages,
-        config.page_size,
-        dtype,
-        device,
-        max_rows=config.max_num_seqs,
-        max_pages_per_row=longest,
-        kv_dtype=kv_dtype(config, dtype),
-        flashinfer=flashinfer,
-    )
+        layers, num_pages, config.page_size, dtype, device, max_rows=config.max_num_seqs, max_pages_per_row=longest,
+        kv_dtype=kv_dtype(config, dtype), flashinfer=flashinfer,
+    )  # fmt: skip
     logger.info("preparing FlashInfer's kernels; those not compiled on this machine before take minutes")
     try:
         backend.warm_up()

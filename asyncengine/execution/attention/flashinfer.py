@@ -126,19 +126,10 @@ class FlashInferBackend(AttentionBackend):
     graphs = True
 
     def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        max_rows: int,
-        max_pages_per_row: int,
-        kv_dtype: torch.dtype | None = None,
-        flashinfer: Any = None,
+        self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device, *,
+        max_rows: int, max_pages_per_row: int, kv_dtype: torch.dtype | None = None, flashinfer: Any = None,
         memory: CudaMemory | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.num_pages = num_pages
         self.page_size = page_size
         self._kv_dtype = kv_dtype or dtype
@@ -273,16 +264,9 @@ class FlashInferBackend(AttentionBackend):
         arrays = self._arrays
         assert arrays is not None, "plan comes first"
         self._flashinfer.append_paged_kv_cache(
-            self._stored(key),
-            self._stored(value),
-            arrays.batch_indices,
-            arrays.positions,
-            self.pools[layer],
-            arrays.kv_indices,
-            arrays.kv_indptr,
-            arrays.last_page_len,
-            kv_layout="NHD",
-        )
+            self._stored(key), self._stored(value), arrays.batch_indices, arrays.positions, self.pools[layer],
+            arrays.kv_indices, arrays.kv_indptr, arrays.last_page_len, kv_layout="NHD",
+        )  # fmt: skip
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         if self._cut is not None:
@@ -340,23 +324,11 @@ class FlashInferBackend(AttentionBackend):
                 # would spare that here, but is broken in 0.6
                 own = {"causal": True, "max_token_per_sequence": host.longest_query}
             wrapper.plan(
-                host.divided,
-                *arrays,
-                group.num_heads,
-                group.num_kv_heads,
-                group.head_dim,
-                self.page_size,
-                seq_lens=lens,
-                pos_encoding_mode="NONE",
-                window_left=group.window_left,
-                logits_soft_cap=group.softcap,
-                sm_scale=group.scale,
-                q_data_type=self._dtype,
-                kv_data_type=self._kv_dtype,
-                o_data_type=self._dtype,
-                non_blocking=True,
-                **own,
-            )
+                host.divided, *arrays, group.num_heads, group.num_kv_heads, group.head_dim, self.page_size,
+                seq_lens=lens, pos_encoding_mode="NONE", window_left=group.window_left, logits_soft_cap=group.softcap,
+                sm_scale=group.scale, q_data_type=self._dtype, kv_data_type=self._kv_dtype, o_data_type=self._dtype,
+                non_blocking=True, **own,
+            )  # fmt: skip
 
     def _prefill_wrapper(self, backend: str) -> _Planned:
         make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -369,15 +341,10 @@ class FlashInferBackend(AttentionBackend):
 
     def _graph_wrapper(self, group: LayerGroup, size: int, arrays: DeviceArrays) -> _Planned:
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            kv_layout="NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=group.decodes_on_tensor_cores,
-            paged_kv_indptr_buffer=arrays.kv_indptr,
-            paged_kv_indices_buffer=arrays.kv_indices,
-            paged_kv_last_page_len_buffer=arrays.last_page_len,
-            backend="fa2",
-        )
+            self._workspace, kv_layout="NHD", use_cuda_graph=True, use_tensor_cores=group.decodes_on_tensor_cores,
+            paged_kv_indptr_buffer=arrays.kv_indptr, paged_kv_indices_buffer=arrays.kv_indices,
+            paged_kv_last_page_len_buffer=arrays.last_page_len, backend="fa2",
+        )  # fmt: skip
         count = graph_int_workspace_bytes(size, group.heads_per_kv_head, self.memory.processors())
         small = torch.empty(count, dtype=torch.uint8, device=self.memory.device)
         wrapper.reset_workspace_buffer(self._workspace, small)

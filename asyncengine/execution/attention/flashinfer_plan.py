@@ -202,13 +202,9 @@ def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
     owner, width = row if step.slots is None else step.slots[row], step.page_tables.shape[1]
     columns = number[:, None] * (chunk // page_size) + np.arange(min(chunk // page_size, width))
     return replace(
-        step,
-        starts=starts,
-        counts=counts,
-        qo_indptr=np.concatenate(([0], np.cumsum(counts))),
-        page_tables=step.page_tables[owner[:, None], np.minimum(columns, width - 1)],
-        slots=None,
-    )
+        step, starts=starts, counts=counts, qo_indptr=np.concatenate(([0], np.cumsum(counts))),
+        page_tables=step.page_tables[owner[:, None], np.minimum(columns, width - 1)], slots=None,
+    )  # fmt: skip
 
 
 def float_workspace_bytes(groups: Sequence[LayerGroup], max_rows: int, processors: int) -> int:

@@ -114,15 +114,9 @@ class TorchPagedBackend(AttentionBackend):
     name = "torch"
 
     def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_window_pages: int = 0,
-        shared: SharedPools | None = None,
-    ) -> None:
+        self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
+        num_window_pages: int = 0, shared: SharedPools | None = None,
+    ) -> None:  # fmt: skip
         """`num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages."""
         self.shared = shared
         self.num_pages = num_pages
@@ -310,14 +304,9 @@ class TorchPagedBackend(AttentionBackend):
         key, value = (part[:, : chunk.num_keys] for part in self._gather(spec.index, chunk.pages))
         if not _needs_scores(spec):
             out = scaled_dot_product_attention(
-                query.transpose(0, 1)[None],
-                key[None],
-                value[None],
-                attn_mask=chunk.bias,
-                is_causal=chunk.bias is None,
-                scale=spec.scale,
-                enable_gqa=spec.num_heads != spec.num_kv_heads,
-            )
+                query.transpose(0, 1)[None], key[None], value[None], attn_mask=chunk.bias, is_causal=chunk.bias is None,
+                scale=spec.scale, enable_gqa=spec.num_heads != spec.num_kv_heads,
+            )  # fmt: skip
             return out[0].transpose(0, 1)
         assert chunk.bias is not None
         groups = spec.num_heads // spec.num_kv_heads

@@ -64,6 +64,8 @@ class AttentionConfig:
     """Queries, keys and values are clamped to [-clip, clip] (OLMo 1)."""
     first: int = 0
     """No position sees one before this one."""
+    inputs: int | None = None
+    """Numbers of what it reads, if not those of the model's stream (EAGLE-3)."""
     lone_gate: str | None = None
     """A further matrix gives each head a number whose sigmoid is multiplied with what it attends to (LFM3)."""
     alibi: tuple[float, ...] | None = None
@@ -206,7 +208,7 @@ class Attention:
         self.config = plan.config
         """With the heads that are here."""
         self.qkv = Linear(
-            options, _merged_parts(config, prefix, plan.rows), width, bias=config.qkv_bias,
+            options, _merged_parts(config, prefix, plan.rows), config.inputs or width, bias=config.qkv_bias,
             transposed=config.transposed, share=None if plan.norms_of_all_heads else self.share,
         )  # fmt: skip
         self.out = Linear(

@@ -184,12 +184,15 @@ class Checkpoint(formats.CheckpointSource):
         return root_folder(self.folder)
 
 
-def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> formats.CheckpointSource:
+def open_checkpoint(
+    path_or_id: str, config: EngineConfig, writes: bool = True, drafts: bool = False
+) -> formats.CheckpointSource:
     """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
     header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
 
-    `writes`: a text generator is wanted. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel`
-    for what is no text generator where one is wanted.
+    `writes`: a text generator is wanted; `drafts`: one that guesses for another, or a head that does. Raises
+    `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator where one is
+    wanted.
     """
     if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
         path_or_id = str(download(named, config))
@@ -201,7 +204,7 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     check_files(folder, writes=writes)
     folder = folder if writes else transformer_folder(folder)
     raw = formats.read_json(folder / "config.json", path_or_id)
-    check_architectures(folder, raw, writes=writes)
+    check_architectures(folder, raw, writes=writes, drafts=drafts)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, formats.StoredTensor] = {}
     for file in files:

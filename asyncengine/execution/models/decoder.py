@@ -160,8 +160,9 @@ class Decoder(CausalLM):
         self.specs = [own.spec for own in attentions if own.config.keys_of is None]
         self.mtp: MTPHead | None = None
         if config.mtp is not None:
-            self.mtp = MTPHead(options, config, config.mtp, len(self.specs), self.head.weight)
+            self.mtp = config.mtp.build(options, config, len(self.specs), self.head.weight, max_model_len)
             self.specs.append(self.mtp.attention.spec)
+        self._taps = () if config.mtp is None else config.mtp.taps
         self.states = [layer.state.spec for layer in self.layers if layer.state is not None]
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
@@ -178,19 +179,22 @@ class Decoder(CausalLM):
 
     def hidden_states(
         self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None,
-        kept: list[torch.Tensor] | Traces | None = None, recorded: bool = True,
+        streams: list[torch.Tensor] | None = None, kept: list[torch.Tensor] | Traces | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending). `kept` takes
-        the stream before each layer, and behind the last. Not `recorded`: layers are called one by one."""
+        """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending). `streams`
+        takes, without rows, what a head reads of other layers (`MTPHead.features`); `kept` the stream before each
+        layer, and behind the last."""
         traces = step.traces
         if traces is not None and traces.layers and kept is not traces:  # of all tokens, wanted or not
-            hidden = self.hidden_states(ids, step, kept=traces)
+            hidden = self.hidden_states(ids, step, None, streams, traces)
             traces.append(hidden)
             return hidden if rows is None else hidden.index_select(0, rows)
         if step.routes is not None and rows is not None and not len(rows):
             return self.hidden_states(ids, step, kept=kept)[:0]  # routers of the last layer are wanted all the same
-        h, vectors = self.embedded(ids, step)
-        return self.projected(self.run_layers(h, vectors, step, rows, kept, recorded), step, rows)
+        made, width = self.run_layers(*self.embedded(ids, step), step, rows, kept), self.config.width
+        if self._taps and streams is not None:
+            streams.append(made[:, width:].contiguous())
+        return self.projected(made[:, :width].contiguous() if self._taps else made, step, rows)
 
     def embedded(self, ids: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(what the first layer reads [T, width], the vectors of `LayerInputs`), of int64 ids [T]."""
@@ -212,7 +216,8 @@ class Decoder(CausalLM):
         kept: list[torch.Tensor] | Traces | None = None, recorded: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """The result [T, width] of this process's layers, of what the first of them reads; behind the last layer of
-        all, its final norm, of `rows` only, if given. The rest as in `hidden_states`."""
+        all, its final norm, of `rows` only, if given; without rows, streams before other layers beside it, if a head
+        reads them. Not `recorded`: layers are called one by one."""
         images = step.images or NO_IMAGES
         angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
         plain = recorded and not images.deep and kept is None
@@ -245,6 +250,7 @@ class Decoder(CausalLM):
             h, x = (part.contiguous() for part in h.chunk(2, dim=-1))
         else:
             x = h if first is None else first(h)
+        streams: list[torch.Tensor] = []
         for index in run:
             layer, layer_angles = self.layers[index], angles[plan.rotaries[index]]
             if unread and index == plan.last_kept:  # kernels of a GPU refuse to be launched for no rows
@@ -254,40 +260,45 @@ class Decoder(CausalLM):
             following, own = self._following[index], None if vectors is None else vectors[:, index]
             if kept is not None:
                 kept.append(h)
+            if index in self._taps:
+                streams.append(h)
             h, x = layer(h, x, step, layer_angles, following, wanted, own)
             if pictured is not None and index < len(deep):
                 h = h.index_add(0, pictured, deep[index])
                 x = h if following is None else following(h)
         if kept is not None and kept is not step.traces:  # of these the norm is meant
             kept.append(h)
+        if len(self.layers) in self._taps:
+            streams.append(h)
+        if streams and rows is None:
+            return self.options.kernels.joined(x, *streams)
         return torch.cat([h, x], dim=-1) if plan.carries_norms and not plan.is_last else x
 
     @property
     def carried(self) -> tuple[int, tuple[int, ...]]:
         """Numbers of a token between stages: width of what layers give, and shape of the vectors of `LayerInputs`."""
-        inputs = self.config.layer_inputs
-        return self.config.width * (1 + self.plan.carries_norms), () if inputs is None else (
-            len(self.layers),
-            inputs.width,
-        )
+        inputs, width = self.config.layer_inputs, self.config.width * (1 + self.plan.carries_norms)
+        return width, () if inputs is None else (len(self.layers), inputs.width)
 
     def write_mtp(self, ids: torch.Tensor, before: torch.Tensor, step: StepContext) -> None:
         """Have the head keep what it needs of ids [T], by the hidden states before them [T, width]."""
-        assert self.mtp is not None
-        self.mtp.write(self.embedded(ids, step)[0], before, step, self._mtp_angles(step))
+        head, embedded, angles = self._head_inputs(ids, step)
+        head.write(embedded, before, step, angles)
 
     def guess(self, ids: torch.Tensor, before: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head on ids [T] and the hidden states of the positions before them [T, width]. Returns (logits of the
         next tokens [T, vocab], hidden states to run it on again [T, width])."""
-        assert self.mtp is not None
-        x, hidden = self.mtp(self.embedded(ids, step)[0], before, step, self._mtp_angles(step))
-        return self._scaled(self.mtp.logits(x, self.head)), hidden
+        head, embedded, angles = self._head_inputs(ids, step)
+        x, hidden = head(embedded, before, step, angles)
+        return head.logits(x, self.head, self._scaled), hidden
 
-    def _mtp_angles(self, step: StepContext) -> Angles:
-        assert self.mtp is not None
-        own = self.mtp.attention.config.rotary
-        axes = None if step.images is None else step.images.axes
-        return self._unrotated if own is None else self.rotary[own](step.positions, axes)
+    def _head_inputs(self, ids: torch.Tensor, step: StepContext) -> tuple[MTPHead, torch.Tensor, Angles]:
+        """(the head, embeddings that it reads [T, width], angles of its attention)"""
+        head, axes = self.mtp, None if step.images is None else step.images.axes
+        assert head is not None
+        own = head.attention.config.rotary
+        angles = self._unrotated if own is None else (head.rotary or self.rotary[own])(step.positions, axes)
+        return head, self.embedded(ids, step)[0], angles
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[N, vocab] of hidden states [N, width], whose rows' adapters are `step.row_adapters`."""
@@ -359,7 +370,7 @@ class Decoder(CausalLM):
         """Parts of the model by the way in which they run, e.g. ["decoder x 1", "packed x 9", ...]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
-        counts["mtp"] += self.mtp is not None
+        counts.update([] if self.mtp is None else [self.mtp.name])
         counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())
         if self.recorded is not None and self.recorded.obstacle is None:
             counts["recorded_layers"] = len(self.layers)
@@ -397,25 +408,6 @@ class Decoder(CausalLM):
     def _new_head(self, rows: int) -> WeightForm:
         """Memory for so many rows of another output layer, in this model's dtype; all ranks have all of it."""
         return replace(self.options, bits=None, ranks=None, memory=Arena()).weight(rows, self.head.inputs)
-
-
-def why_untold(model: Any, experts: bool) -> str | None:
-    """Why a `CausalLM` cannot say what its layers make of a token, or (`experts`) to which it goes; None: it can."""
-    if not isinstance(model, Decoder):
-        return "its layers are transformers' modules, which do not tell"
-    if experts and not any(layer.mixtures() for layer in model.layers):
-        return "the model has no experts"
-    if model.options.ranks is not None or model.options.stage is not None:
-        return "other processes that have a part of the model do not tell"
-    return None if model.device.type == "cpu" else "steps on a GPU are graphs, which do not tell"
-
-
-def expert_type(model: Any) -> torch.dtype | None:
-    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_untold`."""
-    if why_untold(model, True) is not None:
-        return None
-    most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
-    return torch.uint8 if most <= 256 else torch.int16
 
 
 class PooledDecoder(CausalLM):

@@ -19,7 +19,7 @@ from asyncengine.execution.layers.basic import LayerInput, Linear, LMHead, Norm,
 from asyncengine.execution.layers.latent_attention import HeadProducts, LatentAttention
 from asyncengine.execution.layers.mlp import MLP, MoEConfig, SideExperts, SparseMLP
 from asyncengine.execution.layers.options import LayerOptions, rounded_weight
-from asyncengine.execution.layers.rotary import Angles
+from asyncengine.execution.layers.rotary import Angles, Rotary
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import Layer, StoredMatrix, TensorSlot
 from asyncengine.execution.layers.weight_forms import PackedWeight, WeightForm
@@ -236,10 +236,20 @@ class MTPConfig:
     token_norm: str
     hidden_norm: str
     projection: str
-    """The matrix that makes one of the normed embedding and the normed hidden state, in this order."""
+    """The matrix that makes one of the normed embedding and the normed hidden state, in this order; with `taps`, of
+    what the stream is before those layers."""
     final_norm: str
     chains_normed: bool = False
     """Whether the hidden state that is fed back for a further guess is the one behind `final_norm`."""
+    taps: tuple[int, ...] = ()
+    """Layers of the model, ascending, before which its stream is what the head reads (as many as there are layers:
+    behind the last); (): it reads the hidden state behind the final norm."""
+
+    def build(
+        self, options: LayerOptions, model: DecoderConfig, pool: int, output: WeightForm, max_model_len: int
+    ) -> MTPHead:
+        """The head of the decoder `model`. `pool` and `output` as in `MTPHead`."""
+        return MTPHead(options, model, self, pool, output)
 
     def renamed(self, named: Callable[[str], str]) -> MTPConfig:
         """The same under other names."""
@@ -261,10 +271,16 @@ def head_layers(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
 class MTPHead(Layer):
     """The head of a decoder. `pool` is the place of its keys and values in the attention backend."""
 
+    name = "mtp"
+    copies_output = True
+    """Whether the model's output layer makes its logits."""
+    rotary: Rotary | None = None
+    """A rotation of its own; None: the model's."""
+
     def __init__(
-        self, options: LayerOptions, model: DecoderConfig, config: MTPConfig, pool: int, output: WeightForm
+        self, options: LayerOptions, model: DecoderConfig, config: MTPConfig, pool: int, output: WeightForm | None
     ) -> None:
-        """`output`: the model's output layer."""
+        """`output`: the model's output layer; None: the head has its own."""
         self.config, width = config, model.width
         own = replace(model, layer=config.layer, layer_inputs=None)
         self.layers = [DecoderLayer(options, own, each, index, pool, 0) for index, each in enumerate(config.layers)]
@@ -275,7 +291,7 @@ class MTPHead(Layer):
         names = config.token_norm, config.hidden_norm, config.final_norm
         self.norms = [Norm(options, model.norm, name, width) for name in names]
         self._following = [*(layer.before_attention for layer in self.layers[1:]), self.norms[2]]
-        self.projection = Linear(options, [Part(config.projection, width)], 2 * width)
+        self.projection = Linear(options, [Part(config.projection, width)], (len(config.taps) or 2) * width)
         self._memory = OutputBufferPool()
         self.output: WeightForm | None = None
         """A smaller copy of the output layer; None: that is small enough."""
@@ -285,30 +301,34 @@ class MTPHead(Layer):
                 options.memory.empty,
             )  # fmt: skip
 
-    def _merged(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return self.projection(self._joined(self.norms[0](embedded), self.norms[1](hidden)))
+    def features(self, hidden: torch.Tensor, streams: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The part [T, width] of a step that the head reads. hidden: states behind the final norm [T, width]; streams:
+        one tensor, those before the layers of `taps` side by side [T, taps * width], if there are any."""
+        return hidden
 
-    def _normed(self, stream: torch.Tensor) -> torch.Tensor:
+    def _begin(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the residual stream, what the first layer's attention reads)"""
+        stream = self.projection(self._joined(self.norms[0](embedded), self.norms[1](hidden)))
         first = self.layers[0].before_attention
-        return stream if first is None else first(stream)
+        return stream, stream if first is None else first(stream)
 
     def write(self, embedded: torch.Tensor, hidden: torch.Tensor, step: StepContext, angles: Angles) -> None:
         """Keep keys and values of tokens, of their embeddings and the hidden states before them, both [T, width]."""
-        self.attention.write(self._normed(self._merged(embedded, hidden)), step, angles)
+        self.attention.write(self._begin(embedded, hidden)[1], step, angles)
 
     def __call__(
         self, embedded: torch.Tensor, hidden: torch.Tensor, step: StepContext, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers on the same. Returns (inputs of the output layer, hidden states to feed back), [T, width]."""
-        stream = self._merged(embedded, hidden)
-        x = self._normed(stream)
+        stream, x = self._begin(embedded, hidden)
         for layer, following in zip(self.layers, self._following, strict=True):
             stream, x = layer(stream, x, step, angles, following)
         return x, x if self.config.chains_normed else stream
 
-    def logits(self, x: torch.Tensor, head: LMHead) -> torch.Tensor:
-        """Logits [T, vocab] of x [T, width], by the copy of the output layer `head` if there is one."""
-        return head(x) if self.output is None else self.output.logits(x, head.bias, self._memory)
+    def logits(self, x: torch.Tensor, head: LMHead, scaled: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Logits [T, vocab] of x [T, width], by the copy of the output layer `head` if there is one. `scaled`: what
+        the model makes of its logits."""
+        return scaled(head(x) if self.output is None else self.output.logits(x, head.bias, self._memory))
 
     def inner(self) -> Sequence[Any]:
         """The layers that are its alone."""

@@ -32,6 +32,7 @@ from asyncengine.execution.device.memory import is_out_of_memory
 from asyncengine.execution.layers.stored_weight import stored_missing
 from asyncengine.execution.models.config import MissingField
 from asyncengine.execution.models.decoder import DecoderConfig
+from asyncengine.execution.models.eagle import EagleConfig, with_eagle
 from asyncengine.execution.models.encoder import EncoderConfig
 from asyncengine.execution.models.fallback.probing import ATTENTION_LAYERS, check_family, kinds_of, load_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
@@ -99,6 +100,7 @@ def describe_model(
     with typed(checkpoint.folder):
         hf_config, structure, max_model_len = read_config(path_or_id, checkpoint, config)
         structure = _without_head(hf_config, structure) if headless else structure
+        structure = with_eagle(structure, checkpoint, max_model_len)
         device = device or resolve_device(config.device)
         if structure is not None and hf_config.model_type in MULTIMODAL:
             checkpoint = text_part(checkpoint, structure)
@@ -193,15 +195,16 @@ def _why_no_mtp(
     """Why a head that predicts further tokens is not read; None: it is."""
     if structure is None or structure.mtp is None:
         return "none is known of this family"
+    apart = isinstance(structure.mtp, EagleConfig)
     if config.load_format == "dummy":
         text = checkpoint.config.get("text_config") or checkpoint.config
-        if not any(text.get(count) for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
+        if not apart and not any(text.get(count) for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
             return "the model has none"
     elif (reason := why_no_head(structure, checkpoint)) is not None:
         return reason
     reasons = {
-        "mtp is off": not config.mtp,
-        "there is a draft model": config.draft_model is not None,
+        "mtp is off": not config.mtp and not apart,
+        "there is a draft model": config.draft_model is not None and not apart,
         "nothing is to be guessed": config.speculation != "auto" or headless,
         "nothing can be guessed here": device.type != "cpu" or config.attention_backend == "torch",
         "several processes have the model": config.tensor_parallel > 1 or config.pipeline_parallel > 1,

@@ -143,7 +143,7 @@ def identity_of(
         "LoRA settings": f"{config.max_loras} {config.max_lora_rank}",
         "page layout": layout,
     }
-    files, steady = checkpoint.files, loaded.unsteady is None
+    files, steady = (*checkpoint.files, *(loaded.head.files if loaded.head else ())), loaded.unsteady is None
     stamps = [stamp_of(file) for file in files]
 
     @cache

@@ -38,6 +38,7 @@ from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.description import ModelDescription, describe_encoder, describe_model, typed
+from asyncengine.execution.models.eagle import HeadedCheckpoint, headed
 from asyncengine.execution.models.encoder import Encoder
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.first_kernels import encoder_kernels_of, kernels_of
@@ -152,6 +153,27 @@ class LoadedModel(Loaded):
     states: Sequence[StateSpec] = ()
     no_mtp: str | None = None
     """Why the head that predicts further tokens is not read."""
+    head: CheckpointSource | None = None
+    """The files of a head that is not the checkpoint's own."""
+
+
+def why_untold(model: Any, experts: bool) -> str | None:
+    """Why a `CausalLM` cannot say what its layers make of a token, or (`experts`) to which it goes; None: it can."""
+    if not isinstance(model, Decoder):
+        return "its layers are transformers' modules, which do not tell"
+    if experts and not any(layer.mixtures() for layer in model.layers):
+        return "the model has no experts"
+    if model.options.ranks is not None or model.options.stage is not None:
+        return "other processes that have a part of the model do not tell"
+    return None if model.device.type == "cpu" else "steps on a GPU are graphs, which do not tell"
+
+
+def expert_type(model: Any) -> torch.dtype | None:
+    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_untold`."""
+    if why_untold(model, True) is not None:
+        return None
+    most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
+    return torch.uint8 if most <= 256 else torch.int16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,26 +184,24 @@ class LoadedEncoder(Loaded):
 
 
 def load_model(
-    path_or_id: str,
-    config: EngineConfig,
-    progress: LoadProgress | None = None,
-    checkpoint: CheckpointSource | None = None,
-    ahead: CompileAhead | None = None,
-    headless: bool = False,
-    threads: Callable[[], AbstractContextManager[object]] = nullcontext,
+    path_or_id: str, config: EngineConfig, progress: LoadProgress | None = None,
+    checkpoint: CheckpointSource | None = None, ahead: CompileAhead | None = None, headless: bool = False,
+    threads: Callable[[], AbstractContextManager[object]] = nullcontext, draft: CheckpointSource | None = None,
     ranks: Ranks | None = None,
-) -> LoadedModel:
+) -> LoadedModel:  # fmt: skip
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
     kernels that the model needs (None: they are compiled when they are called). `headless`: no logits are wanted.
-    `threads()`: weights are prepared within, once the names of kernels are known. `ranks`: processes that have a part
-    of it each, of which this is one; then it raises `InvalidParameter` for a model that cannot be split.
+    `threads()`: weights are prepared within, once the names of kernels are known. `draft`: a draft model, whose weights
+    are read along if it is a head of this one. `ranks`: processes that have a part of it each,
+    of which this is one; then it raises `InvalidParameter` for a model that cannot be split.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
     """
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
-        checkpoint = checkpoint or open_checkpoint(path_or_id, config)
+        checkpoint = headed(checkpoint or open_checkpoint(path_or_id, config), draft)
+        head = checkpoint.head if isinstance(checkpoint, HeadedCheckpoint) else None
         described = describe_model(path_or_id, checkpoint, config, headless)
         checkpoint = described.checkpoint
         if described.device.type == "cpu":
@@ -195,19 +215,13 @@ def load_model(
             with threads():
                 model, fused, nbytes = _load_module(described, config, bar)
     return LoadedModel(
-        **_facts(path_or_id, described, fused, nbytes),
-        model=model,
-        eos_token_ids=described.eos_token_ids(model.vocab_size),
-        vocab_size=model.vocab_size,
-        input_vocab_size=model.input_vocab_size,
-        layers=model.specs,
-        unsteady=model.unsteady,
-        mapped_bytes=model.options.memory.file_bytes if isinstance(model, Decoder) else 0,
-        states=model.states,
-        no_mtp=described.no_mtp,
-        left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
+        **_facts(path_or_id, described, fused, nbytes), model=model,
+        eos_token_ids=described.eos_token_ids(model.vocab_size), vocab_size=model.vocab_size,
+        input_vocab_size=model.input_vocab_size, layers=model.specs, unsteady=model.unsteady,
+        mapped_bytes=model.options.memory.file_bytes if isinstance(model, Decoder) else 0, states=model.states,
+        no_mtp=described.no_mtp, head=head, left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
         placeholders=placeholders(described.hf_config),
-    )
+    )  # fmt: skip
 
 
 def _facts(path_or_id: str, described: ModelDescription, fused: list[str], nbytes: int) -> dict[str, Any]:
@@ -221,13 +235,10 @@ def _facts(path_or_id: str, described: ModelDescription, fused: list[str], nbyte
 
 
 def load_encoder(
-    path_or_id: str,
-    config: EngineConfig,
-    progress: LoadProgress | None = None,
-    checkpoint: CheckpointSource | None = None,
-    ahead: CompileAhead | None = None,
+    path_or_id: str, config: EngineConfig, progress: LoadProgress | None = None,
+    checkpoint: CheckpointSource | None = None, ahead: CompileAhead | None = None,
     threads: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> LoadedEncoder:
+) -> LoadedEncoder:  # fmt: skip
     """Load an encoder. Parameters and errors are those of `load_model`."""
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")

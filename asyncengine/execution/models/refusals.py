@@ -20,6 +20,20 @@ _FILES, _ENDINGS, _LISTS, _LAYERS = (_TABLES[title] for title in ("files", "endi
 _GENERATOR = "Pass a model for text generation"
 
 
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a head of the EAGLE-3 form, in one of the spellings that are read. Files of the
+    authors' own call it a Llama, of which a part of the vocabulary can be drafted."""
+    names = _architectures(config)
+    if "speculators_model_type" in config or any(part in name for name in names for part in _LISTS["drafters"]):
+        return config.get("speculators_model_type", "eagle3") == "eagle3" and all("Eagle3" in name for name in names)
+    return "draft_vocab_size" in config
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
 def check_files(folder: Path, writes: bool = True) -> None:
     """Refuse what a file beside config.json gives away. `writes`: a text generator is wanted, else one that gives
     vectors or scores would do. Raises `UnsupportedModel`."""
@@ -32,28 +46,34 @@ def check_files(folder: Path, writes: bool = True) -> None:
             raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")
 
 
-def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = True) -> None:
-    """Refuse what config.json says was trained for something else. `writes` as above. Raises `UnsupportedModel`.
+def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = True, drafts: bool = False) -> None:
+    """Refuse what config.json says was trained for something else. `writes` as above; `drafts`: a model is wanted that
+    guesses for another. Raises `UnsupportedModel`.
 
     A family's configuration is the same for its text generator and for a classifier made of it, and transformers loads
     either as either, with the missing parts made up at random.
     """
-    named = config.get("architectures")
-    for name in named if isinstance(named, list) else ():
-        if isinstance(name, str) and any(drafter in name for drafter in _LISTS["drafters"]):
+    if is_eagle3(config):
+        if drafts:
+            return
+        raise UnsupportedModel(
+            f"{folder} is an EAGLE-3 head, which guesses for the model that it was trained for: load that one, and the "
+            "head with draft_model=PATH"
+        )
+    for name in _architectures(config):
+        if any(drafter in name for drafter in _LISTS["drafters"]):
             raise UnsupportedModel(
-                f"{folder} ({name}) guesses by the hidden states of the model that it was trained for, which is not "
-                "done here: a draft model is a smaller model of the same vocabulary"
+                f"{folder} ({name}) guesses by the hidden states of the model that it was trained for; of such heads "
+                "those of the EAGLE-3 form are read, and no others"
             )
         for ending, what in _ENDINGS.items():
-            if isinstance(name, str) and name.endswith(ending) and (writes or ending not in _LISTS["without_head"]):
+            if name.endswith(ending) and (writes or ending not in _LISTS["without_head"]):
                 raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")
 
 
 def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
     """The error for a family that has no text generator of its own."""
-    named = config.get("architectures")
-    name = next((item for item in named if isinstance(item, str)), "") if isinstance(named, list) else ""
+    name = next(iter(_architectures(config)), "")
     sees = any(part in config for part in ("vision_config", "image_size", "num_channels"))
     writes = name.endswith(("ForConditionalGeneration", "ForCausalLM"))
     if sees and writes:

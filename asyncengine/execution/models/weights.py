@@ -120,7 +120,15 @@ def why_no_head(described: DecoderConfig, checkpoint: CheckpointSource) -> str |
         return "the checkpoint has none"
     shapes = {name: checkpoint.tensors[stored].shape for name, stored in held.items() if stored is not None}
     wrong = [name for name in held if shapes.get(name, ...) not in (slots[name].shape, slots[name].other_shape)]
-    return f"the checkpoint's is of another form: it lacks {min(wrong)}" if wrong else None
+    if not wrong:
+        return None
+    first = min(wrong)
+    what = (
+        f"its {first} is {list(shapes[first])}, not {list(slots[first].shape)}"
+        if first in shapes
+        else f"it lacks {first}"
+    )
+    return f"the checkpoint's is of another form: {what}"
 
 
 def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:

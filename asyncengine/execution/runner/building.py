@@ -221,13 +221,8 @@ def _build(
         runner.profile_run(_prompt_step(runner, config, 1))
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
-    if runner.mtp is not None and runner.step_costs is None:  # nothing can be guessed: steps are computed without
-        runner.mtp.remove()
-    elif runner.mtp is not None and runner.step_costs is not None:
-        made = config.draft_costs or measure_steps(runner.mtp.time_round, _followed(runner, config, True))
-        runner.mtp.use(made, least_chance(runner.step_costs, made))
-    if draft is not None:
-        _add_draft(runner, draft, config, cores)
+    if runner.mtp is not None or draft is not None:
+        _add_draft(runner, draft, config, cores, own=model.head is None)
     if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
     return runner
@@ -323,10 +318,18 @@ def _batch_variance(model: LoadedModel, backend: str) -> str | None:
     return model.unsteady or (None if backend == "compiled" else "attention is torch's")
 
 
-def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, cores: Cores) -> None:
-    """A second pool of as many pages, and a runner over it."""
-    if runner.no_speculation is not None:
+def _add_draft(runner: ModelRunner, draft: LoadedModel | None, config: EngineConfig, cores: Cores, own: bool) -> None:
+    """Measure what a head costs, or make a second pool of as many pages and a runner of the model `draft` over it.
+    `own`: a head is the checkpoint's own."""
+    if runner.no_speculation is not None and (draft is not None or not own):
         raise InvalidParameter("draft_model", f"nothing can be guessed: {runner.no_speculation}", config.draft_model)
+    if runner.mtp is not None and runner.step_costs is None:  # nothing can be guessed: steps are computed without
+        runner.mtp.remove()
+    elif runner.mtp is not None and runner.step_costs is not None:
+        made = config.draft_costs or measure_steps(runner.mtp.time_round, _followed(runner, config, True))
+        runner.mtp.use(made, least_chance(runner.step_costs, made))
+    if draft is None:
+        return
     backend = make_backend(config, draft.layers, runner.num_pages, draft.dtype, draft.device, draft.max_model_len)
     second = ModelRunner(draft, backend, config.page_size, config.max_num_seqs, cores=cores)
     runner.draft_costs = config.draft_costs or _measure_steps(second, config, guesses=True)

@@ -241,10 +241,13 @@ class MTPGuesser:
         bounds = inputs.view.qo_indptr.tolist()
         whole = len(wanted) == len(inputs.ids)
         before = self._no_hidden(len(inputs.ids))
-        hidden: torch.Tensor | None = None
+        features: torch.Tensor | None = None
         if step.adapters is None or whole:  # else the last layer's sums would be of other rows than without a head
-            hidden = model.hidden_states(inputs.ids, step)
-            before[1:] = hidden[:-1]
+            assert model.mtp is not None
+            streams: list[torch.Tensor] = []
+            hidden = model.hidden_states(inputs.ids, step, None, streams)
+            features = model.mtp.features(hidden, streams)
+            before[1:] = features[:-1]
             logits = model.logits(hidden if whole else hidden.index_select(0, wanted), step)
         else:
             logits = model.forward(inputs.ids, step, wanted)
@@ -254,7 +257,7 @@ class MTPGuesser:
         model.write_mtp(inputs.ids, before, step)
         for row, end in zip(rows, bounds[1:], strict=True):
             count = 1 + len(row.drafts)
-            kept = None if hidden is None else hidden[end - count : end].clone()
+            kept = None if features is None else features[end - count : end].clone()
             self._kept[row.slot] = (
                 None if kept is None else (ref(row.spec), row.start + row.num_scheduled - count, kept)
             )

@@ -24,6 +24,7 @@ from asyncengine.execution.layers.states import StatePools
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.description import read_config
+from asyncengine.execution.models.eagle import headed
 from asyncengine.execution.models.families import MULTIMODAL
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.loading import LoadedModel
@@ -89,14 +90,15 @@ def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def prepare_update(
     decoder: Decoder, weights: WeightSource | None, config: EngineConfig, *, partial: bool = False,
-    has_other_parts: bool = False,
+    has_other_parts: bool = False, head: CheckpointSource | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """A function that writes `weights` into `decoder`, made after all that can be refused has been: names,
     shapes, stored forms, and of a checkpoint its configuration. Nobody may run the decoder while it writes.
 
     `partial`: tensors that are not given stay. `has_other_parts`: the decoder is a part of a model that reads images or
-    sounds as well. `weights` None: those that `load_format="dummy"` makes up. Raises `ModelNotFound` naming what is
-    missing, unknown, misshapen, or otherwise than the model has it; `InvalidParameter` naming one that is not finite.
+    sounds as well. `head`: the files of its head, where that is not the checkpoint's own. `weights` None: those that
+    `load_format="dummy"` makes up. Raises `ModelNotFound` naming what is missing, unknown, misshapen, or otherwise than
+    the model has it; `InvalidParameter` naming one that is not finite.
     """
     if weights is None:
         if config.load_format != "dummy":
@@ -105,6 +107,7 @@ def prepare_update(
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):
         checkpoint, described = _open(os.fspath(weights), decoder, config)
+        checkpoint = headed(checkpoint, head)
     else:
         checkpoint, described = GivenTensors(weights, decoder.device), decoder.config
         if has_other_parts:
@@ -282,7 +285,7 @@ class ModelMemory:
         self.ranks: Ranks | None = None
         """Other processes that do the same."""
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
-        self._reads_images, self._has_other_parts = reads_images, bool(model.left_out)
+        self._reads_images, self._has_other_parts, self._head = reads_images, bool(model.left_out), model.head
         self.draft: ModelMemory | None = None
         """Memory of the draft model, if there is one."""
         self.write_again: Callable[[], None] | None = None
@@ -308,7 +311,9 @@ class ModelMemory:
         model = self._decoder()
         if self.ranks is not None and weights is not None and not isinstance(weights, (str, os.PathLike)):
             weights = list(_pairs(weights))  # to be read more than once
-        write = prepare_update(model, weights, config, partial=partial, has_other_parts=self._has_other_parts)
+        write = prepare_update(
+            model, weights, config, partial=partial, has_other_parts=self._has_other_parts, head=self._head
+        )
 
         def run() -> None:
             with on_device(self._device), self._cores.loading():

@@ -21,8 +21,8 @@ from asyncengine.execution.device.transfer import Int64Array, Readback, copy_str
 from asyncengine.execution.layers.recorded import MOST_TOKENS
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.execution.layers.step import CausalLM, StepContext, Traces
-from asyncengine.execution.models.decoder import Decoder, expert_type
-from asyncengine.execution.models.loading import LoadedModel
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.loading import LoadedModel, expert_type
 from asyncengine.execution.models.memory.caches import state_bytes
 from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.draft_model import MTPGuesser

@@ -30,6 +30,7 @@ from asyncengine.execution.models import description
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.decoder_layer import HEAD_BITS
+from asyncengine.execution.models.eagle import headed
 from asyncengine.execution.models.encoder import Encoder, EncoderConfig
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.hub import short_name
@@ -73,7 +74,7 @@ def outline_decoder(described: description.ModelDescription, config: EngineConfi
     experts = [names for each in mixtures for names in each.side_by_side()]
     weights = _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, config, experts)
     path = structure.embedding if structure.tied else structure.head
-    if decoder.mtp is not None and described.bits is None and path not in weights.forms:
+    if decoder.mtp is not None and decoder.mtp.copies_output and described.bits is None and path not in weights.forms:
         copy = _plain(weights.elements[path], described, HEAD_BITS)
         weights = weights._replace(kept_bytes=weights.kept_bytes + copy)
     return decoder, weights
@@ -209,7 +210,10 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     if whole:
         described = description.describe_encoder(checkpoint, config, device)
     else:
-        described = description.describe_model(path_or_id, checkpoint, config, description.is_headless(pooling), device)
+        on_cpu = (device or description.resolve_device(config.device)).type == "cpu"
+        named = on_cpu and config.draft_model not in (None, "demo/draft")  # which is bundled, and no head
+        source = headed(checkpoint, open_checkpoint(str(config.draft_model), config, drafts=True) if named else None)
+        described = description.describe_model(path_or_id, source, config, description.is_headless(pooling), device)
     text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
     weight_bytes, per_token, layers, states = _sizes(described, config, text)
     part, tower_bytes = described.checkpoint, 0

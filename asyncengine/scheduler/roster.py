@@ -36,13 +36,13 @@ class WeightUpdates:
         self.held: dict[int, Request] = {}
         self.pending: dict[int, tuple[int, UpdateMode]] = {}
         """Place of an update in the order of all of them, and its mode, by its number."""
-        self._asked = 0
+        self.num_asked = 0
         self._paused: int | None = None
         """The number of the pause that has begun, which is among those pending."""
 
     def add(self, number: int, mode: UpdateMode) -> None:
-        self._asked += 1
-        self.pending[number] = (self._asked, mode)
+        self.num_asked += 1
+        self.pending[number] = (self.num_asked, mode)
 
     def remove(self, number: int) -> list[Request]:
         """It has happened, or is not wanted any more. Returns who need not wait any longer; unknown numbers change
@@ -62,10 +62,6 @@ class WeightUpdates:
         """The pause ends. Returns its number, to be removed; None: there was none."""
         number, self._paused = self._paused, None
         return number
-
-    def note_arrival(self, request: Request) -> None:
-        """`request` has come: after every update asked for so far."""
-        request.num_updates = self._asked
 
     def is_before(self, request: Request) -> bool:
         """Whether an update that `request` came after has yet to happen."""
@@ -129,7 +125,7 @@ class Roster:
         """A request has come."""
         request = Request(spec)
         request.branches = self.sessions.arrive(spec)
-        self.weights.note_arrival(request)
+        request.num_updates = self.weights.num_asked  # it comes after these
         self.requests[spec.ticket] = request
         self.policy.arrive(request)
         self.deadlines.add(request)

@@ -60,12 +60,11 @@ class Sampled:
         few = best.shape[0] <= _FEW
         if all(map(math.isfinite, best.tolist())) if few else bool(np.isfinite(best.float().numpy()).all()):
             return dict(self.failed)
-        void = {
+        return {
             row: NOTHING_ALLOWED if row in self.processed and value == float("-inf") else NON_FINITE
             for row, value in enumerate(self.best.tolist())
             if not math.isfinite(value)
-        }
-        return void | dict(self.failed)
+        } | dict(self.failed)
 
 
 class Sampler:

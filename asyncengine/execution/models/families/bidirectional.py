@@ -10,7 +10,7 @@ from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.encoder import EncoderConfig, SequenceHeadConfig
 from asyncengine.execution.models.families.common import llama_like
-from asyncengine.execution.models.families.gemma import decoder_config
+from asyncengine.execution.models.families.dense import decoder_config
 
 _POOLINGS: dict[str, Any] = {"bos": "first", "mean": "mean", "late": "late"}
 

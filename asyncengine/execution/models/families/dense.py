@@ -13,12 +13,13 @@ from asyncengine.execution.layers.rotary import RotaryConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.families import common
-from asyncengine.execution.models.families.common import windows_of
+from asyncengine.execution.models.families.common import layer_types_of, windows_of
 
 _TABLES = tomllib.loads((resources.files(__package__) / "dense.toml").read_text(encoding="utf-8"))
 _BY_LAYER: Mapping[str, Callable[[Any], list[Any]]] = {
     "each layer's window": windows_of,
     "where there is a window": lambda config: [None if window is None else 0 for window in windows_of(config)],
+    "each layer's kind": lambda config: [_kinds(config).index(kind) for kind in layer_types_of(config)],
     "no_rope_layers": lambda config: [0 if rotates else None for rotates in config.no_rope_layers],
 }
 
@@ -36,6 +37,16 @@ def complete(config: ModelConfig) -> None:
         slides = config.get("use_sliding_window") and config.get("sliding_window") is not None
         if config.layer_types is None:
             config.layer_types = [common.KINDS[bool(slides and not config.no_rope_layers[layer])] for layer in layers]
+    elif family == "gemma" and config.hidden_act == "gelu":
+        config.hidden_act = "gelu_pytorch_tanh"  # older files say so and mean this
+    elif family == "gemma2":
+        common.alternate(config, 2)
+    elif family == "gemma3_text":
+        common.alternate(config, config.get("sliding_window_pattern", 6))
+    elif family == "olmo3":
+        common.alternate(config, 4)
+    elif family == "exaone4":
+        common.alternate(config, 0 if config.sliding_window is None else config.get("sliding_window_pattern", 4))
     elif family == "cohere2":
         common.alternate(config, config.get("sliding_window_pattern", 4))
     elif family == "opt":
@@ -47,14 +58,16 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     `Qwen2ForCausalLM`, `Qwen2VLTextModel`, `Qwen2_5_VLTextModel`, `Qwen3ForCausalLM`, `Qwen3VLTextModel`,
     `SmolLM3ForCausalLM`, `SeedOssForCausalLM`, `HunYuanDenseV1ForCausalLM`, `ApertusForCausalLM`, `CohereForCausalLM`,
     `Cohere2ForCausalLM`, `NemotronForCausalLM`, `OPTForCausalLM`, `Phi3ForCausalLM`, `GlmForCausalLM`,
-    `Glm4ForCausalLM`, `Glm4vTextModel`, `StableLmForCausalLM`, `Starcoder2ForCausalLM`."""
+    `Glm4ForCausalLM`, `Glm4vTextModel`, `StableLmForCausalLM`, `Starcoder2ForCausalLM`, `GemmaForCausalLM`,
+    `Gemma2ForCausalLM`, `Gemma3ForCausalLM`, `OlmoForCausalLM`, `Olmo2ForCausalLM`, `Olmo3ForCausalLM`,
+    `Exaone4ForCausalLM`."""
     return decoder_of(config, length, parts_of(_TABLES, config))
 
 
 def decoder_of(config: Any, length: int, parts: dict[str, Any], **changes: Any) -> DecoderConfig:
     """The decoder of parts that a family's table names. `changes`: further arguments of `common.llama_like`."""
     norm, rotary = parts.pop("norm", None), parts.pop("rotary", {})
-    rotations = () if rotary is False else (_rotary(config, length, **rotary),)
+    rotations = () if rotary is False else _rotations(config, length, **rotary)
     changes |= parts.pop("model", {})
     return common.llama_like(config, length, norm=norm and NormConfig(**norm), rotary=rotations, **parts, **changes)
 
@@ -64,6 +77,17 @@ def parts_of(tables: Mapping[str, Any], config: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     _read(tables, tables[config.model_type], config, parts)
     return parts
+
+
+def _kinds(config: Any) -> list[str]:
+    return sorted(set(layer_types_of(config)))
+
+
+def _rotations(
+    config: Any, length: int, by_kind: bool = False, exact: bool = False, **how: Any
+) -> tuple[RotaryConfig, ...]:
+    kinds: list[str | None] = [*_kinds(config)] if by_kind else [None]
+    return tuple(replace(_rotary(config, length, layer_type=kind, **how), exact=exact) for kind in kinds)
 
 
 def _rotary(config: Any, length: int, **how: Any) -> RotaryConfig:
@@ -105,5 +129,8 @@ def _value(name: str, given: Any, config: Any) -> Any:
         return _BY_LAYER[given](config)
     if not isinstance(given, str) or not given.startswith("="):
         return None if given == "" else given
-    found = getattr(config, given[1:])
+    field, _, power = given[1:].partition(" ** ")
+    found = getattr(config, field)
+    if power:
+        return found ** float(power)
     return common.activation(config, found) if name == "activation" else found

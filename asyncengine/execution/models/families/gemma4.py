@@ -3,6 +3,7 @@ values, heads of another size where there is no window, and experts beside the f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.execution.layers.attention import AttentionConfig
@@ -13,9 +14,14 @@ from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, alternate, layer_types_of, rotary_of, windows_of
-from asyncengine.execution.models.families.gemma import SANDWICH
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_SANDWICH: Mapping[str, Any] = {
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+}
+"""Norms before and after both branches, fields of `LayerConfig`."""
 
 
 def complete(config: ModelConfig) -> None:
@@ -57,7 +63,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         )  # fmt: skip
         doubled = 2 if shared and config.use_double_wide_mlp else 1
         mlp = MLPConfig(config.intermediate_size * doubled, act)
-        return LayerConfig(attention, mlp, side=_side(config, act), scalar="layer_scalar", **SANDWICH)
+        return LayerConfig(attention, mlp, side=_side(config, act), scalar="layer_scalar", **_SANDWICH)
 
     unused = "|".join(str(index) for index in range(first_shared, count))
     return DecoderConfig(

@@ -145,7 +145,8 @@ def routes(serving: Serving) -> list[BaseRoute]:
     kinds = {route.path: route.endpoint for route in made}
     served: dict[str, Endpoint] = {"POST /invocations": partial(_any_kind, serving, kinds), "GET /version": version}
     served |= {"GET /load": load, "GET /health": health}
-    served |= {"GET /models": models, "GET /v1/models": models, "GET /v1/models/{name:path}": model}  # logs have the last
+    # of two paths to one endpoint, logs and metrics name the last
+    served |= {"GET /models": models, "GET /v1/models": models, "GET /v1/models/{name:path}": model}
     served |= {f"GET /{'' if name == 'index.html' else name}": _file(name) for name in _PAGE["types"]}
     every: list[BaseRoute] = [*made, *routed(served)]
     for each in (responses, ollama, decisions, batches, metrics, operating):

@@ -7,18 +7,21 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.routing import Route
 from support.http_server import serving_thread
 
 from asyncengine import EngineGroup
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.integrations.http import app
-from asyncengine.integrations.http.models import Models
+from asyncengine.integrations.http.asgi import routes
+from asyncengine.integrations.http.models import Models, Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "grammar_backend": "none", "speculation": "off"}
@@ -174,6 +177,13 @@ def test_models_are_loaded_and_unloaded_by_request(url: str) -> None:
     assert change(url, "unload", model="demo").json()["success"], "there is nothing to do"
     assert status(url, "demo") == "unloaded"
     assert ask(url, "demo").status_code == 200, "its next request loads it"
+
+
+def test_the_list_has_one_name_in_logs() -> None:
+    models: Any = SimpleNamespace(group=None, watch=lambda _: None)
+    logged = {route.endpoint: route.path for route in routes(Serving(models)) if isinstance(route, Route)}.values()
+    assert "/v1/models" in logged
+    assert "/models" not in logged
 
 
 @pytest.mark.parametrize(

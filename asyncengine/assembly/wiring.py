@@ -19,7 +19,7 @@ from asyncengine.assembly.info import info_of
 from asyncengine.assembly.ranks import spread, start_ranks
 from asyncengine.assembly.stores import folder_of, open_prefix_store
 from asyncengine.assembly.vectors import described, encoder_pooler, pooled_decoder, settings_of
-from asyncengine.config import AdapterSettings, BatchingSettings, EngineConfig
+from asyncengine.config import AdapterSettings, EngineConfig
 from asyncengine.demo import bundled_name, resolve_adapter, resolve_draft, resolve_model
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
@@ -389,8 +389,12 @@ def wire(
         most_ahead=config.most_ahead,
     )  # fmt: skip
     whole = vectors is not None and vectors.spec.whole  # nothing is kept of a text
-    info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
-    info = replace(info, window=None if kv.lookback is None else kv.lookback.span + 1)
+    capacity, asked = info.max_model_len if whole else kv.longest, config.max_model_len
+    if asked is not None and asked > capacity:
+        raise InvalidParameter("max_model_len", f"the KV cache holds {capacity} tokens; raise kv_cache_memory", asked)
+    # no request may be longer than the model's context, the configured limit, or the whole KV cache
+    longest = min(info.max_model_len, capacity, asked or capacity)
+    info = replace(info, max_model_len=longest, window=None if kv.lookback is None else kv.lookback.span + 1)
     # `Batch.copies` are made by one process on a CPU, without a second model's pages
     alone = config.tensor_parallel == config.pipeline_parallel == 1 and config.draft_model is None
     copies = alone and not getattr(executor, "asynchronous", False)
@@ -415,13 +419,3 @@ def wire(
     frontend.prepare_release = getattr(executor, "prepare_release", None)
     loop.write_again = None if update is None else writing(update, None, config)
     return frontend
-
-
-def _fit_context(info: ModelInfo, config: BatchingSettings, capacity: int) -> ModelInfo:
-    """No request may be longer than the model's context, the configured limit, or the whole KV cache."""
-    if config.max_model_len is not None and config.max_model_len > capacity:
-        raise InvalidParameter(
-            "max_model_len", f"the KV cache holds {capacity} tokens; raise kv_cache_memory", config.max_model_len
-        )
-    limits = [info.max_model_len, capacity] + ([config.max_model_len] if config.max_model_len is not None else [])
-    return replace(info, max_model_len=min(limits))

@@ -182,8 +182,8 @@ class _Responses:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._store = ResponseStore(serving.response_memory)
-        self._running: dict[str, Answer] = {}
-        """Answers under way, by the ids of their responses."""
+        self._running: dict[str, tuple[Answer, _Keeping]] = {}
+        """Answers under way and their writers, by the ids of their responses."""
         self._tasks = set[asyncio.Task[None]]()
         """Tasks that make responses in the background: the loop alone would not keep them."""
 
@@ -201,9 +201,7 @@ class _Responses:
     async def create(self, request: Request) -> Answer | Response:
         fields = await read_fields(request, self._serving)
         streaming = fields.peek("stream") is True
-        made = await self.respond(fields)
-        writer = made.writer
-        assert isinstance(writer, _Keeping)
+        made, writer = await self.respond(fields)
         if not writer.response["background"]:
             return made
         await made.submit()
@@ -230,19 +228,20 @@ class _Responses:
         except Exception as error:  # before its first token
             writer.failed(problem_of(error))
 
-    async def respond(self, fields: Fields, owner: object = None) -> Answer:
-        """The answer to a request's fields. `owner`: the connection that may come back to it though it isn't stored."""
+    async def respond(self, fields: Fields, owner: object = None) -> tuple[Answer, _Keeping]:
+        """The answer to a request's fields, and its writer. `owner`: the connection that may come back to it though it
+        isn't stored."""
         turn = await self._read(fields, owner=owner)
         background = turn.extra["echo"]["background"]
         if background and owner is not None:
             raise InvalidParameter("background", "is not served over a WebSocket")
         turn.stream |= background or owner is not None
         made = await answer(self._serving, partial(_Keeping, store=self._store, owner=owner), turn, fields)
-        assert isinstance(made.writer, _Keeping)
-        response_id = made.writer.response["id"]
-        self._running[response_id] = made
-        made.after.callback(self._running.pop, response_id, None)
-        return made
+        writer = made.writer
+        assert isinstance(writer, _Keeping)
+        self._running[writer.response["id"]] = made, writer
+        made.after.callback(self._running.pop, writer.response["id"], None)
+        return made, writer
 
     def forget(self, response_id: str, owner: object) -> None:
         """Drop a response that is kept for one connection alone."""
@@ -268,7 +267,8 @@ class _Responses:
         query = request.query_params
         streamed = query.get("stream", "false").lower() != "false"
         at = _number(query, "starting_after", -1, -1, MAX_COUNT) + 1
-        if (writer := self._writer(request)) is not None:
+        _, writer = self._running.get(request.path_params["id"], (None, None))
+        if writer is not None:
             if not streamed:
                 return JSONResponse(writer.shown)
             if writer.response["background"]:
@@ -289,23 +289,16 @@ class _Responses:
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        if (writer := self._writer(request)) is not None:
+        if (running := self._running.get(request.path_params["id"])) is not None:
+            made, writer = running
             writer.cancelled = True
-            self._running[request.path_params["id"]].abort()
+            made.abort()
             return JSONResponse(writer.shown)
         stored = self._find(request)
         if not stored.events:
-            raise Problem(
-                400, "Cannot cancel a synchronous response.", "response_id", "invalid_value"
-            )  # OpenAI's words
+            why = "Cannot cancel a synchronous response."  # in OpenAI's words
+            raise Problem(400, why, "response_id", "invalid_value")
         return _stored_response(stored)  # it has ended: cancelling changes nothing
-
-    def _writer(self, request: Request) -> _Keeping | None:
-        """The writer of a response that is under way; None where it is not."""
-        made = self._running.get(request.path_params["id"])
-        writer = None if made is None else made.writer
-        assert writer is None or isinstance(writer, _Keeping)
-        return writer
 
     async def input_items(self, request: Request) -> Response:
         query = request.query_params
@@ -385,9 +378,8 @@ class _Conversation:
                 raise InvalidParameter("type", "must be 'response.create'")
             if (key := self._socket.scope.get(KEY)) is not None and (problem := key.admit()) is not None:
                 raise problem
-            made = await self._api.respond(fields, self)
-            assert isinstance(made.writer, _Keeping)
-            self._responses.append(made.writer.response["id"])
+            made, writer = await self._api.respond(fields, self)
+            self._responses.append(writer.response["id"])
             await self._serving.requests.run(made, {**self._socket.scope, FACTS: {}}, self._receive, self._send)
         except Exception as failure:
             problem = problem_of(failure)

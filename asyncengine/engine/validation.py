@@ -283,9 +283,8 @@ class RequestValidator:
         tokens = tuple(map(_plain_id, prompt))
         for position, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < vocab:
-                raise InvalidParameter(
-                    f"prompt[{position}]", f"must be a token id between 0 and {vocab - 1} (the vocabulary)", token
-                )
+                limit = f"must be a token id between 0 and {vocab - 1}: others are out of vocabulary"
+                raise InvalidParameter(f"prompt[{position}]", limit, token)
             if token in placeholders and not any(span.first <= position < span.end for span in images):
                 served = "only the text of this model is served"
                 if self.info.no_images is None:

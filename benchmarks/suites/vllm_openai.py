@@ -68,23 +68,22 @@ UNITS = (
 )  # fmt: skip
 """Parts of names of tests that make objects of vLLM's classes."""
 BEYOND = {
-    "chat": "the counts, sums and different answers of zephyr; a last frame with text, reason and usage in one; "
-    "a refusal of stream_options without a stream; wording of a seed's limits",
-    "completion": "Qwen3's count of tokens; ids beyond the bundled vocabulary; beams; prompts cut to so many tokens; "
-    "a refusal of stream_options without a stream; special tokens echoed as a text that is no pattern",
-    "chat_completion": "ids of a remote prefill (kv_transfer_params); vLLM's own metrics of a request",
-    "messages": "0 tokens in a stream's first event (there is one by then); a count of what was written to the cache",
+    "chat": "the counts, sums and different answers of zephyr; a last frame with text and reason in one; wording of a "
+    "seed's limits",
+    "completion": "Qwen3's count of tokens; log-probabilities of chosen tokens, which lie beyond the bundled vocabulary",
+    "chat_completion": "ids of a remote prefill (kv_transfer_params)",
+    "messages": "a call of zephyr's; a count of what was written to the cache",
     "tokenization": "raw pieces of a vocabulary; an answer without llama.cpp's field; the class of a tokenizer",
-    "responses": "thoughts, sums and names of Qwen3; messages as tokens; background responses; calls that need more "
-    "tokens than they may have, which are refused here before they run",
-    "return_token_ids": "a text that ends as its tokens do, spaces included",
+    "responses": "thoughts, sums and names of Qwen3; messages as tokens; calls that need more tokens than they may have, "
+    "which are refused here before they run",
+    "return_token_ids": "an answer that does not end by itself",
     "function calling": "thoughts of Qwen3; different ages in two answers; calls with 1 token to write them",
-    "embed online": "ids, dimensions and names of e5; padding; 16-bit and 8-bit vectors; bodies of bytes; "
-    "pydantic's wording",
-    "cross-encoder": "ids and names of bge; long documents, which are cut here; raw scores; wording",
-    "bi-encoder": "long documents, which are cut here; wording of refusals; /invocations",
+    "embed online": "ids, dimensions and names of e5; padding; pydantic's wording and vLLM's advice",
+    "cross-encoder": "ids and names of bge; long queries of a reranking, which are cut here; raw scores; wording",
+    "bi-encoder": "dimensions of bge; long queries of a reranking; wording of refusals",
+    "instrumentator": "an answer of zephyr's length",
     "logprob_token_ids": "log-probabilities of chosen tokens, of which some lie beyond the bundled vocabulary",
-    "chat_echo": "a message that is echoed before the answer; -1 for scores of all the vocabulary; an end of Qwen2's",
+    "chat_echo": "an end of Qwen2's answer",
     "logit_bias": "all wrong names in one error: the first is named",
     "models": "adapters in the listing",
 }
@@ -102,8 +101,9 @@ def prepared(source: Path, folder: Path) -> Path:
             each.mkdir(parents=True, exist_ok=True)
             (each / "__init__.py").touch()
         shutil.copy(source / ENTRYPOINTS / file, path)
-    (folder / "vllm" / "utils").mkdir(parents=True)
-    shutil.copy(source / "vllm/utils/serial_utils.py", folder / "vllm/utils")
+    for module in ("vllm/utils/serial_utils.py", "vllm/entrypoints/pooling/utils.py"):
+        (folder / module).parent.mkdir(parents=True)
+        shutil.copy(source / module, folder / module)
     shutil.copy(Path(__file__).with_name("vllm_stand_ins.py"), folder / "conftest.py")
     return folder
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,8 +25,8 @@ import pytest
 URL = os.environ.get("VLLM_TESTS_URL", "")
 FOLDERS: dict[str, str] = json.loads(os.environ.get("VLLM_TESTS_FOLDERS", "{}"))
 """Folders of the models that are served, by the task for which they are."""
-REAL = ("vllm.utils.serial_utils",)
-"""A module that is copied from the source, since tests read a response's bytes with them."""
+REAL = ("vllm.utils.serial_utils", "vllm.entrypoints.pooling.utils")
+"""Modules that are copied from the source, since tests read a response's bytes with them."""
 
 
 class RemoteOpenAIServer:
@@ -135,11 +136,13 @@ KNOWN: dict[str, dict[str, Any]] = {
     "vllm.config": {"ModelConfig": ModelConfig},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.platforms": {"current_platform": SimpleNamespace(is_rocm=lambda: False, is_cuda=lambda: False)},
+    "vllm.logger": {"init_logger": logging.getLogger},
     "vllm.envs": {"VLLM_USE_RUST_FRONTEND": False},
     "vllm.version": {"__version__": os.environ.get("VLLM_TESTS_VERSION", "")},
     "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=lambda **_: "")},
     "pybase64": {name: getattr(base64, name) for name in ("b64decode", "b64encode")},
     "fastapi": {"Request": object},
+    "fastapi.responses": {"StreamingResponse": object},
 }
 """Modules of which something is needed, with what that is."""
 
@@ -160,7 +163,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> Any:
         if name in KNOWN or (name.partition(".")[0] == "vllm" and name not in REAL):
-            return importlib.machinery.ModuleSpec(name, self, is_package=name.partition(".")[0] == "vllm")
+            return importlib.machinery.ModuleSpec(name, self, is_package=name.partition(".")[0] in ("vllm", "fastapi"))
         return None
 
     def create_module(self, spec: Any) -> ModuleType:

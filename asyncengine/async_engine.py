@@ -336,21 +336,24 @@ class AsyncEngine(EngineBase):
 
     async def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, instruction: str | None = None,
-        truncate: bool = True, **options: Unpack[VectorKeywords],
+        truncate: bool = True, activation: bool = True, **options: Unpack[VectorKeywords],
     ) -> Ranking:  # fmt: skip
         """`documents` by how well they answer `query`, the `top_n` best of them (None: all).
 
-        `instruction`: what "well" means, for rerankers that read one (Qwen3-Reranker). Raises as `embed`.
+        `instruction`: what "well" means, for rerankers that read one (Qwen3-Reranker). `activation=False`: scores are
+        the numbers before the model's activation. Raises as `embed`.
         """
         vectors, wanted = self._awaited.vectors("rerank"), RequestOptions.of_vectors(options)
-        return await vectors.run(vectors.rerank(query, documents, top_n, instruction, truncate, wanted))
+        return await vectors.run(vectors.rerank(query, documents, top_n, instruction, truncate, activation, wanted))
 
     async def classify(
-        self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
-    ) -> Classifications:
-        """Classify each text, or pair of texts, with the model's classification head. Raises as `embed`."""
+        self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, activation: bool = True,
+        **options: Unpack[VectorKeywords],
+    ) -> Classifications:  # fmt: skip
+        """Classify each text, or pair of texts, with the model's classification head. `activation` as in `rerank`.
+        Raises as `embed`."""
         vectors, wanted = self._awaited.vectors("classify"), RequestOptions.of_vectors(options)
-        return await vectors.run(vectors.classify(texts, truncate, wanted))
+        return await vectors.run(vectors.classify(texts, truncate, activation, wanted))
 
     # ---------------------------------------------------------------- adapters
 

@@ -75,13 +75,12 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     given = {} if value is None else value
     if not isinstance(given, Mapping):
         raise InvalidParameter(name, "must map token ids to numbers", given)
-    bias: dict[int, float] = {}
-    for key, added in given.items():
-        # JSON object keys are strings: "17" means 17
-        number = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
-        token_id = as_integer(name, number, 0)
-        bias[token_id] = as_number(f"{name}[{token_id}]", added, -MAX_BIAS, MAX_BIAS)
-    return bias
+    # JSON object keys are strings: "17" means 17
+    texts = [key for key in given if isinstance(key, str)]
+    if wrong := [key for key in texts if not (key.isascii() and key.isdigit() and len(key) < 20)]:
+        raise InvalidParameter(name, "must have token ids as names", ", ".join(wrong))
+    ids = {key: as_integer(name, int(key) if isinstance(key, str) else key, 0) for key in given}
+    return {ids[key]: as_number(f"{name}[{ids[key]}]", added, -MAX_BIAS, MAX_BIAS) for key, added in given.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,18 +239,19 @@ class Engine(EngineBase):
 
     def rerank(
         self, query: str, documents: Sequence[str], *, top_n: int | None = None, instruction: str | None = None,
-        truncate: bool = True, **options: Unpack[VectorKeywords],
+        truncate: bool = True, activation: bool = True, **options: Unpack[VectorKeywords],
     ) -> Ranking:  # fmt: skip
         """Order documents by relevance, as `AsyncEngine.rerank`."""
         vectors, wanted = self._unblocked.vectors("rerank"), RequestOptions.of_vectors(options)
-        return vectors.run_blocking(vectors.rerank(query, documents, top_n, instruction, truncate, wanted))
+        return vectors.run_blocking(vectors.rerank(query, documents, top_n, instruction, truncate, activation, wanted))
 
     def classify(
-        self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
-    ) -> Classifications:
+        self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, activation: bool = True,
+        **options: Unpack[VectorKeywords],
+    ) -> Classifications:  # fmt: skip
         """Classify texts, as `AsyncEngine.classify`."""
         vectors, wanted = self._unblocked.vectors("classify"), RequestOptions.of_vectors(options)
-        return vectors.run_blocking(vectors.classify(texts, truncate, wanted))
+        return vectors.run_blocking(vectors.classify(texts, truncate, activation, wanted))
 
     # ---------------------------------------------------------------- text
 

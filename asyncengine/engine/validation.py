@@ -113,7 +113,7 @@ class RequestValidator:
         if not ids:
             raise InvalidParameter(name, "is empty, and this model's tokenizer adds nothing to it")
         if max(ids) >= vocab or min(ids) < 0:
-            limit = f"must be token ids between 0 and {vocab - 1} (the vocabulary)"
+            limit = f"must be token ids between 0 and {vocab - 1}: others are out of vocabulary"
             raise InvalidParameter(name, limit, next(each for each in ids if not 0 <= each < vocab))
         if pooled.skip >= len(ids):
             raise InvalidParameter(name, f"is all prompt ({pooled.skip} tokens), which this model leaves out")

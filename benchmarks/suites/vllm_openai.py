@@ -68,18 +68,19 @@ UNITS = (
 )  # fmt: skip
 """Parts of names of tests that make objects of vLLM's classes."""
 BEYOND = {
-    "chat": "the counts, sums and different answers of zephyr; a last frame with text and reason in one; wording of a "
-    "seed's limits",
-    "completion": "Qwen3's count of tokens; log-probabilities of chosen tokens, which lie beyond the bundled vocabulary",
+    "chat": "the counts, sums and different answers of zephyr; a last frame with text and reason in one; wording of "
+    "a seed's limits",
+    "completion": "Qwen3's count of tokens; log-probabilities of chosen tokens, of which some lie beyond the bundled "
+    "vocabulary",
     "chat_completion": "ids of a remote prefill (kv_transfer_params)",
     "messages": "a call of zephyr's; a count of what was written to the cache",
     "tokenization": "raw pieces of a vocabulary; an answer without llama.cpp's field; the class of a tokenizer",
-    "responses": "thoughts, sums and names of Qwen3; messages as tokens; calls that need more tokens than they may have, "
-    "which are refused here before they run",
+    "responses": "thoughts, sums and names of Qwen3; messages as tokens; calls that need more tokens than they may "
+    "have, which are refused here before they run",
     "return_token_ids": "an answer that does not end by itself",
     "function calling": "thoughts of Qwen3; different ages in two answers; calls with 1 token to write them",
     "embed online": "ids, dimensions and names of e5; padding; pydantic's wording and vLLM's advice",
-    "cross-encoder": "ids and names of bge; long queries of a reranking, which are cut here; raw scores; wording",
+    "cross-encoder": "ids and names of bge; long queries of a reranking, which are cut here; wording",
     "bi-encoder": "dimensions of bge; long queries of a reranking; wording of refusals",
     "instrumentator": "an answer of zephyr's length",
     "logprob_token_ids": "log-probabilities of chosen tokens, of which some lie beyond the bundled vocabulary",

@@ -180,6 +180,8 @@ async def _pool(values: Values, target: Target) -> Made:
     for name in ("messages", "encoding_format"):
         if values["own"].get(name) not in (None, "float"):
             raise InvalidParameter(name, "is served of vectors: this model gives scores")
+    if (activation := values["options"].pop("normalize", None)) is not None:  # which is use_activation, too
+        values["options"]["activation"] = activation
     head, cut, usage = await _classify(values, target)
     rows = [{"index": row["index"], "object": "pooling", "data": row["probs"]} for row in head["data"]]
     return {**head, "id": f"pool-{secrets.token_hex(16)}", "data": rows}, cut, usage
@@ -210,6 +212,7 @@ async def _rerank(values: Values, target: Target) -> Made:
     if most:
         documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
     cut, limit = _limits({"truncate": True, **own}, target)
+    values["options"] |= {"activation": False} if own.get("raw_scores") else {}
     with naming({"documents"}, name):
         made = await _ranked(target, own["query"], documents, cut, limit, values["options"])
     shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
@@ -240,7 +243,7 @@ async def _ranked(
             shortened = [partial(_shortened, target, each, limit - taken) for each in documents]
             documents = [await anyio.to_thread.run_sync(each) for each in shortened]
         return await engine.rerank(query, documents, **how)
-    most, texts = how.pop("top_n", None), [query, *documents]
+    most, texts, _ = how.pop("top_n", None), [query, *documents], how.pop("activation", None)
     if limit:
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
     made = await engine.embed(texts, normalize=True, show_progress=False, **how)

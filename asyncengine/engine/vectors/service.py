@@ -159,7 +159,7 @@ class VectorService:
         return call
 
     def rerank(
-        self, query: Any, documents: Any, top_n: int | None, instruction: str | None, truncate: bool,
+        self, query: Any, documents: Any, top_n: int | None, instruction: str | None, truncate: bool, activation: bool,
         options: RequestOptions,
     ) -> VectorCall[Ranking]:  # fmt: skip
         """A call for the scores of documents. Raises `InvalidParameter`, `AdapterNotFound`."""
@@ -180,13 +180,15 @@ class VectorService:
         pairs = [(query, each) if template is None else template.pair(query, each, instruction) for each in documents]
 
         def finish(call: VectorCall[Ranking]) -> Ranking:
-            scores = [row[0] for row in self._scores(call)]
+            scores = [row[0] for row in self._scores(call, activation)]
             order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
             return Ranking([Ranked(index, scores[index], documents[index]) for index in order], *call.outcome)
 
         return self._call("rerank", pairs, "documents", truncate, options, finish)
 
-    def classify(self, texts: Any, truncate: bool, options: RequestOptions) -> VectorCall[Classifications]:
+    def classify(
+        self, texts: Any, truncate: bool, activation: bool, options: RequestOptions
+    ) -> VectorCall[Classifications]:  # fmt: skip
         """A call for labels. Raises `InvalidParameter`, `AdapterNotFound`."""
         template, labels = self.model.template, self.model.spec.labels
 
@@ -197,7 +199,7 @@ class VectorService:
 
         def finish(call: VectorCall[Classifications]) -> Classifications:
             results = []
-            for row in self._scores(call):
+            for row in self._scores(call, activation):
                 best = max(range(len(row)), key=lambda index: row[index])
                 results.append(Classification(labels[best], row[best], dict(zip(labels, row, strict=True))))
             return Classifications(results, *call.outcome)
@@ -207,11 +209,12 @@ class VectorService:
             limit = "must be a pair of str: a query and a document"
         return self._call("classify", _items("texts", texts, read, limit), "texts", truncate, options, finish)
 
-    def _scores(self, call: VectorCall[Any]) -> list[list[float]]:
-        """The scores of each text, behind the model's activation."""
+    def _scores(self, call: VectorCall[Any], activation: bool) -> list[list[float]]:
+        """The scores of each text, behind the model's activation or before it."""
         from asyncengine.activations import activate
 
-        return activate(self.model.spec.activation, call.vectors).tolist() if call.items else []
+        name = self.model.spec.activation if as_switch("activation", activation) else "identity"
+        return activate(name, call.vectors).tolist() if call.items else []
 
     def _prompt(self, name: str | None, prompt: str | None) -> str:
         """The text before each text: the caller's, the model's of that name, or the model's default. May be empty."""

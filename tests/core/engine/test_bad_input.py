@@ -69,6 +69,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("too many stop ids", params(stop_token_ids=[5] * 1025), "stop_token_ids", "max_stop_token_ids=1024"),
     ("top_logprobs", params(top_logprobs=51), "top_logprobs", "max_top_logprobs=50"),
     ("bias of no mapping", params(logit_bias=[1]), "logit_bias", "must map"),
+    ("bias of names", params(logit_bias={"a1": 1, "5": 1, "b2": 1}), "logit_bias", "got 'a1, b2'"),
     ("NaN bias", params(logit_bias={5: NAN}), "logit_bias[5]", "must be finite"),
     ("bias out of range", params(logit_bias={5: 101}), "logit_bias[5]", "<= 100"),
     ("bias of an unknown token", params(logit_bias={97: 1.0}), "logit_bias", "below 97"),

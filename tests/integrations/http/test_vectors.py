@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from types import SimpleNamespace
@@ -231,6 +232,27 @@ def test_a_head_pools_its_probabilities(url: str, engines: Engines) -> None:
     assert (refused["type"], refused["code"]) == ("BadRequestError", "invalid_value")
 
 
+def test_scores_may_come_without_an_activation(url: str, engines: Engines) -> None:
+    raw = engines["reranker"].rerank("Which animals?", TEXTS, activation=False).results
+    shown = {each.index: each.score for each in engines["reranker"].rerank("Which animals?", TEXTS).results}
+    assert [1 / (1 + math.exp(-each.score)) for each in raw] == pytest.approx([shown[each.index] for each in raw])
+    asked: dict[str, Any] = {"model": "reranker", "query": "Which animals?"}
+    for path, more in (
+        ("/rerank", {"documents": TEXTS, "use_activation": False}),
+        ("/rerank", {"texts": TEXTS, "raw_scores": True}),
+    ):
+        answer = post(url, path, **asked, **more).json()
+        rows = answer["results"] if "documents" in more else answer
+        assert [row.get("relevance_score", row.get("score")) for row in rows] == [each.score for each in raw]
+    scores = post(url, "/score", model="reranker", text_1="Which animals?", text_2=TEXTS, use_activation=False).json()
+    assert {row["index"]: row["score"] for row in scores["data"]} == {each.index: each.score for each in raw}
+    assert post(url, "/rerank", model="embedder", query="a", documents=["b"], use_activation=False).status_code == 200
+    wanted = [*engines["reranker"].classify(["a"], activation=False).results[0].scores.values()]
+    for path, name in (("/classify", "probs"), ("/pooling", "data")):
+        (made,) = post(url, path, model="reranker", input="a", use_activation=False).json()["data"]
+        assert made[name] == wanted
+
+
 def test_a_pair_is_cut_to_a_number_of_tokens(url: str, engines: Engines) -> None:
     query, text = "Which animals?", "cats and dogs " * 20
     for path, body in (
@@ -330,7 +352,7 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
         ("/v1/rerank", {"query": "a", "documents": ["a", {}]}, "documents[1]"),
         ("/v1/rerank", {"query": "a", "texts": [5]}, "texts[0]"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "raw_scores": True}, "raw_scores"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "use_activation": 2}, "use_activation"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),

@@ -226,7 +226,7 @@ def hitting_sets(choices: Iterable[Sequence[str | None]]) -> list[frozenset[str 
     `GrammarTooLarge` for more than `MAX_HITTING`."""
     found: list[frozenset[str | None]] = [frozenset()]
     for one in choices:
-        grown = {had if not had.isdisjoint(one) else had | {key} for had in found for key in one}
+        grown = dict.fromkeys(had if not had.isdisjoint(one) else had | {key} for had in found for key in one)
         found = []
         for had in sorted(grown, key=len):
             if not any(less <= had for less in found):

@@ -174,3 +174,8 @@ def test_the_least_sets_that_have_one_of_each() -> None:
         assert len(found) == len(least)
     with pytest.raises(GrammarTooLarge, match="256 ways"):
         hitting_sets([[f"{index}{side}" for side in "ab"] for index in range(9)])
+
+
+def test_sets_come_in_the_order_of_the_choices_whatever_the_seed_of_hashes():
+    pairs = [{"a", "c"}, {"a", "d"}, {"a", "e"}, {"b", "c"}, {"b", "d"}, {"b", "e"}]
+    assert hitting_sets([["a", "b", None], ["c", "d", "e", None]]) == [{None}, *pairs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 
 import anyio.to_thread
 
@@ -40,21 +41,16 @@ class Beams:
         """The outputs of the prompts in order. Raises as `beam_search`, and `RequestFailed` once it is left."""
         self.prompts = [await anyio.to_thread.run_sync(self._encode, prompt) for prompt in self._given]
         self._task = asyncio.gather(*map(self._search, self.prompts))
+        if self._left:
+            self._task.cancel()
         try:
             with naming({"width"}, "n"):
-                found = [] if self._left else await self._task
+                found = chain(*await self._task)
         except asyncio.CancelledError:
             if not self._left:
                 raise
-            found = []
-        if self._left:
-            self._task.cancel()
-            raise RequestFailed("the search was left before it ended")
-        samples = [
-            Sample(beam.text, list(beam.token_ids), "stop" if beam.ended else "length")
-            for beams in found
-            for beam in beams
-        ]
+            raise RequestFailed("the search was left before it ended") from None
+        samples = [Sample(beam.text, list(beam.token_ids), "stop" if beam.ended else "length") for beam in found]
         self.usage = Usage(sum(map(len, self.prompts)), sum(len(sample.token_ids) for sample in samples))
         self.timings = Timings(None, None, time.monotonic() - self._begun)
         first = samples[0]

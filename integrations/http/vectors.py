@@ -161,12 +161,13 @@ def _in_bytes(vectors: Any, own: Mapping[str, Any]) -> Any:
 
 def _bytes_response(head: Mapping[str, Any], vectors: Any, own: Mapping[str, Any], form: str) -> Response:
     """The vectors one behind the other, in vLLM's form: what would be around them is the header `metadata`."""
-    size, shape = vectors[0].nbytes, vectors[0].shape
-    kind = {"embed_dtype": own.get("embed_dtype", "float32"), "endianness": own.get("endianness", "little")}
-    places = ({"start": at * size, "end": (at + 1) * size, "shape": shape} for at in range(len(vectors)))
-    rows = [{"index": at, **kind, **place} for at, place in enumerate(places)] if form == "bytes" else []
-    headers = {"metadata": json.dumps({**head, "data": rows})} if form == "bytes" else {}
-    return Response(vectors.tobytes(), headers=headers, media_type="application/octet-stream")
+    answer = Response(vectors.tobytes(), media_type="application/octet-stream")
+    if form == "bytes":
+        size, kind = vectors[0].nbytes, {"embed_dtype": "float32", "endianness": "little", "shape": vectors[0].shape}
+        kind |= {name: own[name] for name in ("embed_dtype", "endianness") if name in own}
+        rows = [{"index": at, "start": at * size, "end": (at + 1) * size, **kind} for at in range(len(vectors))]
+        answer.headers["metadata"] = json.dumps({**head, "data": rows})
+    return answer
 
 
 async def _pool(values: Values, target: Target) -> Made:

@@ -1,9 +1,9 @@
-"""Guesses of a model's own head, on and off in turns: python -m benchmarks.mtp --shape qwen3.5-0.8b
+"""Guesses of a head, a checkpoint's own or an EAGLE-3 one, on and off in turns: python -m benchmarks.mtp --shape NAME
 
     [--rows 1 4 --rounds 5 --tokens 96 --rates 0.8 0 --quantization int8 --threads 2]
     [--costs 0.157 0.187 0.33 --head-costs 0.025 0.031 0.09]
 
-Two engines over the same made-up weights in one process, one with `mtp=False`; nothing is looked up. The head does all
+Two engines over the same made-up weights in one process, one without the head; nothing is looked up. The head does all
 its work, but its guesses are replaced: each is the token that the model will say with a chance of `--rates` (0: a
 useless head). Medians of the ratios of times, off over on, from the first token to the last of all requests. What the
 planner has learnt is forgotten before each round. Costs of steps and of the head are measured at the load, unless they
@@ -43,7 +43,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1, "moe_intermediate_size": 3584, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
     },
+    "qwen3-0.6b": {
+        **random_model.SHAPES["qwen3-0.6b"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "eos_token_id": None, "rope_theta": 1e6,
+    },
+    "smollm2-135m": {
+        **random_model.SHAPES["smollm2-135m"], "rms_norm_eps": 1e-5, "hidden_act": "silu", "eos_token_id": None,
+    },
 }  # fmt: skip
+EAGLE: dict[str, dict[str, Any]] = {
+    name: {
+        **SHAPES[name], "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "draft_vocab_size": 32000, "tie_word_embeddings": False,
+    }
+    for name in ("qwen3-0.6b", "smollm2-135m")
+}  # fmt: skip
+"""EAGLE-3 heads by the shapes of their models: one layer of the same sizes, over 32,000 tokens."""
 
 
 class NoLookups:
@@ -75,9 +90,17 @@ class Replaced:
         return tokens, chances, hidden
 
 
+def _write_head(folder: str, content: dict[str, Any]) -> Path:
+    head = Path(folder) / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(content))
+    return head
+
+
 async def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[options.shape]))
+        draft = str(_write_head(folder, EAGLE[options.shape])) if options.shape in EAGLE else None
         shared: dict[str, Any] = {
             "load_format": "dummy", "dtype": "bfloat16", "num_threads": options.threads, "show_progress": False,
             "quantization": options.quantization, "max_model_len": 1024, "prefix_caching": False,
@@ -86,7 +109,7 @@ async def measure(options: argparse.Namespace) -> None:
         }  # fmt: skip
         async with (
             await AsyncEngine.from_pretrained(folder, mtp=False, **shared) as off,
-            await AsyncEngine.from_pretrained(folder, **shared) as on,
+            await AsyncEngine.from_pretrained(folder, draft_model=draft, **shared) as on,
         ):
             assert on.info.no_mtp is None, on.info.no_mtp
             config = on.core.config
@@ -105,7 +128,7 @@ async def compare(
     off: AsyncEngine, on: AsyncEngine, replaced: Replaced, rows: int, rate: float, options: argparse.Namespace
 ) -> None:
     generator = random.Random(rows)
-    prompts = [[generator.randrange(1000, 90_000) for _ in range(PROMPT)] for _ in range(rows)]
+    prompts = [[generator.randrange(1000, 49_000) for _ in range(PROMPT)] for _ in range(rows)]
     _, answers = await timed(off, prompts, options.tokens)
     replaced.rate = rate
     replaced.known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}

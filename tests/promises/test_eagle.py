@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from promises.test_mtp import ALWAYS, GRAMMARS, WAYS, NoLookups, made_by_head
+from promises.test_mtp import ALWAYS, GRAMMARS, WAYS, NoLookups, made_by_head, save_adapter
 from support.eagle_models import (
     FIRST,
     HEAD,
     KNOWN,
+    LAYERS,
     MODEL,
     Tensors,
     head_tensors,
@@ -100,6 +101,24 @@ async def test_a_head_that_knows_is_believed(reads: str, tmp_path: Path, monkeyp
         given = [engine.generate(prompt, params) for params in ways for prompt in PROMPTS]
         found.append([(one.token_ids, one.logprobs) for one in await asyncio.gather(*given)])
     assert all(each == found[0] for each in found)
+
+
+async def test_adapters_are_exact_beside_a_head(tmp_path: Path) -> None:
+    """Rows with an adapter among others without, whose steps the head sees in part."""
+    model, tensors = planted("token")
+    folder, head = save(tmp_path / "model", MODEL, model), save(tmp_path / "head", HEAD, tensors)
+    adapters = {"a": str(save_adapter(tmp_path / "adapter", LAYERS))}
+    found = []
+    for draft in (None, head):
+        async with await opened(folder, draft, adapters=adapters) as engine:
+            given = [
+                engine.generate(prompt, SamplingParams(max_tokens=30, **way), adapter=name)
+                for way in WAYS[1:4]
+                for prompt, name in zip(PROMPTS, ("a", None, "a", None), strict=True)
+            ]
+            found.append([(one.token_ids, one.logprobs) for one in await asyncio.gather(*given)])
+            assert draft is None or made_by_head(engine)[1] > 50
+    assert found[0] == found[1]
 
 
 def test_memory_of_a_head_is_counted(tmp_path: Path) -> None:

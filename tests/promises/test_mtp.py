@@ -175,10 +175,10 @@ async def test_weights_without_a_head_update_a_model_that_has_one(tmp_path: Path
         assert made_by_head(engine)[0] > 100
 
 
-def save_adapter(folder: Path) -> Path:
+def save_adapter(folder: Path, layers: int = 2) -> Path:
     """A LoRA adapter of the tiny models' queries and outputs of attention."""
     generator, tensors = torch.Generator().manual_seed(1), {}
-    for layer in range(2):
+    for layer in range(layers):
         for name in ("q_proj", "o_proj"):
             path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{path}.lora_A.weight"] = torch.randn(4, WIDTH, generator=generator) / 8

@@ -85,7 +85,10 @@ class Answer:
             if self._streaming:
                 await self._stream_events(send)
             else:
-                await self._send_json(send, await self._whole())
+                body = json.dumps(await self._whole(), ensure_ascii=False, separators=(",", ":"))
+                length = str(len(body.encode())).encode()
+                await self._send_headers(send, b"application/json", (b"content-length", length))
+                await self._send_text(send, body, more=False)
         except OSError:  # the client is gone, as some servers say it
             pass
         except Exception as error:
@@ -181,12 +184,6 @@ class Answer:
     async def _send_text(self, send: Send, text: str, *, more: bool = True) -> None:
         self._sent = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-    async def _send_json(self, send: Send, content: dict[str, Any]) -> None:
-        body = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-        length = str(len(body.encode())).encode()
-        await self._send_headers(send, b"application/json", (b"content-length", length))
-        await self._send_text(send, body, more=False)
 
 
 def _one_line(text: str) -> bytes:

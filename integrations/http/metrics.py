@@ -190,10 +190,8 @@ def routes(serving: Serving) -> list[Route]:
         return Response(text, media_type=PLAIN)
 
     async def stats(_request: Request) -> Response:
-        loaded = serving.models.group.loaded
-        return JSONResponse(
-            {name: {"task": engine.info.task, **asdict(engine.stats())} for name, engine in loaded.items()}
-        )
+        loaded = serving.models.group.loaded.items()
+        return JSONResponse({name: {"task": engine.info.task, **asdict(engine.stats())} for name, engine in loaded})
 
     async def requests(_request: Request) -> Response:
         """All requests and the last steps, without a word of a prompt or an answer."""
@@ -218,8 +216,7 @@ def routes(serving: Serving) -> list[Route]:
     async def profile(request: Request) -> Response:
         if not serving.may_operate(request.scope):
             raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
-        fields = await read_fields(request, serving)
-        values = fields.read(TABLES["profile"])
+        values = (await read_fields(request, serving)).read(TABLES["profile"])
         with await serving.models.acquire(values["own"].get("model")) as target:
             engine = target.engine  # which may close under the profile, and ends it then
         with TemporaryDirectory() as folder:

@@ -150,15 +150,12 @@ class Models:
         """
         if name in self._aliases or name in self.group or (not again and any(name == one for _, one in self._names())):
             raise Problem(400, f"the name {name[:100]!r} is taken", "lora_name", "name_taken")
-        await self.group.load_adapter(name, path, model=self._base(model))
+        await self.group.load_adapter(name, path, model=self._find(model, "generate")[0])
 
     async def unload_adapter(self, name: str, model: str | None) -> None:
         """Unload an adapter. Raises `Problem` and `AdapterError`."""
         found = [base for base, adapter in self._names() if name == adapter and model in (None, base)]
-        await self.group.unload_adapter(name, model=found[0] if found else self._base(model))
-
-    def _base(self, model: str | None) -> str:
-        return self._find(model, "generate")[0]
+        await self.group.unload_adapter(name, model=found[0] if found else self._find(model, "generate")[0])
 
     def listing(self) -> list[dict[str, Any]]:
         """Objects of OpenAI's /v1/models: models, loaded or not, then adapters with the model that is under them."""
@@ -213,10 +210,6 @@ class Serving:
     def may_operate(scope: Mapping[str, Any]) -> bool:
         """Whether a request shows a key whose holder may do what stops or slows others."""
         return KEY in scope and scope[KEY].operator
-
-    def may_load(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request may say when models are loaded and for how long: any may where there are no keys."""
-        return not self.keys or self.may_operate(scope)
 
 
 def _listed(names: list[str]) -> str:

@@ -87,7 +87,7 @@ def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpo
         keep, asks = turn.extra["keep_alive"], turn.messages or turn.prompts
         seconds = None if keep is None else parse_keep_alive("keep_alive", keep)
         if asks or row["loaded"] or seconds != 0:
-            if seconds is not None and serving.may_load(request.scope):
+            if seconds is not None and (not serving.keys or serving.may_operate(request.scope)):
                 serving.models.group.keep(row["root"], seconds)
             if asks:
                 return await answer(serving, dialect.Writer, turn, fields)

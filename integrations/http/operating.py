@@ -4,6 +4,7 @@ and unload adapters, have engines sleep, pause, wake and forget the prefix cache
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -34,29 +35,20 @@ def model_routes(serving: Serving) -> list[Route]:
     any request loads its model."""
     models = serving.models
 
-    async def read(request: Request, table: str) -> tuple[dict[str, Any], str]:
-        """The request's fields, and the model's own name."""
-        if not serving.may_load(request.scope):
+    async def change(table: str, request: Request) -> Response:
+        if serving.keys and not serving.may_operate(request.scope):
             raise Problem(403, "models are loaded and unloaded with an operator's key", code="forbidden")
         own = (await read_fields(request, serving)).read(TABLES[table])["own"]
-        return own, models.described(own["model"])["root"]
+        base = models.described(own["model"])["root"]
+        if table == "models_unload":
+            await models.group.unload(base)
+        else:
+            if "keep_alive" in own:
+                models.group.keep(base, parse_keep_alive("keep_alive", own["keep_alive"]))
+            (await models.acquire(own["model"])).release()
+        return JSONResponse({"success": True, **models.described(own["model"])})
 
-    def done(name: str) -> Response:
-        return JSONResponse({"success": True, **models.described(name)})
-
-    async def load(request: Request) -> Response:
-        own, base = await read(request, "models_load")
-        if "keep_alive" in own:
-            models.group.keep(base, parse_keep_alive("keep_alive", own["keep_alive"]))
-        (await models.acquire(own["model"])).release()
-        return done(own["model"])
-
-    async def unload(request: Request) -> Response:
-        own, base = await read(request, "models_unload")
-        await models.group.unload(base)
-        return done(own["model"])
-
-    return routed({"POST /models/load": load, "POST /models/unload": unload})
+    return routed({f"POST /models/{what}": partial(change, f"models_{what}") for what in ("load", "unload")})
 
 
 def adapter_routes(serving: Serving) -> list[Route]:
@@ -65,8 +57,7 @@ def adapter_routes(serving: Serving) -> list[Route]:
 
     async def read(request: Request, table: str) -> dict[str, Any]:
         if not (serving.may_operate(request.scope) or serving.allow_adapters):
-            why = "adapters are loaded where requests need a key, or with allow_adapters"
-            raise Problem(403, why, code="forbidden")
+            raise Problem(403, "adapters are loaded where requests need a key or with allow_adapters", code="forbidden")
         return (await read_fields(request, serving)).read(TABLES[table])["own"]
 
     async def load(request: Request) -> Response:
@@ -115,8 +106,6 @@ def sleep_routes(serving: Serving) -> list[Route]:
 
     async def pause(request: Request) -> Response:
         own = read(request, "pause")
-        if own.get("clear_cache") == "true":
-            raise InvalidParameter("clear_cache", "cannot be: sleep drops the cache")
         await group.pause(own.get("model"), mode=_MODES[own.get("mode", "abort")])
         return JSONResponse({"status": "paused"})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -53,6 +54,10 @@ def test_each_key_has_its_own_limits(url: str) -> None:
         assert "brief" in then.json()["error"]["message"]
         assert first.json()["usage"]["total_tokens"] > 5
         assert [ask(url, key).status_code for key in ("f", "o", "plain", "none")] == [200, 200, 200, 401]
+        deadline = time.monotonic() + 30
+        while stream.getvalue().count("\n") < 10:  # a request is logged behind its answer
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     told = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [each.get("key") for each in told] == ["slow"] * 4 + ["brief"] * 2 + ["free", "boss", None, None]
     text = httpx.get(f"{url}/metrics", headers={"x-api-key": "s"}).text

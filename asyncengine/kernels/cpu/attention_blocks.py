@@ -20,6 +20,7 @@ from asyncengine.kernels.cpu.attention_softmax import (
     whole_weights,
 )
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES, stored_size
+from asyncengine.kernels.cpu.calls import call_rare
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, room, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import LANES, LINE, LONG, UNIT, WIDE, load, size_of
@@ -190,12 +191,8 @@ def gather(
         place = query + row // group * token_size + row % group * head_size
         values, one = array(pointer(place, kind), (dim,)), array(pointer(units + row * 4, _SINGLE), (1,))
         one[0] = np.float32(1)
-        if stored_size(kind, operand) == 1:  # no sum of products with bytes is above 2 ** 31
-            spread = room(MOST_DIM, _SINGLE)
-            one[0] = spread_out(place, spread, dim, True, kind)
-            one[0] *= whole_numbers(spread, dim, np.float32(min(32767, 2**31 // 128 // dim)))
-            for index in range(dim):
-                held[row, index] = np.int16(spread[index])
+        if stored_size(kind, operand) == 1:
+            call_rare(_gather_whole, (place, out + row * width * 2, dim, units + row * 4, kind))
         elif size_of(operand) == size_of(kind):
             for index in range(dim):
                 held[row, index] = values[index]
@@ -204,6 +201,17 @@ def gather(
                 held[row, index] = narrow(widen(values[index]), operand)
         if width > dim:
             held[row, dim] = operand
+
+
+@serial_in_order
+def _gather_whole(source: int, out: int, dim: int, unit: int, kind: Any) -> None:
+    """A query beside keys in bytes: int16, what 1 of them stands for to `unit`."""
+    spread, one = room(MOST_DIM, _SINGLE), array(pointer(unit, _SINGLE), (1,))
+    held = array(pointer(out, np.int16(0)), (dim,))
+    one[0] = spread_out(source, spread, dim, True, kind)
+    one[0] *= whole_numbers(spread, dim, np.float32(min(32767, 2**31 // 128 // dim)))  # no sum is above 2 ** 31
+    for index in range(dim):
+        held[index] = np.int16(spread[index])
 
 
 @serial_in_order
@@ -288,7 +296,7 @@ def attend_block(
     to += begin * wide * size_of(operand)
     rest, count, dim, decay = there - (end - 1) * wide, end - begin, spec[fields.VALUE_DIM], state + rows * 8
     if spec[fields.POOL_VALUES] == 0:
-        _turn_values(keys, values, count, rest, layer, scratch + places[fields.SIZE], kind)
+        call_rare(_turn_values, (keys, values, count, rest, layer, scratch + places[fields.SIZE], kind))
     if by_unit:
         sum_values_by_unit(rows, to, width, values, count, rest, dim, sums, decay)
     else:

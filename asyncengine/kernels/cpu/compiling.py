@@ -46,6 +46,11 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
         """Whether machine code was made of it, and whether it is never called by its address, so that it is optimised
         where it is taken over."""
 
+    def _optimize_functions(self, module: Any) -> None:
+        """Nothing: functions are optimised with the module that takes them over, where they are compiled a second time
+        whatever was done before."""
+        module.data_layout = self._codegen._data_layout
+
     def _optimize_final_module(self) -> None:
         if not self.only_part:
             super()._optimize_final_module()

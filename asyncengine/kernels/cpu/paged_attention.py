@@ -15,7 +15,7 @@ from asyncengine.kernels.cpu import attention
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_blocks import MOST_DIM, spread_out, whole_numbers
 from asyncengine.kernels.cpu.attention_tiles import LANES, stored_size
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import call_rare, parallel_for
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, room, serial, serial_in_order
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
 from asyncengine.kernels.cpu.team import use_team
@@ -142,8 +142,8 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
     if stored_size(kind, operand) == 1:
         key_dim, value_dim = spec[fields.KEY_DIM], spec[fields.VALUE_DIM]
         sizes = fields.bytes_of_tiles(key_dim, value_dim, lanes, 1)
-        _store_bytes(key, key_dim, spec[fields.POOL_KEYS] + place * sizes[0], lane, True, kind)
-        _store_bytes(value, value_dim, spec[fields.POOL_VALUES] + place * sizes[1], lane, False, kind)
+        call_rare(_store_bytes, (key, key_dim, spec[fields.POOL_KEYS] + place * sizes[0], lane, True, kind))
+        call_rare(_store_bytes, (value, value_dim, spec[fields.POOL_VALUES] + place * sizes[1], lane, False, kind))
         return
     words = (spec[fields.KEY_DIM] * size + 3) // 4
     tile = array(pointer(spec[fields.POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))

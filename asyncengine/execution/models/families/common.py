@@ -114,6 +114,9 @@ _SECTIONS: Mapping[str, tuple[tuple[int, ...], bool]] = {
 }
 """model_type -> pairs of dimensions that turn by time, rows and columns (`mrope_section`, if it is not said), and
 whether these take turns or lie one section behind the other."""
+FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
+BEHIND_LAST = r"(.*\.)?layers\.{}\..*"
+"""Tensors that old checkpoints have, and those of a layer after the last, which predicts further tokens."""
 KINDS = ("full_attention", "sliding_attention")
 """Layer types, where a family's file has no `KINDS` of its own."""
 
@@ -266,7 +269,7 @@ def llama_like(
             "norm": norm or NormConfig(epsilon=config.rms_norm_eps),
             "layer": path,
             "tied": bool(getattr(config, "tie_word_embeddings", False)),
-            "ignored": (r"(.*\.)?rotary_emb\.inv_freq",),
+            "ignored": (FREQUENCIES,),
             **changes,
         }
     )

@@ -10,13 +10,13 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.layers.basic import NormConfig
+from asyncengine.execution.layers.experts import ExpertsConfig
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.families.common import activation, rotary_of
-from asyncengine.execution.models.families.glm_moe import FREQUENCIES, mixture_of, sigmoid_router
+from asyncengine.execution.models.families.common import BEHIND_LAST, FREQUENCIES, activation, rotary_of
 
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, whatever config.json says of the others."""
@@ -53,8 +53,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         ),
         norm=NormConfig(epsilon=config.rms_norm_eps), tied=bool(config.tie_word_embeddings),
         rotary=(rotary_of(config, length, style="interleaved" if turned else "halves"),),
-        # layers after the last predict further tokens
-        ignored=(FREQUENCIES, rf"(.*\.)?layers\.{config.num_hidden_layers}\..*"),
+        ignored=(FREQUENCIES, BEHIND_LAST.format(config.num_hidden_layers)),
         **_scales(config),
     )  # fmt: skip
 
@@ -74,7 +73,7 @@ def _is_sparse(config: Any, index: int) -> bool:
 
 def _mixture(config: Any) -> MoEConfig:
     if config.model_type != "deepseek_v2":
-        return mixture_of(config, sigmoid_router(config), config.n_shared_experts, bias=False)
+        return _mixture_of(config, sigmoid_router(config))
     grouped = config.topk_method == "group_limited_greedy"
     if not grouped and config.topk_method != "greedy":
         raise UnsupportedModel(f"family 'deepseek_v2' with topk_method={config.topk_method!r} is not written down")
@@ -83,7 +82,27 @@ def _mixture(config: Any) -> MoEConfig:
         groups_kept=config.topk_group if grouped else 1, groups_by_best=True, normalised=False,
         scale=float(config.routed_scaling_factor),
     )  # fmt: skip
-    return mixture_of(config, router, config.n_shared_experts, bias=False)
+    return _mixture_of(config, router)
+
+
+def sigmoid_router(config: Any, block: str = "mlp.", experts: int | None = None) -> RouterConfig:
+    """DeepSeek V3's router of `experts` experts (None: `n_routed_experts`), whose tensors' names begin with `block`."""
+    return RouterConfig(
+        config.n_routed_experts if experts is None else experts, config.num_experts_per_tok, "sigmoid",
+        name=f"{block}gate.weight", exact=True, correction=f"{block}gate.e_score_correction_bias",
+        groups=config.n_group, groups_kept=config.topk_group, normalised=bool(config.norm_topk_prob),
+        least_sum=1e-20, scale=float(config.routed_scaling_factor),
+    )  # fmt: skip
+
+
+def _mixture_of(config: Any, router: RouterConfig) -> MoEConfig:
+    """The mixture of that router, and of experts that all rows go to, if there are any."""
+    act, width, path = activation(config), config.moe_intermediate_size, "mlp.shared_experts."
+    experts = ExpertsConfig(router.experts, width, act)
+    if not config.n_shared_experts:
+        return MoEConfig(router, experts)
+    names = (f"{path}gate_proj", f"{path}up_proj")
+    return MoEConfig(router, experts, MLPConfig(width * config.n_shared_experts, act, names, f"{path}down_proj"))
 
 
 def _scales(config: Any) -> dict[str, Any]:

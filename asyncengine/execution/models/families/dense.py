@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import reduce
 from importlib import resources
 from typing import Any
 
@@ -114,7 +116,7 @@ def _read(tables: Mapping[str, Any], table: Mapping[str, Any], config: Any, part
                 if found == value if value else found:
                     _read(tables, more, config, parts)
         elif isinstance(given, dict):
-            parts[part] = parts.get(part, {}) | {name: _value(name, value, config) for name, value in given.items()}
+            parts[part] = (parts.get(part) or {}) | {name: _value(name, value, config) for name, value in given.items()}
         else:
             parts[part] = given
 
@@ -130,7 +132,7 @@ def _value(name: str, given: Any, config: Any) -> Any:
     if not isinstance(given, str) or not given.startswith("="):
         return None if given == "" else given
     field, _, power = given[1:].partition(" ** ")
-    found = getattr(config, field)
+    found = reduce(operator.mul, (getattr(config, each) for each in field.split(" * ")))
     if power:
-        return found ** float(power)
+        return 1.0 / found if power == "-1" else found ** float(power)  # a power of -1 may be rounded otherwise
     return common.activation(config, found) if name == "activation" else found

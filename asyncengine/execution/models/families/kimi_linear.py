@@ -28,7 +28,7 @@ from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, layer_types_of
-from asyncengine.execution.models.families.glm_moe import sigmoid_router
+from asyncengine.execution.models.families.deepseek import sigmoid_router
 from asyncengine.execution.models.families.mamba import check_silu
 
 # Kimi Delta Attention (Kimi team 2025, "Kimi Linear"): the gated delta rule whose state forgets each dimension apart.

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024), and with attention: Bamba (IBM 2024), Falcon-H1 (TII 2025), Granite 4 (in `granite`)."""
+"""Mamba-2 (Dao and Gu 2024), and with attention: Bamba (IBM 2024), Falcon-H1 (TII 2025), Granite 4 (IBM 2025)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.execution.models.families import mixtures
 from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
 
 KINDS = ("linear_attention", "full_attention")
@@ -24,6 +25,9 @@ def complete(config: ModelConfig) -> None:
     elif config.model_type == "falcon_h1":
         complete_mixer(config, config.mamba_d_ssm)
         config.layer_types = ["hybrid"] * len(layers)
+    elif config.model_type == "granitemoehybrid":
+        complete_mixer(config)
+        config.layer_types = config.layer_types or [KINDS[0]] * len(layers)
     else:
         config.layer_types = [KINDS[0]] * len(layers)
 
@@ -35,11 +39,18 @@ def complete_mixer(config: ModelConfig, width: int | None = None) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """The decoder of `Mamba2ForCausalLM`, `BambaForCausalLM` and `FalconH1ForCausalLM`."""
+    """The decoder of `Mamba2ForCausalLM`, `BambaForCausalLM`, `FalconH1ForCausalLM` and
+    `GraniteMoeHybridForCausalLM`."""
     if config.model_type == "mamba2":
         return _pure(config)
     if config.model_type == "falcon_h1":
         return _falcon(config, length)
+    if config.model_type == "granitemoehybrid":
+        # transformers calls attention by its full name where older files do not
+        kinds = [
+            "full_attention" if kind == "attention" else kind for kind in layer_types_of(config, (*KINDS, "attention"))
+        ]
+        return with_states(mixtures.decoder_config(config, length), kinds, mixer(config))
     bias = bool(config.attention_bias)
     made = llama_like(
         config, length,

@@ -17,7 +17,7 @@ from asyncengine.execution.layers.mlp import LatentExpertsConfig, MLPConfig, MoE
 from asyncengine.execution.models.config import ModelConfig, unknown_layers
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.families.common import activation, head_dim_of
-from asyncengine.execution.models.families.glm_moe import sigmoid_router
+from asyncengine.execution.models.families.deepseek import sigmoid_router
 from asyncengine.execution.models.families.mamba import check_silu
 
 KINDS = ("linear_attention", "full_attention", "mlp", "moe")

@@ -80,6 +80,15 @@ def _sampling_defaults(name: str, value: Any) -> tuple[tuple[str, float], ...]:
     return tuple((key, getattr(checked, key)) for key in sorted(given))
 
 
+def _addresses(name: str, value: Any) -> tuple[str, ...]:
+    addresses = tuple(value.split(",")) if isinstance(value, str) else checks.as_items(name, value)
+    for each in addresses:
+        host, _, port = each.rpartition(":") if isinstance(each, str) else ("", "", "")
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise InvalidParameter(name, 'must be addresses "HOST:PORT"', each)
+    return addresses
+
+
 def _costs(name: str, value: Any) -> tuple[float, ...]:
     fit = isinstance(value, (tuple, list)) and len(value) in (STEP_SIZES - 1, STEP_SIZES)
     if not fit or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in value):
@@ -155,6 +164,9 @@ class ModelSettings(checks.Settings):
     """Processes among which the model's layers are divided, on a CPU (docs/howto/pipeline_parallel.md): as many steps,
     of different requests, are in flight. They share `num_threads`, `kv_cache_memory` and `state_memory`. Answers do not
     depend on it, to the bit, but with torch's attention (`info.batch_variance`)."""
+    stage_hosts: Annotated[tuple[str, ...], _addresses] = ()
+    """Addresses "HOST:PORT" (or one text, with commas) of the machines that have the stages behind the first, one each:
+    where `asyncengine stage` listens. Each machine has `num_threads` then. Empty: all stages are on this machine."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits: faster and smaller, less accurate. None: in the model's type."""
     activations: Literal["auto", "exact"] = "auto"
@@ -189,6 +201,11 @@ class ModelSettings(checks.Settings):
         super().__post_init__()
         if self.pipeline_parallel > 1 and self.device.startswith("cuda"):
             raise InvalidParameter("pipeline_parallel", "on CUDA is not there yet", self.pipeline_parallel)
+        if self.stage_hosts and len(self.stage_hosts) != self.pipeline_parallel - 1:
+            raise InvalidParameter(
+                "stage_hosts", f"must be {self.pipeline_parallel - 1}, one for each stage behind the first",
+                self.stage_hosts,
+            )  # fmt: skip
         if self.processes > 64:
             raise InvalidParameter("pipeline_parallel", "times tensor_parallel must be at most 64", self.processes)
 

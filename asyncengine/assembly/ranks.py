@@ -43,12 +43,16 @@ def start_ranks(
         raise InvalidParameter(
             "max_steps_in_flight", f"must be at most pipeline_parallel, {config.pipeline_parallel}", ahead
         )
+    if config.stage_hosts and config.kv_cache_dir is not None:
+        raise InvalidParameter("kv_cache_dir", "must be None with stage_hosts: pages lie on several machines")
     from asyncengine.execution.device.cores import threads_for
     from asyncengine.execution.runner.ranks import Ranks
 
-    ranks = Ranks(size, setting, _ON_CPU if device.type == "cpu" else "nccl", config.pipeline_parallel)
+    carrier, hosts = _ON_CPU if device.type == "cpu" else "nccl", config.stage_hosts
+    ranks = Ranks(size, setting, carrier, config.pipeline_parallel, hosts)
     undo.callback(ranks.close)
-    return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // size))
+    here = config.tensor_parallel if hosts else size
+    return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // here))
 
 
 def _check_gpus(config: EngineConfig, device: torch.device, staged: bool) -> None:

@@ -283,7 +283,7 @@ def _identify(
     """See `identity_of`; None: pages cannot be copied, since they are a GPU's, or each rank's own."""
     from asyncengine.execution.models.identity import identity_of
 
-    if loaded.device.type != "cpu" or (runner.ranks is not None and not runner.ranks.gather.exact):
+    if loaded.device.type != "cpu" or (runner.ranks is not None and not runner.ranks.gather.shares_pages):
         return None
     folder = None if config.kv_cache_dir is None else folder_of(config.kv_cache_dir)
     return identity_of(config, checkpoint, loaded, runner.page_memory().layout, folder)

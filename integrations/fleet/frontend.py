@@ -181,6 +181,7 @@ class LocalReplica(Process):
                 number, answer = pickle.loads(message)
                 self._asked.pop(number).set_result(answer)
         words = next(iter(self.child.last_words().splitlines()), "")
+        assert self.child.program is not None
         process = f"its process ({self.child.program.pid})"
         with self._lock:
             self._lost = f"{process} failed: {words}" if words else f"{process} was killed or has ended"

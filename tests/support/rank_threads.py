@@ -17,6 +17,7 @@ from asyncengine.execution.device.child import Child
 from asyncengine.execution.device.shared_gather import SharedGather, make_memory
 from asyncengine.execution.runner.rank_worker import _serve
 from asyncengine.execution.runner.ranks import _Rank
+from asyncengine.execution.runner.stage_host import hang_up
 
 Made = TypeVar("Made")
 
@@ -30,6 +31,20 @@ def gathers(size: int, stages: int = 1) -> list[SharedGather]:
         os.close(memory)
 
 
+def gathers_apart(ranks: int, stages: int) -> list[SharedGather]:
+    """The same with a memory of its own for each stage, as on several machines, which connections join."""
+    pairs = [[Connection(end.detach()) for end in socket.socketpair()] for _ in range(stages - 1)]
+    made: list[SharedGather] = []
+    for stage in range(stages):
+        memory = make_memory(stages)
+        links = [pair[0] for pair in pairs] if stage == 0 else [pairs[stage - 1][1]]
+        for number in range(ranks):
+            own = links if number == 0 else []
+            made.append(SharedGather(memory, stage * ranks + number, ranks * stages, stages, own))
+        os.close(memory)
+    return made
+
+
 def in_ranks(size: int, work: Callable[[Any], Made], ranks: list[SharedGather] | None = None) -> list[Made]:
     """`work(ranks)` of every rank, of those given or of new ones. One that fails leaves nobody waiting."""
     ranks = ranks or gathers(size)
@@ -41,6 +56,8 @@ def in_ranks(size: int, work: Callable[[Any], Made], ranks: list[SharedGather] |
         except BaseException as error:
             for each in ranks:
                 each.break_off(repr(error))
+                for link in each.links:
+                    hang_up(link)
             raise
 
     with ThreadPoolExecutor(size) as threads:

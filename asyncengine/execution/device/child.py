@@ -33,8 +33,11 @@ _LAST_WORDS = 4000
 class Child(NamedTuple):
     """One process, as its parent knows it."""
 
-    program: subprocess.Popen[bytes]
+    program: subprocess.Popen[bytes] | None
+    """None: it runs on another machine."""
     life: socket.socket
+    name: str = ""
+    """Words for it where it is no process of this machine."""
 
     def last_words(self) -> str:
         """The error with which it ends, if it can say so; "" otherwise, and after a second if it lives."""
@@ -71,11 +74,12 @@ def end_children(children: Sequence[Child]) -> None:
         with suppress(OSError):
             child.life.shutdown(socket.SHUT_RDWR)
     for child in children:
-        try:
-            child.program.wait(_MOMENT)
-        except subprocess.TimeoutExpired:
-            child.program.kill()
-            child.program.wait()
+        if child.program is not None:
+            try:
+                child.program.wait(_MOMENT)
+            except subprocess.TimeoutExpired:
+                child.program.kill()
+                child.program.wait()
         child.life.close()
 
 

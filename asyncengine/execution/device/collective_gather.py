@@ -18,10 +18,11 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -56,15 +57,20 @@ def make_memory(backend: str, stages: int = 1) -> int:
     return os.memfd_create("asyncengine-ranks") if backend else shared_gather.make_memory(stages)
 
 
-def open_gather(memory: int, rank: int, size: int, backend: str, stages: int = 1) -> Gather:
-    """One process's end of a carrier; `memory`: what `make_memory` gave, which may be closed afterwards."""
-    return CollectiveGather(memory, rank, size, backend) if backend else SharedGather(memory, rank, size, stages)
+def open_gather(
+    memory: int, rank: int, size: int, backend: str, stages: int = 1, links: Sequence[Connection] = ()
+) -> Gather:
+    """One process's end of a carrier; `memory`: what `make_memory` gave, which may be closed afterwards. `links`: see
+    `SharedGather`."""
+    if backend:
+        return CollectiveGather(memory, rank, size, backend)
+    return SharedGather(memory, rank, size, stages, links)
 
 
 class CollectiveGather:
     """One process's end of the exchange: a `layers.sharded.Ranks`. Used by one thread at a time."""
 
-    exact = False
+    exact = shares_pages = False
     stage, stages = 0, 1
 
     def __init__(self, memory: int, rank: int, size: int, backend: str) -> None:

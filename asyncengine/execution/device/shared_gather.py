@@ -13,8 +13,10 @@ import math
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -53,15 +55,21 @@ class SharedGather:
 
     exact = True
 
-    def __init__(self, memory: int, rank: int, size: int, stages: int = 1) -> None:
+    def __init__(
+        self, memory: int, rank: int, size: int, stages: int = 1, links: Sequence[Connection] = ()
+    ) -> None:  # fmt: skip
         """`memory`: the descriptor of `make_memory`, which may be closed afterwards. `rank`: of `size` processes of all
-        `stages`, of which each has as many, one behind the other."""
+        `stages`, of which each has as many, one behind the other. `links`: where the stages have a machine each, the
+        connections of rank 0 to all stages behind the first, and of a later stage's first rank to rank 0."""
         from asyncengine.kernels.api import atomics
 
         self.size, self.stages = size // stages, stages
         self.stage, self.rank = divmod(rank, self.size)
         self.lost: str | None = None
         """The reason that `break_off` was given."""
+        self.links, self.shares_pages = links, not links
+        self.readers: list[threading.Thread] = []
+        """Threads that read links, and end when these and all waiting do."""
         self._end = _HEAD + 2 * _PLACE * stages
         whole = torch.frombuffer(mmap.mmap(memory, self._end), dtype=torch.uint8)
         self._memory: torch.Tensor | None = whole
@@ -102,15 +110,20 @@ class SharedGather:
         if not self._meet(self._address + (_MOST + self.stage) * _WORDS, self._target):
             raise RuntimeError(self.lost or "another rank of the model is gone")
 
-    def arrive(self) -> None:
-        """Count one more arrival of this process."""
-        self._arrive(self._address + (self.stage * self.size + self.rank) * _WORDS)
+    def arrive(self, stage: int | None = None, rank: int | None = None) -> None:
+        """Count one more arrival of this process, or in the name of another."""
+        self._arrive(self._words(stage, rank))
 
-    def reach(self, stage: int, count: int) -> None:
-        """Wait until this rank of another stage has called `arrive` so often. Raises `RuntimeError` if one of the
-        processes is gone."""
-        if not self._reach(self._address + (stage * self.size + self.rank) * _WORDS, count):
+    def reach(self, stage: int, count: int, rank: int | None = None) -> None:
+        """Wait until this rank, or another, of a stage has called `arrive` so often. Raises `RuntimeError` if one of
+        the processes is gone."""
+        if not self._reach(self._words(stage, rank), count):
             raise RuntimeError(self.lost or "another rank of the model is gone")
+
+    def _words(self, stage: int | None, rank: int | None) -> int:
+        """Address of the count of a process; None: this one's stage, or rank."""
+        of_stage = (self.stage if stage is None else stage) * self.size
+        return self._address + (of_stage + (self.rank if rank is None else rank)) * _WORDS
 
     def break_off(self, reason: str) -> None:
         """End all waiting, in all processes: one of them is gone. From any thread; the first reason
@@ -128,6 +141,10 @@ class SharedGather:
 
     def close(self) -> None:
         """Let go of the memory, after the last exchange. Idempotent."""
+        if self.readers:
+            self.break_off("the model is closed")
+        for reader in self.readers:
+            reader.join()
         self._close_file()
         self._meet = self._reach = self._arrive = self._break_off = _gone
         self._views.clear()

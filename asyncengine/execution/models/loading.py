@@ -306,7 +306,11 @@ def _stage_of(outline: Decoder, config: EngineConfig, ranks: Ranks) -> Stage:
     sizes = [sum(math.prod(slot.shape) for _, slot in layer.slots()) for layer in outline.layers]
     cuts = cut_layers(sizes, outline.vocab_size * outline.head.inputs, ranks.stages)
     check_split(config, ranks, None if cuts else f"it has {len(sizes)} layers")
-    return Stage(ranks.stage, ranks.stages, cuts or ())
+    stage = Stage(ranks.stage, ranks.stages, cuts or ())
+    sources = {each: getattr(outline.config.layers[each].attention, "keys_of", None) for each in stage.run}
+    if config.stage_hosts and any(source is not None and source not in stage.run for source in sources.values()):
+        check_split(config, ranks, "layers read keys of layers that another machine would have", "stage_hosts")
+    return stage
 
 
 def check_split(config: ModelSettings, ranks: Ranks | None, reason: str | None, setting: str = "") -> None:

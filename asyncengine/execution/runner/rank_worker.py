@@ -33,14 +33,17 @@ class Order(NamedTuple):
     """No logits are wanted."""
 
 
-def main(engine: int, life: int, rank: int, size: int, backend: int, stages: int, orders: int, memory: int) -> None:
+def main(
+    engine: int, life: int, rank: int, size: int, backend: int, stages: int, orders: int, memory: int, rows: int = -1
+) -> None:
     """Serve the process `engine` by sockets and memory of these descriptors (`device.child.run`). `backend`: a place in
-    `BACKENDS`."""
+    `BACKENDS`. `rows`: in the first rank of a stage on a machine of its own, a connection to rank 0."""
+    links = [Connection(rows)] if rows >= 0 else []
     logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 has the same to say
 
     def work() -> None:
         with torch.inference_mode():
-            _serve(Connection(orders), open_gather(memory, rank, size, BACKENDS[backend], stages))
+            _serve(Connection(orders), open_gather(memory, rank, size, BACKENDS[backend], stages, links))
 
     run(work, engine, life)
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from asyncengine.errors import InvalidParameter
 from asyncengine.execution.device.child import Child, end_children, start_child
 from asyncengine.execution.device.collective_gather import BACKENDS, Gather, make_memory, missing, open_gather
+from asyncengine.execution.runner.stage_host import connect_stage, hang_up
 from asyncengine.execution.runner.step_inputs import StepInputs
 from asyncengine.kernels.api import can_start
 
@@ -40,9 +41,14 @@ class _Rank(NamedTuple):
 class Ranks:
     """Ranks 1 .. size - 1 of one model. They hold nothing before `begin`."""
 
-    def __init__(self, size: int, setting: str = "tensor_parallel", backend: str = "", stages: int = 1) -> None:
+    def __init__(
+        self, size: int, setting: str = "tensor_parallel", backend: str = "", stages: int = 1,
+        hosts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """`setting`: the field of the configuration that asks for them. `backend`: one of `BACKENDS`. `stages`: of a
-        pipeline, which divide them evenly. Raises `InvalidParameter` where there can be none."""
+        pipeline, which divide them evenly. `hosts`: addresses at which all but the first stage are hosted
+        (`stage_host`); none: on this machine. Raises `InvalidParameter` where there can be none, and `EngineError` for
+        a host that does not answer."""
         reason = missing(backend)
         if reason is None and not can_start():
             reason = "needs a program that is Python as such, which can start others"
@@ -51,18 +57,24 @@ class Ranks:
         self.size = size
         memory = make_memory(backend, stages)
         others: list[_Rank] = []
+        links: list[Connection] = []
         try:
-            self.gather = open_gather(memory, 0, size, backend, stages)
-            for rank in range(1, size):
+            each = size // stages
+            for first in range(each, each * (1 + len(hosts)), each):
+                child, orders, rows = connect_stage(hosts[first // each - 1], first, size, stages)
+                others += [_Rank(first + number, child, order) for number, order in enumerate(orders)]
+                links.append(rows)
+            self.gather = open_gather(memory, 0, size, backend, stages, links)
+            for rank in range(1, each if hosts else size):
                 others.append(_start(memory, rank, size, backend, stages))
         except BaseException:
-            _end(others)
+            _end(others, links)
             raise
         finally:
             os.close(memory)
         self._others, self._sending = others, threading.Lock()
         self._closing = threading.Event()
-        self._end = weakref.finalize(self, _end, others, self._closing)
+        self._end = weakref.finalize(self, _end, others, links, self._closing)
         self._lost: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]] = queue.SimpleQueue()
         arguments = others, self.gather, self._closing, self._lost
         self._watcher = threading.Thread(target=_watch, args=arguments, name="asyncengine-ranks", daemon=True)
@@ -161,7 +173,8 @@ def _watch(
         return
     other = next(other for other in others if other.child.life.fileno() in ended)
     last = other.child.last_words()
-    process = f"rank {other.rank} of the model (process {other.child.program.pid})"
+    program = other.child.program
+    process = f"rank {other.rank} of the model ({f'process {program.pid}' if program else other.child.name})"
     reason = gather.lost or (f"{process} failed: {last}" if last else f"{process} was killed or has ended")
     while not listeners.empty():
         if (failed := listeners.get()()) is not None:
@@ -169,10 +182,12 @@ def _watch(
     gather.break_off(reason)
 
 
-def _end(others: Sequence[_Rank], closing: threading.Event | None = None) -> None:
+def _end(others: Sequence[_Rank], links: Sequence[Connection], closing: threading.Event | None = None) -> None:
     """End them, and wait until they are gone."""
     if closing is not None:
         closing.set()
     end_children([other.child for other in others])
     for other in others:
         other.orders.close()
+    for link in links:
+        hang_up(link)

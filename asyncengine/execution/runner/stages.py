@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,9 @@ from asyncengine.execution.sampling.masks import StepMasks
 from asyncengine.seams import StepHandle
 from asyncengine.step import Batch
 
-# Hidden rows of passes on their way from stage to stage of a pipeline, through shared memory on a CPU.
+# Hidden rows of passes on their way from stage to stage of a pipeline, through shared memory on a CPU. Stages on
+# machines of their own have such memory each, for all stages alike; between machines the first ranks send the rows by
+# connections, and write into their machine's memory what the stage before would have written there.
 
 
 class StageRelay:
@@ -50,6 +53,15 @@ class StageRelay:
         self._vectors = memory.empty((gather.stages, tokens, *vectors), dtype) if vectors else None
         self._passed = self._collected = 0
         """Passes that this stage has handed on, and that the first has back."""
+        self._regions: list[list[torch.Tensor]] = []
+        """Bytes [stages, bytes] of the rows, and of the vectors, of each rank of this machine, where it has links."""
+        if gather.links:
+            sent = [self._rows] if self._vectors is None else [self._rows, self._vectors]
+            self._regions = [[each.view(gather.stages, -1) for each in memory.of_all(own)] for own in sent]
+        for index in range(len(gather.links) if gather.stage == 0 else 0):
+            reader = threading.Thread(target=self._read, args=(index,), name="asyncengine-stage", daemon=True)
+            gather.readers.append(reader)
+            reader.start()
 
     @staticmethod
     def nbytes(size: int, tokens: int, width: int, vectors: Sequence[int], dtype: torch.dtype) -> int:
@@ -59,6 +71,8 @@ class StageRelay:
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows [count, width] that the stage before has made of the next pass, the pass's vectors), which are
         there until this stage hands on. Raises `RuntimeError` if a stage is gone."""
+        if self._gather.links:
+            self._receive(0, self._gather.stage - 1, self._passed, self._passed + 1 - self._gather.stages)
         self._gather.reach(self._gather.stage - 1, self._passed + 1)
         place = self._passed % self._gather.stages
         rows = self._rows[place, : count * self._width].view(count, self._width)
@@ -72,6 +86,43 @@ class StageRelay:
             self._vectors[place, : len(vectors)] = vectors
         self._passed += 1
         self._gather.arrive()
+        if self._gather.links:
+            self._send(place, rows)
+
+    def _send(self, place: int, rows: torch.Tensor) -> None:
+        """Let the next stage, on another machine, have the rows that lie at a place, and the pass's vectors."""
+        gather = self._gather
+        counts = [rows.nbytes]
+        if self._vectors is not None and gather.stage < gather.stages - 1:
+            counts.append(self._vectors[place, : len(rows)].nbytes)
+        gone = (OSError,) if gather.stage == 0 else ()
+        with suppress(*gone):  # who watches the stages says which one is gone, and how
+            for regions, count in zip(self._regions, counts, strict=False):
+                gather.links[0].send_bytes(regions[gather.rank][place, :count].numpy().data)
+
+    def _receive(self, link: int, sender: int, passed: int, read: int) -> None:
+        """Write what a stage on another machine has made of the next pass where this machine's ranks look for it, once
+        all of these have handed on `read` passes."""
+        gather, place = self._gather, passed % self._gather.stages
+        for rank in range(gather.size):
+            gather.reach(gather.stage, read, rank)
+        for regions in self._regions if gather.stage else self._regions[:1]:
+            count = gather.links[link].recv_bytes_into(regions[0][place].numpy())
+            for other in regions[1:]:
+                other[place, :count] = regions[0][place, :count]
+        for rank in range(gather.size):
+            gather.arrive(sender, rank)
+
+    def _read(self, link: int) -> None:
+        """In the first stage: pass on what a stage makes, to the next one or, of the last one, to `collect`."""
+        links, passed = self._gather.links, 0
+        # a stage is gone, or all is over
+        with torch.inference_mode(), suppress(OSError, EOFError, RuntimeError):
+            while link + 1 < len(links):
+                links[link + 1].send_bytes(links[link].recv_bytes())
+            while True:
+                self._receive(link, self._gather.stages - 1, passed, passed + 1)
+                passed += 1
 
     def collect(self, count: int, width: int) -> torch.Tensor:
         """Hidden rows [count, width] that the last stage has made of the oldest pass that the first one, which this is,

@@ -13,7 +13,7 @@ from support.drive import prompts
 from support.forwards import Forwards
 from support.long import LONG
 from support.panels import use_panels
-from support.rank_threads import gathers, in_ranks
+from support.rank_threads import gathers, gathers_apart, in_ranks
 from support.tiny_models import FAMILIES, VOCAB
 
 pytest.importorskip("numba")
@@ -67,12 +67,21 @@ def through_stages(loaded: Any, gather: SharedGather) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("family", "dtype", "quantization"), EVERY if LONG else SOME)
+APART = [("nemotron-h", "float32", None), ("opt-350m", "float32", None)]
+"""Recurrent states; a stream and its norm."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization", "ranks", "apart"),
+    [(*each, ranks, False) for each in (EVERY if LONG else SOME) for ranks in (1, 2)]
+    + [(*each, ranks, True) for each, ranks in zip(APART, (1, 2), strict=True)],
+)
 def test_logits_are_those_of_one_process(
-    family: str, dtype: str, quantization: Any, ranks: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt in two chunks, then tokens one by one. Each stage has so many ranks."""
+    family: str, dtype: str, quantization: Any, ranks: int, apart: bool, checkpoint: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A prompt in two chunks, then tokens one by one. Each stage has so many ranks, and a machine where they are
+    apart."""
     use_panels(True, monkeypatch)
     settings = {"num_threads": 1, "show_progress": False, "dtype": dtype, "quantization": quantization}
     path, alone = str(checkpoint(family)), EngineConfig(**settings)
@@ -80,7 +89,7 @@ def test_logits_are_those_of_one_process(
     stages = min(4 - ranks, len(one.model.layers))
     size = stages * ranks
     config = EngineConfig(pipeline_parallel=stages, tensor_parallel=ranks, **settings)
-    shares = gathers(size, stages)
+    shares = gathers_apart(ranks, stages) if apart else gathers(size, stages)
     parts = [load_model(path, config, LoadProgress(False), ranks=own) for own in shares]
     made = in_ranks(size, lambda own: through_stages(parts[own.stage * ranks + own.rank], own), shares)
     found = made[0]
@@ -108,3 +117,27 @@ def test_logits_are_those_of_one_process(
 )
 def test_cuts_are_even_and_leave_a_layer_for_each(sizes: list[int], outside: int, size: int, cuts: Any) -> None:
     assert cut_layers(sizes, outside, size) == cuts
+
+
+def test_vectors_beside_the_rows_reach_each_machine() -> None:
+    """Three stages on a machine each: as many passes are on their way, and what a pass has comes in its order."""
+    count, passes, shape = 5, 7, (2, 3)
+
+    def work(gather: SharedGather) -> list[torch.Tensor]:
+        relay = StageRelay(gather, gather.pools(2**16), 8, 4, shape, torch.bfloat16)
+        made: list[torch.Tensor] = []
+        for number in range(passes):
+            if gather.stage:
+                rows, vectors = relay.take(count)
+                assert vectors is not None
+                assert torch.equal(vectors, torch.full((count, *shape), float(number), dtype=torch.bfloat16))
+                relay.hand_on(rows * 2)
+            else:
+                vectors = torch.full((count, *shape), float(number), dtype=torch.bfloat16)
+                relay.hand_on(torch.full((count, 4), number + 1.0, dtype=torch.bfloat16), vectors)
+            if gather.stage == 0 and number >= 2:
+                made.append(relay.collect(count, 4).clone())
+        return made
+
+    made, *_ = in_ranks(3, work, gathers_apart(1, 3))
+    assert [rows.unique().tolist() for rows in made] == [[4.0 * (number + 1)] for number in range(passes - 2)]

@@ -1,0 +1,164 @@
+"""Stages of a pipeline on other machines: the program that hosts one there, and how the engine's process reaches it.
+
+A host listens at one port. An engine opens several connections to it, one behind the other: one by which either end
+learns that the other is gone, one for the orders of each rank, and one for the rows that the stage takes and hands on.
+Each begins with a proof that both ends have the same key (`multiprocessing.connection`); what follows is unpickled and
+not encrypted, so the network between the machines must be one's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from importlib.metadata import version
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NamedTuple
+
+from asyncengine.errors import EngineError
+from asyncengine.execution.device.child import Child, end_children, start_child
+from asyncengine.execution.device.shared_gather import make_memory
+
+logger = logging.getLogger("asyncengine")
+
+KEY = "ASYNCENGINE_STAGE_KEY"
+"""Variable of the environment with the key that an engine and the hosts of its stages have in common."""
+_PATIENCE = 20
+"""Seconds that an end takes to answer while a connection is made: a host has one engine at a time."""
+_KEEPALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+"""A machine that loses its power says nothing more: it is given up after 11 s."""
+
+
+class HostedStage(NamedTuple):
+    """One stage on another machine, as the engine knows it."""
+
+    child: Child
+    orders: Sequence[Connection]
+    """One of each rank."""
+    rows: Connection
+
+
+def stage_key() -> bytes:
+    """The key that the environment names. Raises `EngineError` where there is none."""
+    key = os.environ.get(KEY, "")
+    if not key:
+        raise EngineError(f"stages on other machines need a common secret: set {KEY} here and there")
+    return key.encode()
+
+
+def connect_stage(address: str, first_rank: int, size: int, stages: int) -> HostedStage:
+    """Have the host at "HOST:PORT" start the ranks of one stage, the first of which is given, of `size` of all
+    `stages`. Raises `EngineError` that names the address."""
+    key, opened = stage_key(), list[Connection]()
+    try:
+        control = _connect(address, key)
+        opened.append(control)
+        control.send((version("asyncengine"), first_rank, size, stages))
+        if refusal := control.recv():
+            raise EngineError(f"the stage's host at {address} refuses: {refusal}")
+        opened += [_connect(address, key) for _ in range(size // stages + 1)]
+    except (OSError, EOFError, AuthenticationError) as error:
+        for each in opened:
+            each.close()
+        raise EngineError(f"no free host of a stage with the same {KEY} answers at {address}: {error!r}") from error
+    life = socket.socket(fileno=os.dup(control.fileno()))
+    control.close()
+    return HostedStage(Child(None, life, f"stage at {address}"), opened[1:-1], opened[-1])
+
+
+def hang_up(connection: Connection) -> None:
+    """End a connection for both ends, and for a thread that reads it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.shutdown(socket.SHUT_RDWR)
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at "HOST:PORT"; port 0: one that is free. Raises `OSError`."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host.strip("[]"), int(port)), family=family)
+
+
+def serve_stages(listening: socket.socket, key: bytes) -> None:
+    """Host a stage of one engine after the other. Raises `OSError` when the socket is closed."""
+    while True:
+        listening.settimeout(None)
+        opened, (peer, *_) = listening.accept()
+        try:
+            control = _proven(opened, key, asks=True)
+        except (OSError, EOFError, AuthenticationError) as error:
+            logger.warning("a connection of %s to this stage's host was refused: %r", peer, error)
+            continue
+        with closing(control), suppress(OSError, EOFError):
+            _host(control, listening, key)
+
+
+def _host(control: Connection, listening: socket.socket, key: bytes) -> None:
+    """Start the ranks of a stage, and end them when one of them or the engine is gone."""
+    release, first_rank, size, stages = control.recv()
+    if release != version("asyncengine"):
+        control.send(f"it has asyncengine {version('asyncengine')}, and the engine {release}")
+        return
+    control.send("")
+    listening.settimeout(_PATIENCE)
+    with ExitStack() as opened:
+        *orders, rows = (
+            opened.enter_context(closing(_proven(listening.accept()[0], key, asks=True)))
+            for _ in range(size // stages + 1)
+        )
+        memory = make_memory(stages)
+        opened.callback(os.close, memory)
+        children = list[Child]()
+        opened.callback(lambda: end_children(children))
+        for number, one in enumerate(orders):
+            numbers, given = (first_rank + number, size, 0, stages), [one.fileno(), memory]
+            given += [] if number else [rows.fileno()]
+            children.append(start_child("asyncengine.execution.runner.rank_worker", numbers, given))
+        logger.info("this machine computes a stage: ranks %d to %d", first_rank, first_rank + len(orders) - 1)
+        words = _until_one_ends(control, children)
+        with suppress(OSError):
+            os.write(control.fileno(), words.encode())
+
+
+def _until_one_ends(control: Connection, children: Sequence[Child]) -> str:
+    """Wait until a rank has ended, or the engine is gone. The rank's last words."""
+    poll, lives = select.poll(), {child.life.fileno(): child for child in children}
+    for each in (control.fileno(), *lives):
+        poll.register(each, select.POLLIN)
+    ended = [lives[number] for number, _ in poll.poll() if number in lives]
+    return ended[0].last_words() if ended else ""
+
+
+def _connect(address: str, key: bytes) -> Connection:
+    host, _, port = address.rpartition(":")
+    return _proven(socket.create_connection((host.strip("[]"), int(port)), _PATIENCE), key, asks=False)
+
+
+def _proven(opened: socket.socket, key: bytes, *, asks: bool) -> Connection:
+    """A connection, once both ends have shown that they have the key, first the one that the other `asks`. Raises
+    `OSError`, `EOFError`, `AuthenticationError`."""
+    steps = [deliver_challenge, answer_challenge] if asks else [answer_challenge, deliver_challenge]
+    with opened:
+        opened.settimeout(None)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in _KEEPALIVE.items():
+            level = socket.SOL_SOCKET if name.startswith("SO") else socket.IPPROTO_TCP
+            opened.setsockopt(level, getattr(socket, name), value)
+        _limit_reads(opened, _PATIENCE)
+        with ExitStack() as undo:
+            made = undo.enter_context(closing(Connection(os.dup(opened.fileno()))))
+            for step in steps:
+                step(made, key)
+            undo.pop_all()
+        _limit_reads(opened, 0)
+    return made
+
+
+def _limit_reads(opened: socket.socket, seconds: int) -> None:
+    """Let reads of a socket that blocks fail after so many seconds; 0: never."""
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

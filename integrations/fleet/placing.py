@@ -27,6 +27,7 @@ from asyncengine.integrations.placement import (
     Node,
     Placement,
     Refusal,
+    Share,
     place,
     rank_for_removal,
 )
@@ -37,13 +38,14 @@ DEVICE_MEMORY = "asyncengine/device-memory"
 _KIND = "ray.io/accelerator-type"
 
 
-def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim:
-    """The claim of one replica, read from the headers of the model's files, which must be here.
+def read_claim(model: str, config: EngineConfig, settings: FleetConfig, stages: int = 1) -> Claim:
+    """The claim of one replica, read from the headers of the model's files, which must be here; of `stages` on a node
+    each, that of one.
 
     Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`; the last also
     where ranks would share a GPU.
     """
-    ranks = config.processes
+    ranks = config.processes // stages
     if config.pipeline_parallel > 1 and settings.num_gpus:
         raise InvalidParameter("num_gpus", "must be 0 with pipeline_parallel, which is for CPUs", settings.num_gpus)
     if ranks > 1 and settings.num_gpus not in (0.0, 1.0):
@@ -53,15 +55,25 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
         memory, copied = settings.replica_memory, 0
     else:
         memory, copied = needed_memory(model, config, device)
+    if stages > 1:  # the working memory of a step each of them has
+        step = copied * config.tensor_parallel
+        memory = -((step - memory) // stages) + step
     claim = claim_of(model.rstrip("/").rsplit("/", 1)[-1], memory, ranks, copied, device)
     # of a device that Ray divides, a replica takes its part
     return claim.replace(cpus=settings.num_cpus * ranks, labels=settings.labels, utilization=settings.num_gpus)
 
 
-def try_read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
-    """`read_claim` on a node, packed, so that errors keep their types."""
+def read_claims(model: str, config: EngineConfig, settings: FleetConfig) -> list[Claim]:
+    """The claim of one replica and, where it is a pipeline of stages, that of a stage on a node of its own. Raises as
+    `read_claim` does."""
+    counts = sorted({1, config.pipeline_parallel})
+    return [read_claim(model, config, settings, stages) for stages in counts]
+
+
+def try_read_claims(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
+    """`read_claims` on a node, packed, so that errors keep their types."""
     try:
-        return packed(read_claim(model, config, settings))
+        return packed(read_claims(model, config, settings))
     except EngineError as error:
         return packed(None, error)
 
@@ -107,14 +119,31 @@ class RayNode:
 def place_replica(
     claim: Claim, known: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int], settings: FleetConfig
 ) -> Placement | Refusal:
-    """Place one more replica beside `ours`. Nodes on which fewer were lost (`lost_on`, by id) come first, whatever runs
-    on them. Raises `InvalidParameter` for a node whose data make no sense."""
+    """Place one more replica, or stage, beside `ours`. Nodes on which fewer were lost (`lost_on`, by id) come first,
+    whatever runs on them. Raises `InvalidParameter` for a node whose data make no sense."""
     for most in sorted({lost_on.get(node.id, 0) for node in known}) or [0]:
         nodes = [node for node in known if lost_on.get(node.id, 0) <= most]
         found = place(claim, _as_cluster(nodes, ours, settings), strategy=settings.placement)
         if isinstance(found, Placement):
             break
     return found
+
+
+def place_stages(
+    claim: Claim, stages: int, known: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int],
+    settings: FleetConfig,
+) -> Placement | Refusal:  # fmt: skip
+    """Place a replica of several stages, each of which has the claim, on as many nodes; the first leads. As
+    `place_replica`."""
+    left, placed = list(known), list[Placement]()
+    while len(placed) < stages:
+        found = place_replica(claim, left, ours, lost_on, settings)
+        if isinstance(found, Refusal):
+            return found
+        placed.append(found)
+        left = [node for node in left if node.id != found.shares[0].node]
+    shares = tuple(share for each in placed for share in each.shares)
+    return Placement(claim.model, "nodes", shares, min(each.score for each in placed), placed[0].candidates)
 
 
 def removal_scores(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> dict[str, float]:
@@ -128,16 +157,16 @@ def removal_scores(known: Sequence[RayNode], ours: Sequence[Instance], settings:
 
 def _as_cluster(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> Cluster:
     """The nodes in `known`, and those of `ours` that are there."""
-    there: dict[str, list[Instance]] = {node.id: [] for node in known}
-    for one in ours:
-        there.get(one.shares[0].node, []).append(one)
-    nodes = [_as_node(node, there[node.id], settings) for node in known]
-    return Cluster(nodes, [one for some in there.values() for one in some])
+    ids = {node.id for node in known}
+    there = [one for one in ours if ids.issuperset(share.node for share in one.shares)]
+    shares = [share for one in there for share in one.shares]
+    nodes = [_as_node(node, [share for share in shares if share.node == node.id], settings) for node in known]
+    return Cluster(nodes, there)
 
 
-def _as_node(each: RayNode, ours: Sequence[Instance], settings: FleetConfig) -> Node:
-    """The node with everything free there and what `ours` have reserved: `place` takes theirs off again."""
-    shares = [one.shares[0] for one in ours]
+def _as_node(each: RayNode, shares: Sequence[Share], settings: FleetConfig) -> Node:
+    """The node with everything free there and what replicas have reserved by `shares`: `place` takes theirs off
+    again."""
     memory = each.free.get("memory", 0) + sum(share.host_bytes for share in shares)
     cpus = each.free.get("CPU", 0) + sum(share.cpus for share in shares)
     kind = each.labels.get(_KIND, "cuda")

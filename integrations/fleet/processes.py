@@ -68,6 +68,12 @@ class Process(ABC):
             raise FleetError(f"replica {self.name} did not answer {method} within {timeout:g} s") from error
         return unpack(answer)
 
+    async def settings(self, config: EngineConfig) -> tuple[EngineConfig, bytes]:
+        """(the engine's settings in this process, the key of its stages on other machines). Raises `FleetError`."""
+        if config.num_threads is None and self.threads is not None:
+            config = config.replace(num_threads=self.threads)
+        return config, b""
+
     @abstractmethod
     async def ask(self, method: str, arguments: bytes) -> bytes:
         """The answer of `replica.Replica.answer`. Raises `FleetError` if the process is lost."""

@@ -8,8 +8,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncengine.config import EngineConfig
@@ -20,6 +21,7 @@ from asyncengine.integrations.fleet.connection import UNSENT, Connection, new_co
 from asyncengine.integrations.fleet.processes import Cluster, Process, unpack
 from asyncengine.integrations.fleet.replica import Replica
 from asyncengine.integrations.fleet.settings import FleetConfig
+from asyncengine.integrations.fleet.stages import StageActor
 from asyncengine.integrations.placement import Claim, Instance, Refusal, Share
 
 logger = logging.getLogger("asyncengine")
@@ -63,7 +65,8 @@ class RayCluster(Cluster["ReplicaProcess"]):
         self._owns_ray = not self._ray.is_initialized()
         self._lost_on: dict[str, int] = {}
         """Replicas lost on each node, by its id."""
-        self._claim: Claim | None = None
+        self._claims: list[Claim] = []
+        self._stages = 1
         self._devices: dict[str, tuple[int, ...]] = {}
         """Memory in bytes of each GPU of the nodes that were asked, by node id."""
         if self._owns_ray:
@@ -106,17 +109,18 @@ class RayCluster(Cluster["ReplicaProcess"]):
 
     def prepare(self, model: str, config: EngineConfig) -> None:
         """Read what a replica needs from the model's files: here where they are here, else on a node."""
+        self._stages = config.pipeline_parallel
         if self.config.replica_memory is not None or os.path.exists(resolve_model(model)):
-            self._claim = placing.read_claim(model, config, self.config)
+            self._claims = placing.read_claims(model, config, self.config)
             return
-        ask = self._ray.remote(placing.try_read_claim).options(
+        ask = self._ray.remote(placing.try_read_claims).options(
             num_cpus=0, label_selector=dict(self.config.labels) or None
         )
         try:
             answer = self._ray.get(ask.remote(model, config, self.config), timeout=self.config.start_timeout)
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"no node tells what {model} takes: {_first_line(error)}") from error
-        self._claim = unpack(answer)
+        self._claims = unpack(answer)
 
     def spawn(self) -> ReplicaProcess:
         """Start a process for a replica where `place` puts it. Nothing is loaded there yet.
@@ -124,26 +128,28 @@ class RayCluster(Cluster["ReplicaProcess"]):
         Raises `FleetError`, which counts the nodes by what they lack, if none has what a replica needs.
         """
         name = f"{self.name}/{next(self._serial)}"
-        claim = self._claim
-        assert claim is not None, "prepare() comes first"
+        assert self._claims, "prepare() comes first"
         full: list[str] = []  # nodes on which other programs were quicker
         while True:
             known = {node.id: node for node in self.nodes() if node.id not in full}
             with self._lock:
                 ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
-            found = placing.place_replica(claim, list(known.values()), ours, lost, self.config)
+            found = placing.place_replica(self._claims[0], list(known.values()), ours, lost, self.config)
+            if isinstance(found, Refusal) and self._stages > 1:
+                there = list(known.values())
+                found = placing.place_stages(self._claims[-1], self._stages, there, ours, lost, self.config)
             if isinstance(found, Refusal):
                 others = f"; {len(full)} were taken by others meanwhile" if full else ""
                 raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
-            node = known[found.shares[0].node]
-            group = self.reserve(found.shares[0])
+            nodes = [known[share.node] for share in found.shares]
+            group = self.reserve(*found.shares)
             if group is not None:
                 placed = found.instance(name)
-                process = ReplicaProcess(self._ray, self.config, node, group, placed, self._context)
+                process = ReplicaProcess(self._ray, self.config, nodes, group, placed, self._context)
                 with self._lock:
                     self._processes[name] = process
                 return process
-            full.append(node.id)
+            full += [node.id for node in nodes]
 
     def removal_scores(self) -> dict[str, float]:
         known = self.nodes()
@@ -187,19 +193,22 @@ class RayCluster(Cluster["ReplicaProcess"]):
         return [replace(node, devices=labelled[node.id] or self._devices.get(node.id, ())) for node in known]
 
     def _wanted(self) -> str:
-        config, claim = self.config, self._claim
-        assert claim is not None
+        config, claim = self.config, self._claims[0]
         labels = f", labels {dict(config.labels)}" if config.labels else ""
         gpus = claim.devices or 0
         memory = (claim.cpu_bytes or claim.part(gpus) * gpus) / 2**30
-        return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}"
+        other = f", or a node for each of {self._stages} stages" if self._stages > 1 else ""
+        return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}{other}"
 
-    def reserve(self, share: Share) -> Any | None:
-        """A placement group with what all ranks of a replica need of its node; None if that is not free any more."""
-        bundle = {"CPU": share.cpus, "GPU": self.config.num_gpus * len(share.devices), "memory": share.host_bytes}
-        bundle = {kind: amount for kind, amount in bundle.items() if amount}
-        where = [{"ray.io/node-id": share.node}]
-        group = self._ray.util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=where)
+    def reserve(self, *shares: Share) -> Any | None:
+        """A placement group with what all ranks of a replica need of each of its nodes, a bundle for each; None if
+        that is not free any more."""
+        gpus = self.config.num_gpus
+        needs = [{"CPU": share.cpus, "GPU": gpus * len(share.devices), "memory": share.host_bytes} for share in shares]
+        bundles = [{name: amount for name, amount in need.items() if amount} for need in needs]
+        where = [{"ray.io/node-id": share.node} for share in shares]
+        strategy = "STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD"
+        group = self._ray.util.placement_group(bundles, strategy=strategy, bundle_label_selector=where)
         if group.wait(PLACE_SECONDS):
             return group
         self._ray.util.remove_placement_group(group)
@@ -225,23 +234,43 @@ class ReplicaProcess(Process):
     """A Ray actor that hosts a `Replica`. Ray says by the environment how many threads it has."""
 
     def __init__(
-        self, ray: Any, config: FleetConfig, node: placing.RayNode, group: Any, placed: Instance, context: Any
-    ) -> None:
+        self, ray: Any, config: FleetConfig, nodes: Sequence[placing.RayNode], group: Any, placed: Instance,
+        context: Any,
+    ) -> None:  # fmt: skip
+        """`nodes`: one for each share of `placed`. The first hosts the replica, each of the others a stage."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._group = ray, group
-        self.name, self.node, self.placed = placed.name, node.id, placed
-        self.connection = Connection(self, node.address, config.silence_limit, context)
-        kind = ray.remote(Replica).options(
-            name=self.name, namespace=NAMESPACE, num_cpus=placed.shares[0].cpus,
-            num_gpus=config.num_gpus * len(placed.shares[0].devices), max_concurrency=MAX_CALLS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-        )  # fmt: skip
+        self.name, self.node, self.placed = placed.name, nodes[0].id, placed
+        self.connection = Connection(self, nodes[0].address, config.silence_limit, context)
+        self._addresses = [node.address for node in nodes[1:]]
+        places: list[dict[str, Any]] = [
+            {
+                "num_cpus": share.cpus, "num_gpus": config.num_gpus * len(share.devices),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, number),
+            }
+            for number, share in enumerate(placed.shares)
+        ]  # fmt: skip
+        replica = ray.remote(Replica).options(
+            name=self.name, namespace=NAMESPACE, max_concurrency=MAX_CALLS, **places[0]
+        )
         try:
-            self._actor = kind.remote()
+            self._actor = replica.remote()
+            self._stages = [ray.remote(StageActor).options(**place).remote() for place in places[1:]]
         except ValueError as error:  # another fleet was quicker
             ray.util.remove_placement_group(group)
             raise InvalidParameter("name", f"another fleet has it ({error})", self.name) from error
+
+    async def settings(self, config: EngineConfig) -> tuple[EngineConfig, bytes]:
+        config, _ = await super().settings(config)
+        key = os.urandom(32).hex().encode()
+        pairs = zip(self._stages, self._addresses, strict=True)
+        listening = [actor.listen.remote(address, key).future() for actor, address in pairs]
+        try:
+            hosts = [await asyncio.wrap_future(each) for each in listening]
+        except self._ray.exceptions.RayError as error:
+            raise FleetError(f"a stage of replica {self.name} was lost: {_first_line(error)}") from error
+        return (config.replace(stage_hosts=hosts), key) if hosts else (config, b"")
 
     async def ask(self, method: str, arguments: bytes) -> bytes:
         try:
@@ -266,7 +295,8 @@ class ReplicaProcess(Process):
 
     def kill(self) -> None:
         """End the process and give back what was reserved for it. A head that is gone is not waited for."""
-        _try_for(CLOSE_SECONDS, lambda: self._ray.kill(self._actor))
+        for actor in (self._actor, *self._stages):
+            _try_for(CLOSE_SECONDS, partial(self._ray.kill, actor))
         _try_for(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
 
 

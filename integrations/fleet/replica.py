@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from asyncengine.assembly.relay import Outbox
 from asyncengine.assembly.served_model import ServedModel
 from asyncengine.engine.peers import Tasks
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
+from asyncengine.execution.runner.stage_host import KEY
 from asyncengine.integrations.fleet.connection import MAX_MESSAGE_BYTES, UNSENT, Door, new_socket, zmq
 from asyncengine.integrations.fleet.messages import VERSION, Loaded, Submit, Tell, Update
 from asyncengine.integrations.fleet.processes import packed
@@ -178,8 +180,10 @@ class Replica:
         self.tasks.start(self._serve(door)).add_done_callback(lambda done: door.close())
         return door.port, door.public_key
 
-    async def start(self, model: str, config: EngineConfig) -> Loaded:
-        """Load the model. Raises what loading raises."""
+    async def start(self, model: str, config: EngineConfig, stage_key: bytes = b"") -> Loaded:
+        """Load the model; `stage_key`: shared with the hosts of its stages. Raises what loading raises."""
+        if stage_key:
+            os.environ[KEY] = stage_key.decode()
         engine = await AsyncEngine.from_pretrained(model, config=config)
         kv = engine.core.loop.scheduler.kv
         self._cached = kv.tree.keep_log(kv.pool.capacity)

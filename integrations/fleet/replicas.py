@@ -58,9 +58,7 @@ async def load_replica(process: Process, model: str, config: EngineConfig, timeo
             f"version skew: this program has asyncengine {__version__} (wire {VERSION}), node {process.node[:8]} "
             f"has {release} (wire {version}): install the same one everywhere"
         )
-    if config.num_threads is None and process.threads is not None:
-        config = config.replace(num_threads=process.threads)
-    return await process.call("start", model, config, timeout=timeout)
+    return await process.call("start", model, *await process.settings(config), timeout=timeout)
 
 
 class ReplicaManager:

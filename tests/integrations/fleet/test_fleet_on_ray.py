@@ -213,6 +213,7 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
         await fleet.scale(1)
         (left,) = members.values()
         await ranks_on_one_node(left.process.node, right, settings)
+    await stages_on_two_nodes(cluster, right, settings)
 
 
 async def ranks_on_one_node(taken: str, right: dict[str, list[int]], settings: dict[str, Any]) -> None:
@@ -234,6 +235,31 @@ async def ranks_on_one_node(taken: str, right: dict[str, list[int]], settings: d
         (rank,) = rank_workers()
         await fleet.kill_one()
         await come(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, "the end of its rank")
+
+
+async def stages_on_two_nodes(cluster: Any, right: dict[str, list[int]], settings: dict[str, Any]) -> None:
+    """A pipeline that has no room on one node has a stage on each of two. When one of them is killed, streams end with
+    the reason, and the replica is placed anew on the nodes that are left."""
+    staged = {**settings, "pipeline_parallel": 2, "num_cpus": 1.5}
+    async with await Fleet.from_pretrained("demo", **staged) as fleet:
+        members = fleet.core.fleet.dispatcher.replicas
+        (first,) = members.values()
+        nodes = [share.node for share in first.process.placed.shares]
+        assert len(set(nodes)) == 2
+        assert fleet.info.pipeline_parallel == 2
+        for text in TEXTS[:2]:
+            assert (await fleet.generate(text, PARAMS)).token_ids == right[text]
+        cluster.add_node(num_cpus=2)
+        stream = fleet.stream(TEXTS[0], PARAMS.replace(max_tokens=3900))
+        await anext(stream)
+        victim = next(node for node in cluster.worker_nodes if node.node_id in nodes)
+        cluster.remove_node(victim, allow_graceful=False)
+        with pytest.raises(EngineDead, match=r"was lost|was killed or has ended"):
+            await stream.result()
+        await come(lambda: members and first not in members.values(), "a replacement")
+        (second,) = members.values()
+        assert victim.node_id not in [share.node for share in second.process.placed.shares]
+        assert (await fleet.generate(TEXTS[0], PARAMS)).token_ids == right[TEXTS[0]]
 
 
 def rank_workers() -> list[psutil.Process]:

@@ -18,10 +18,12 @@ from asyncengine.integrations.fleet.placing import (
     DEVICE_MEMORY,
     RayNode,
     place_replica,
+    place_stages,
     read_claim,
+    read_claims,
     read_devices,
     removal_scores,
-    try_read_claim,
+    try_read_claims,
 )
 from asyncengine.integrations.fleet.processes import unpack
 from asyncengine.integrations.fleet.ray_cluster import RayCluster
@@ -209,9 +211,9 @@ def test_a_claim_is_what_the_checkpoint_needs() -> None:
 
 def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:
     settings = FleetConfig()
-    assert unpack(try_read_claim("demo", EngineConfig(), settings)) == read_claim("demo", EngineConfig(), settings)
+    assert unpack(try_read_claims("demo", EngineConfig(), settings)) == [read_claim("demo", EngineConfig(), settings)]
     with pytest.raises(ModelNotFound):
-        unpack(try_read_claim("/no/such/model", EngineConfig(), settings))
+        unpack(try_read_claims("/no/such/model", EngineConfig(), settings))
     assert pickle.loads(pickle.dumps(read_devices)) is read_devices  # by name: the node has the same program
 
 
@@ -291,6 +293,35 @@ def test_a_bundle_has_what_all_ranks_of_a_replica_take() -> None:
     (first, options), (second, _) = bundles
     assert (first, second) == ([{"CPU": 1.0, "GPU": 2.0}], [{"CPU": 1.0, "memory": GIB}])
     assert options == {"strategy": "STRICT_PACK", "bundle_label_selector": [{"ray.io/node-id": "a"}]}
+    cluster.reserve(*(Share(node=node, host_bytes=GIB, cpus=2.0) for node in "ab"))  # a stage on each
+    wanted, options = bundles[-1]
+    assert wanted == [{"CPU": 2.0, "memory": GIB}] * 2
+    where = [{"ray.io/node-id": "a"}, {"ray.io/node-id": "b"}]
+    assert options == {"strategy": "STRICT_SPREAD", "bundle_label_selector": where}
+
+
+def test_stages_have_a_node_each_where_one_has_no_room_for_all() -> None:
+    """Beside replicas that have their parts of several nodes, or had them of one that is gone."""
+    settings = FleetConfig(num_cpus=1, replica_memory="9GiB")
+    config = EngineConfig(pipeline_parallel=3)
+    whole, stage = read_claims("some/model", config, settings)
+    assert (whole.cpu_bytes, whole.cpus) == (9 * GIB, 3)
+    assert (stage.cpu_bytes, stage.cpus) == (3 * GIB, 1)
+    known = [ray_node(name, {"CPU": 2, "memory": 5 * GIB}) for name in "abcd"]
+    assert isinstance(place_replica(whole, known, [], {}, settings), Refusal)
+    first = place_stages(stage, 3, known, [], {"a": 1}, settings)
+    assert isinstance(first, Placement)
+    assert [share.node for share in first.shares] == ["b", "c", "d"]
+    taken = {"b": 1, "c": 1, "d": 1}
+    left = [
+        ray_node(name, {"CPU": 2 - taken.get(name, 0), "memory": (5 - 3 * taken.get(name, 0)) * GIB}) for name in "abcd"
+    ]
+    second = place_stages(stage, 3, left, [first.instance("one")], {}, settings)
+    assert isinstance(second, Refusal)  # the memory of three nodes is taken
+    assert "3 with too little free host memory" in str(second)
+    gone = place_stages(stage, 1, left[:2], [first.instance("one")], {}, settings)
+    assert isinstance(gone, Placement)
+    assert [share.node for share in gone.shares] == ["a"]
 
 
 def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +330,7 @@ def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.Mon
     cluster.prepare("demo", EngineConfig())
     tried: list[str] = []
     monkeypatch.setattr(cluster, "nodes", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
-    monkeypatch.setattr(cluster, "reserve", lambda share: tried.append(share.node))
+    monkeypatch.setattr(cluster, "reserve", lambda *shares: tried.extend(share.node for share in shares))
     with pytest.raises(FleetError, match=r"1 nodes: 1 with fewer than 1 free CPUs; 2 were taken by others meanwhile$"):
         cluster.spawn()
     assert tried == ["a", "b"]

@@ -92,7 +92,9 @@ def test_a_file_without_what_has_a_default(family: str) -> None:
     assert "dtype" in optional
 
 
-BESIDE: dict[str, dict[str, Any]] = {"falcon_h1": {"mamba_d_ssm": 96}, "glm4v_moe_text": {"head_dim": 128}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "falcon": {"hidden_size": 4544}, "falcon_h1": {"mamba_d_ssm": 96}, "glm4v_moe_text": {"head_dim": 128},
+}  # fmt: skip
 """Fields without which the class refuses the sizes of the model, or this engine does."""
 
 OLDER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import call_rare, team_kernel
+from asyncengine.kernels.cpu.calls import team_kernel
 from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
@@ -72,7 +72,7 @@ def prepare_head(
     if dim % LANES == 0 and rotary % (2 * LANES) == 0:
         _rotate_vectors(source, out, dim, norm, scale, cos, sin, rotary, kind)
     else:
-        call_rare(_rotate_numbers, (source, out, dim, norm, scale, cos, sin, rotary, kind))
+        _rotate_numbers(source, out, dim, norm, scale, cos, sin, rotary, kind)
 
 
 @serial_in_order

@@ -31,6 +31,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "use_qk_norm": True,
         "partial_rotary_factor": 0.5,
     },
+    "deepseek_v3": {
+        **_SHAPE, **_MIXTURE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "q_lora_rank": 24,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "rope_interleave": True,
+    },
     "qwen3_5_text": {**_SHAPE, **_LINEAR},
     "qwen3_5_moe_text": {
         **_SHAPE, **_LINEAR, **_MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 48,

@@ -50,6 +50,8 @@ class LatentAttentionConfig:
     """Its keys are not another layer's."""
     window: int | None = None
     chunk: int | None = None
+    first: int = 0
+    """The first position that is attended to."""
 
 
 class HeadProducts(Weighted):
@@ -119,15 +121,14 @@ class LatentAttention:
         """Products of queries before they are compared, and of what was read."""
         self.spec = LayerSpec(
             index=index, num_heads=heads, num_kv_heads=1, key_dim=config.shared_dim + config.rank,
-            value_dim=config.rank, scale=config.scale, latent=True,
+            value_dim=config.rank, scale=config.scale, first=config.first, latent=True,
         )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
         given, latent, shared = torch.split(projected, self._sizes, dim=-1)
         joined, heads, key_dim = self._kernels.joined, self.spec.num_heads, self.config.own_dim + self.config.shared_dim
-        key = self._rotated(joined(shared, self.norm(joined(latent)))[:, None], angles)
-        step.backend.write(self.index, key, key)
+        self._keep(latent, shared, step, angles)
         if self.queries is None:
             query = torch.unflatten(given, 1, (self.config.num_heads, -1))[:, self._heads]
         else:
@@ -135,6 +136,18 @@ class LatentAttention:
             query = torch.unflatten(query, 1, (heads, -1))
         attended = step.backend.attend(self.index, self._rotated(self.products[0](query), angles))
         return self.out(gathered(self.share, self.products[1](attended).flatten(1)), step.adapters)
+
+    def write(self, x: torch.Tensor, step: StepContext, angles: Angles) -> None:
+        """Keep the latent vectors of x, to which others attend later; of layers without adapters, in one process."""
+        made = x.new_zeros(len(x), self.qkv.outputs)
+        self.qkv.weight.multiply_from(self._sizes[0], x, self.qkv.bias, made)
+        _, latent, shared = torch.split(made[:, : sum(self._sizes)], self._sizes, dim=-1)
+        self._keep(latent, shared, step, angles)
+
+    def _keep(self, latent: torch.Tensor, shared: torch.Tensor, step: StepContext, angles: Angles) -> None:
+        joined = self._kernels.joined
+        key = self._rotated(joined(shared, self.norm(joined(latent)))[:, None], angles)
+        step.backend.write(self.index, key, key)
 
     def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """x [T, heads, shared dim + rank] with its shared numbers rotated, perhaps in place."""

@@ -263,9 +263,17 @@ def head_layers(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
 
     def one(layer: LayerConfig) -> LayerConfig:
         own = layer.attention
-        return replace(layer, attention=replace(own, first=1)) if isinstance(own, AttentionConfig) else layer
+        return layer if own is None else replace(layer, attention=replace(own, first=1))
 
     return tuple(one(layer) for layer in layers)
+
+
+def head_behind(layer: LayerConfig, count: int) -> MTPConfig:
+    """The head of DeepSeek V3's form: one more layer behind the `count` of the model, within which its norms lie."""
+    after = f"model.layers.{count}."
+    return MTPConfig(
+        head_layers((layer,)), after, f"{after}enorm", f"{after}hnorm", f"{after}eh_proj", f"{after}shared_head.norm"
+    )
 
 
 class MTPHead(Layer):
@@ -285,7 +293,7 @@ class MTPHead(Layer):
         own = replace(model, layer=config.layer, layer_inputs=None)
         self.layers = [DecoderLayer(options, own, each, index, pool, 0) for index, each in enumerate(config.layers)]
         attention = self.layers[0].attention
-        assert isinstance(attention, Attention)
+        assert attention is not None
         self.attention = attention
         self._joined = options.kernels.joined
         names = config.token_norm, config.hidden_norm, config.final_norm

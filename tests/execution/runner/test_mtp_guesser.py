@@ -12,13 +12,14 @@ from support.mtp_models import VOCAB, random_tensors, save, structure_of
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
+from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import OPEN, Batch, Row, StateUse
 
-FAMILIES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 (TEXT,) = prompts([23], VOCAB - 1)
 
 
@@ -49,6 +50,8 @@ class Oracle:
     def attend(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         own = self.config.layers[0].attention
         assert own is not None
+        if isinstance(own, LatentAttentionConfig):
+            return self.attend_to_latent(prefix, x, own)
         count, dim = len(x), own.head_dim
         query, key, value = (self.linear(prefix + name, x).view(count, -1, dim) for name in own.qkv)
         gate = None
@@ -66,6 +69,23 @@ class Oracle:
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
         mixed = mixed if gate is None else mixed * gate.sigmoid()
         return self.linear(prefix + own.out, mixed.flatten(1))
+
+    def attend_to_latent(self, prefix: str, x: torch.Tensor, own: LatentAttentionConfig) -> torch.Tensor:
+        """The same over keys and values that are made of latent vectors, of which pairs of neighbours are rotated."""
+        path, count, rates = f"{prefix}self_attn.", len(x), torch.tensor(self.structure.rotary[0].frequencies)
+        query = self.linear(f"{path}q_b_proj", self.norm(f"{path}q_a_layernorm", self.linear(f"{path}q_a_proj", x)))
+        query, turning = query.view(count, own.num_heads, -1).split([own.own_dim, own.shared_dim], dim=-1)
+        latent, shared = self.linear(f"{path}kv_a_proj_with_mqa", x).split([own.rank, own.shared_dim], dim=-1)
+        made = self.linear(f"{path}kv_b_proj", self.norm(f"{path}kv_a_layernorm", latent))
+        key, value = made.view(count, own.num_heads, -1).split([own.own_dim, own.value_dim], dim=-1)
+
+        def apart(one: torch.Tensor) -> torch.Tensor:
+            return turned(torch.cat((one[..., ::2], one[..., 1::2]), dim=-1), rates)
+
+        scores = torch.einsum("qhd,khd->hqk", query, key)
+        scores = scores + torch.einsum("qhd,kd->hqk", apart(turning), apart(shared[:, None])[:, 0])
+        scores = (scores * own.scale).masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
+        return self.linear(f"{path}o_proj", torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1))
 
     def feed(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
         """A gated mixture with a shared expert, by DeepSeek V3's router or by softmax; or one gated part."""

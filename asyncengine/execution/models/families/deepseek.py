@@ -16,11 +16,13 @@ from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.execution.models.decoder_layer import head_behind
 from asyncengine.execution.models.families.common import BEHIND_LAST, FREQUENCIES, activation, rotary_of
 
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, whatever config.json says of the others."""
 _DENSE = ("youtu", "minicpm3")
+_WITH_HEADS = ("deepseek_v3", "glm4_moe_lite")
 
 
 def complete(config: ModelConfig) -> None:
@@ -54,6 +56,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         norm=NormConfig(epsilon=config.rms_norm_eps), tied=bool(config.tie_word_embeddings),
         rotary=(rotary_of(config, length, style="interleaved" if turned else "halves"),),
         ignored=(FREQUENCIES, BEHIND_LAST.format(config.num_hidden_layers)),
+        mtp=head_behind(LayerConfig(attention, mixture), config.num_hidden_layers) if family in _WITH_HEADS else None,
         **_scales(config),
     )  # fmt: skip
 

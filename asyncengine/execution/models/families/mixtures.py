@@ -13,7 +13,7 @@ from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.routing import RouterConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
+from asyncengine.execution.models.decoder_layer import head_behind
 from asyncengine.execution.models.families.common import BEHIND_LAST, KINDS, alternate, slide_from
 from asyncengine.execution.models.families.dense import decoder_of, parts_of
 
@@ -60,12 +60,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     if family in ("glm4_moe", "glm4v_moe_text", "dots1"):
         made = replace(made, ignored=(*made.ignored, BEHIND_LAST.format(config.num_hidden_layers)))
     if family in ("glm4_moe", "glm4v_moe_text"):
-        after = f"model.layers.{config.num_hidden_layers}."
-        head = MTPConfig(
-            head_layers((replace(made.layers[-1], mlp=mixture),)), after, f"{after}enorm", f"{after}hnorm",
-            f"{after}eh_proj", f"{after}shared_head.norm",
-        )  # fmt: skip
-        made = replace(made, mtp=head)
+        made = replace(made, mtp=head_behind(replace(made.layers[-1], mlp=mixture), config.num_hidden_layers))
     parameters = config.rope_parameters
     if family == "phimoe" and parameters["rope_type"] != "default":
         # cosines are multiplied by one of two settings instead of what a scaling by length says itself

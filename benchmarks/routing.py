@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from asyncengine.cache_news import page_hashes
 from asyncengine.kvcache import KVCache, PageTable
+from asyncengine.kvcache.cache_log import CacheLog
 from benchmarks.routing_rules import LeastLoaded, PrefixAffine, RayServePrefixAware, RoundRobin, RoutingRule
 
 RULES: dict[str, Callable[[int], RoutingRule]] = {
@@ -86,6 +87,7 @@ class _Cache:
 
     name: str
     kv: KVCache
+    log: CacheLog
     load: int = 0
     alive: bool = True
 
@@ -135,15 +137,15 @@ class _Simulation:
         return [next(self._numbers) for _ in range(self._random.randint(*lengths))]
 
     def _start(self, now: float) -> None:
-        cache = _Cache(f"replica-{next(self._names)}", KVCache(self._traffic.capacity + 1, 1))
-        cache.kv.keep_log(self._traffic.capacity)
+        kv = KVCache(self._traffic.capacity + 1, 1)
+        cache = _Cache(f"replica-{next(self._names)}", kv, kv.tree.keep_log(self._traffic.capacity))
         self._caches[cache.name] = cache
         self._rule.add(cache.name)
         self._at(now + self._traffic.news_period, lambda at: self._tell(cache, at))
 
     def _tell(self, cache: _Cache, now: float) -> None:
         if cache.alive:
-            if news := cache.kv.news():
+            if news := cache.log.news(cache.kv.tree.nodes()):
                 self._rule.news(cache.name, news)
             self._at(now + self._traffic.news_period, lambda at: self._tell(cache, at))
 

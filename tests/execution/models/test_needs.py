@@ -48,6 +48,7 @@ def test_latent_pages_hold_one_vector_of_a_token(heads: int, times: float, tmp_p
     """Whole keys and values are kept where transformers' modules run."""
     shape = {"hidden_size": 512, "num_hidden_layers": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "n_routed_experts": 8}
+    shape["num_nextn_predict_layers"] = 0  # a head's layer would keep a vector as well
     AutoConfig.for_model("deepseek_v3", **LATENT, **shape, **sizes).save_pretrained(tmp_path)
     config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="bfloat16", load_format="dummy")
     found = [read_needs(str(tmp_path), config.replace(fuse=fuse)).kv_bytes_per_token for fuse in (True, False)]

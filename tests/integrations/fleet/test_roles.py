@@ -173,8 +173,8 @@ async def test_replicas_of_one_rank_and_of_several_exchange_prompts(
         right = [scores(await engine.generate(prompt, PARAMS)) for prompt in prompts]
     load, ranks = Replica.start, itertools.cycle((2, 1))
 
-    async def start(replica: Replica, model: str, config: EngineConfig) -> Any:
-        return await load(replica, model, config.replace(tensor_parallel=next(ranks)))
+    async def start(replica: Replica, model: str, config: EngineConfig, key: bytes) -> Any:
+        return await load(replica, model, config.replace(tensor_parallel=next(ranks)), key)
 
     monkeypatch.setattr(Replica, "start", start)
     async with local_fleet(monkeypatch, model=path, **APART) as (fleet, cluster):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.long import LONG
 from support.teams import team_of
 
 pytest.importorskip("numba")
@@ -174,10 +175,13 @@ def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
     assert found.isnan().nonzero()[:, 1].tolist() == [5] * 4
 
 
-@forms
+@pytest.mark.parametrize(("dtype", "result"), FORMS if LONG else FORMS[1:])
 @pytest.mark.parametrize(("panels", "inputs"), [(1, 34), (9, 258), (2, 600), (3, 257)])
 def test_widened_blocks(panels: int, inputs: int, dtype: torch.dtype, result: torch.dtype) -> None:
-    """One row or hundreds, whole blocks or parts of them have the bits of tiles in float32, on any CPU."""
+    """One row or hundreds, whole blocks or parts of them have the bits of tiles in float32, on any CPU.
+
+    Compiling takes most of a minute for each type; with float32, where nothing is widened, in the long form alone.
+    """
     inputs += inputs % 2 if dtype == HALF else 0
     x, weight, bias = random(133, inputs, dtype=dtype), random(32 * panels, inputs, dtype=dtype), random(32 * panels)
     size, across, packs = inputs * dtype.itemsize, 32 * panels * result.itemsize, pack(weight)

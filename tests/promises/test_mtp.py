@@ -23,7 +23,7 @@ from asyncengine.engine import prefix_store
 from asyncengine.grammar import Grammar
 from asyncengine.speculation.acceptance import NOTHING, Draft
 
-FAMILIES = ["glm4_moe", "deepseek_v3", "qwen3_5_text", *(["qwen3_5_moe_text", "qwen3_next"] if LONG else [])]
+FAMILIES = ["glm4_moe", "qwen3_5_text", *(["deepseek_v3", "qwen3_5_moe_text", "qwen3_next"] if LONG else [])]
 ALWAYS: dict[str, Any] = {
     "speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3, "speculation_with_adapters": True,
     "page_size": 16, "kv_cache_memory": "4MiB",

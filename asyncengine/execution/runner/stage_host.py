@@ -54,21 +54,21 @@ def stage_key() -> bytes:
 def connect_stage(address: str, first_rank: int, size: int, stages: int) -> HostedStage:
     """Have the host at "HOST:PORT" start the ranks of one stage, the first of which is given, of `size` of all
     `stages`. Raises `EngineError` that names the address."""
-    key, opened = stage_key(), list[Connection]()
-    try:
-        control = _connect(address, key)
-        opened.append(control)
-        control.send((version("asyncengine"), first_rank, size, stages))
-        if refusal := control.recv():
-            raise EngineError(f"the stage's host at {address} refuses: {refusal}")
-        opened += [_connect(address, key) for _ in range(size // stages + 1)]
-    except (OSError, EOFError, AuthenticationError) as error:
-        for each in opened:
-            each.close()
-        raise EngineError(f"no free host of a stage with the same {KEY} answers at {address}: {error!r}") from error
+    key = stage_key()
+    with ExitStack() as undo:
+        try:
+            control = undo.enter_context(closing(_connect(address, key)))
+            control.send((version("asyncengine"), first_rank, size, stages))
+            if refusal := control.recv():
+                raise EngineError(f"the stage's host at {address} refuses: {refusal}")
+            connections = (_connect(address, key) for _ in range(size // stages + 1))
+            *orders, rows = (undo.enter_context(closing(each)) for each in connections)
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise EngineError(f"no free host of a stage with the same {KEY} answers at {address}: {error!r}") from error
+        undo.pop_all()
     life = socket.socket(fileno=os.dup(control.fileno()))
     control.close()
-    return HostedStage(Child(None, life, f"stage at {address}"), opened[1:-1], opened[-1])
+    return HostedStage(Child(None, life, f"stage at {address}"), orders, rows)
 
 
 def hang_up(connection: Connection) -> None:
@@ -89,13 +89,11 @@ def serve_stages(listening: socket.socket, key: bytes) -> None:
     while True:
         listening.settimeout(None)
         opened, (peer, *_) = listening.accept()
-        try:
-            control = _proven(opened, key, asks=True)
+        try:  # no stranger ends the host, whichever connection of an engine's it comes between
+            with closing(_proven(opened, key, asks=True)) as control:
+                _host(control, listening, key)
         except (OSError, EOFError, AuthenticationError) as error:
-            logger.warning("a connection of %s to this stage's host was refused: %r", peer, error)
-            continue
-        with closing(control), suppress(OSError, EOFError):
-            _host(control, listening, key)
+            logger.warning("a connection of %s to this stage's host was refused or lost: %r", peer, error)
 
 
 def _host(control: Connection, listening: socket.socket, key: bytes) -> None:

@@ -7,6 +7,8 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
+from multiprocessing import AuthenticationError
 from typing import Any
 
 import psutil
@@ -82,6 +84,13 @@ async def test_what_cannot_be_hosted_elsewhere_is_named(
     other.send(("0.0", 1, 2, 2))
     assert "and the engine 0.0" in other.recv()
     other.close()
+    half = stage_host._connect(hosts[0], stage_host.stage_key())
+    half.send((version("asyncengine"), 1, 2, 2))
+    assert not half.recv()
+    with pytest.raises(AuthenticationError):  # a stranger comes between an engine's connections
+        stage_host._connect(hosts[0], b"another")
+    half.close()
+    stage_host._connect(hosts[0], stage_host.stage_key()).close()  # the host is there still
     monkeypatch.setenv(stage_host.KEY, "another")
     with pytest.raises(EngineError, match=f"no free host of a stage with the same {stage_host.KEY} answers at"):
         await AsyncEngine.from_pretrained("demo", stage_hosts=hosts[0], **one)

@@ -109,3 +109,17 @@ def planted(family: str, reads: str, seed: int = 0) -> dict[str, torch.Tensor]:
         token, hidden = hidden, onward.T
     tensors[f"{structure.mtp.projection}.weight"] = torch.cat((token, hidden), dim=1)
     return tensors
+
+
+def watch_guesses(model: Decoder) -> list[torch.Tensor]:
+    """The logits [T, vocab] of each run of the model's head from now on, in a list that grows."""
+    seen: list[torch.Tensor] = []
+    guess = model.guess
+
+    def watched(*given: Any) -> Any:
+        logits, hidden = guess(*given)
+        seen.append(logits)
+        return logits, hidden
+
+    model.guess = watched  # type: ignore[method-assign]
+    return seen

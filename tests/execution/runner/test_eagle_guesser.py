@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.drive import prompts
 from support.eagle_models import DRAFTED, HEAD, LAYERS, MODEL, VOCAB, Tensors, head_tensors, model_tensors, save
+from support.mtp_models import watch_guesses
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
@@ -117,15 +118,7 @@ def test_guesses_are_those_of_the_form(form: str, tmp_path: Path) -> None:
     assert mtp is not None
     assert model.mtp is not None
     mtp.use((1e-6,) * 3, 0.0)
-    seen: list[torch.Tensor] = []
-    guess = model.guess
-
-    def watched(*given: Any) -> Any:
-        logits, hidden = guess(*given)
-        seen.append(logits)
-        return logits, hidden
-
-    model.guess = watched  # type: ignore[method-assign]
+    seen = watch_guesses(model)
     spec = RequestSpec(1, tuple(TEXT[:9]), SamplingParams(temperature=0.0), 64)
 
     def step(start: int, count: int, drafts: tuple[int, ...] = (), samples: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.drive import prompts
-from support.mtp_models import VOCAB, random_tensors, save, structure_of
+from support.mtp_models import VOCAB, random_tensors, save, structure_of, watch_guesses
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
@@ -148,15 +148,7 @@ def test_guesses_are_those_of_the_formula(family: str, tmp_path: Path) -> None:
         return states[-1]
 
     model.hidden_states = noted  # type: ignore[method-assign]
-    seen: list[torch.Tensor] = []
-    guess = model.guess
-
-    def watched(*given: Any) -> Any:
-        logits, hidden = guess(*given)
-        seen.append(logits)
-        return logits, hidden
-
-    model.guess = watched  # type: ignore[method-assign]
+    seen = watch_guesses(model)
     spec = RequestSpec(1, tuple(TEXT[:9]), SamplingParams(temperature=0.0), 64)
     pages, slot = list(range(3, 20)), 2
 

@@ -85,7 +85,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The cache was emptied: what is in it, if anything is, follows in the same batch."""
+    """The cache was emptied; the blocks that it holds again are stored by later events of the same batch."""
 
     type: str = field(default="AllBlocksCleared", init=False)
 

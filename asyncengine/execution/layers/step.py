@@ -110,7 +110,7 @@ class Traces:
     """Hidden states [T, width] of each layer; empty for those that are not asked for."""
 
     def append(self, h: torch.Tensor) -> None:
-        """Take the stream [T, width] before the next layer, or what is behind the last and its norm."""
+        """Take the stream [T, width] before the next layer, or behind the last layer the normed one."""
         self.stream.append(h if len(self.stream) in self.layers else h.new_empty(0))
 
     def of(self, params: SamplingParams, first: int, end: int) -> torch.Tensor:

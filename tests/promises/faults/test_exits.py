@@ -222,7 +222,9 @@ def test_a_program_ends_as_it_wishes(
         if took < LIMIT:
             break
     expected = {"return": 0, "exception": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM}[ending]
-    assert status == expected, said
+    # Python dies of the signal that it was sent only if no other thread has run source by `exec` since it raised the
+    # KeyboardInterrupt, as imports do while a model is loading; else it ends with 1 behind the same traceback
+    assert status == expected or (state, ending, status) == ("loading", "SIGINT", 1), said
     assert took < LIMIT
     assert not os.listdir(own)
     last = {"exception": "RuntimeError: the user's own", "SIGINT": "KeyboardInterrupt"}.get(ending)

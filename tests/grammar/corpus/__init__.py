@@ -3,26 +3,19 @@
     for case in corpus():
         ...  # case.schema, case.valid, case.invalid, case.bad_texts, case.refused
 
-Deterministic: the same cases, in the same order, in every run. Do not change what a case holds: it is shared.
+`cases.json` has those that people wrote (types and limits, properties, unions, tools, documents, what pydantic writes
+for models), `randomised.py` draws more of their parts. The same cases, in the same order, in every run. Do not change
+what a case holds: it is shared.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from .arrays import arrays
-from .case import Case, CorpusError
-from .combined import combined
+from .case import Case, CorpusError, written_cases
 from .known import LOOSE, NARROW, Difference
-from .models import models
 from .mutate import broken_texts
-from .objects import objects
 from .randomised import random_cases
-from .realistic import realistic, tools
-from .recursive import recursion
-from .refused import refused
-from .scalars import scalars
-from .strings import strings
 from .texts import invalid_texts, valid_texts
 
 RANDOM_CASES = 240
@@ -37,24 +30,16 @@ __all__ = [
     "compilable",
     "corpus",
     "invalid_texts",
-    "tools",
     "valid_texts",
 ]
 
 
 @cache
-def _all() -> tuple[Case, ...]:
-    families = (scalars, strings, arrays, objects, combined, recursion, realistic, models, refused)
-    cases = [case for family in families for case in family()]
-    cases += random_cases(RANDOM_CASES)
-    return tuple(cases)
-
-
-def corpus() -> list[Case]:
+def corpus() -> tuple[Case, ...]:
     """Every case, names unique."""
-    return list(_all())
+    return (*written_cases(), *random_cases(RANDOM_CASES))
 
 
 def compilable() -> list[Case]:
     """The cases llguidance compiles, asked to be exact."""
-    return [case for case in _all() if not case.refused]
+    return [case for case in corpus() if not case.refused]

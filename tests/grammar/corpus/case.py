@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,45 +25,55 @@ class Case:
     """Properties in the order of the schema: a grammar fixes it."""
     invalid: list[Any]
     category: str
-    llguidance: str = ""
-    """ "refuses:KEYWORD" where llguidance, asked to be exact, does not compile the schema; else ""."""
+    refuses: str = ""
+    """The keyword for which llguidance, asked to be exact, does not compile the schema; else ""."""
     bad_texts: list[str] = field(default_factory=list)
     """Texts that are not in the language and that `json.dumps` would not write."""
 
     @property
     def refused(self) -> bool:
-        return bool(self.llguidance)
+        return bool(self.refuses)
 
 
 class CorpusError(AssertionError):
     """An instance of the corpus is not what its author said."""
 
 
+@cache
+def read() -> list[dict[str, Any]]:
+    """Rows of `cases.json`: a name, a schema, instances; `refuses` names the keyword for which llguidance refuses."""
+    rows: list[dict[str, Any]] = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
+    return rows
+
+
+def written_cases() -> Iterator[Case]:
+    """The cases of `cases.json`, judged."""
+    return (make(**row) for row in read())
+
+
 def make(
-    category: str,
     name: str,
     schema: dict[str, Any],
-    valid: Iterable[Any],
+    valid: list[Any],
     invalid: Iterable[Any] = (),
     *,
     refuses: str = "",
     bad_texts: Iterable[str] = (),
 ) -> Case:
     """A case with every instance judged. Raises `CorpusError` where the author and the validator disagree."""
-    full_name = f"{category}/{name}"
     checker = Checker(schema)
-    good, bad, texts = list(valid), list(invalid), list(bad_texts)
-    for instance in good:
+    bad, texts = list(invalid), list(bad_texts)
+    for instance in valid:
         if fault := checker.fault(instance):
-            raise CorpusError(f"{full_name}: {instance!r} should satisfy the schema: {fault}")
+            raise CorpusError(f"{name}: {instance!r} should satisfy the schema: {fault}")
     for instance in bad:
         if checker.fault(instance) is None:
-            raise CorpusError(f"{full_name}: {instance!r} should not satisfy the schema")
+            raise CorpusError(f"{name}: {instance!r} should not satisfy the schema")
     for text in texts:
         if checker.text_fault(text) is None:
-            raise CorpusError(f"{full_name}: the text {text!r} should not satisfy the schema")
-    bad += _mutants(full_name, checker, good, bad)
-    return Case(full_name, schema, good, bad, category, f"refuses:{refuses}" if refuses else "", texts)
+            raise CorpusError(f"{name}: the text {text!r} should not satisfy the schema")
+    bad += _mutants(name, checker, valid, bad)
+    return Case(name, schema, valid, bad, name.partition("/")[0], refuses, texts)
 
 
 def _mutants(name: str, checker: Checker, good: list[Any], bad: list[Any]) -> list[Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
-from .case import Case, make
-from .scalars import INTEGER_LIMITS, NUMBER_LIMITS
-from .strings import FORMATS, LENGTHS, PATTERNS
+from .case import Case, make, read
 
 WORDS = ("id", "name", "größe", "x", "items", "kind", "value", "日本", "note", "a b", "count", "Ende", "n1", "sub")
 
@@ -24,23 +23,33 @@ def from_list(schema: dict[str, Any], values: list[Any]) -> Piece:
     return Piece(schema, lambda random: random.choice(values))
 
 
+LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+
+
+@cache
+def tables() -> list[list[Piece]]:
+    """Pieces that the written cases of integers, numbers, patterns, formats and lengths are."""
+    rows = [row for row in read() if isinstance(row["schema"].get("type"), str) and "annotation" not in row["name"]]
+    return [
+        [
+            from_list(row["schema"], row["valid"])
+            for row in rows
+            if row["name"].startswith(f"{category}/") and row["schema"].keys() - {"type"} <= keywords
+        ]
+        for category, keywords in (
+            ("integer", LIMITS),
+            ("number", LIMITS),
+            ("pattern", {"pattern"}),
+            ("format", {"format"}),
+            ("length", {"minLength", "maxLength"}),
+        )
+    ]
+
+
 def scalar(random: Random) -> Piece:
     match random.randrange(9):
-        case 0:
-            limits, valid, _ = random.choice(INTEGER_LIMITS)
-            return from_list({"type": "integer", **limits}, valid)
-        case 1:
-            limits, valid, _ = random.choice(NUMBER_LIMITS)
-            return from_list({"type": "number", **limits}, valid)
-        case 2:
-            pattern, texts, _ = random.choice(PATTERNS)
-            return from_list({"type": "string", "pattern": pattern}, texts)
-        case 3:
-            name = random.choice(list(FORMATS))
-            return from_list({"type": "string", "format": name}, FORMATS[name][0])
-        case 4:
-            sizes, texts, _ = random.choice(LENGTHS)
-            return from_list({"type": "string", **sizes}, texts)
+        case 0 | 1 | 2 | 3 | 4 as number:
+            return random.choice(tables()[number])
         case 5:
             values = random.sample(["red", "green", "blue", 1, 2.5, None, "日", "", "red "], random.randint(1, 6))
             return from_list({"enum": values}, values)
@@ -145,4 +154,4 @@ def random_cases(count: int) -> Iterator[Case]:
             made = recursive(random)
         else:
             made = random.choice([record, record, array, choice, tagged, mapping])(random, 1 + number % 4)
-        yield make("random", f"{number:03d}", made.schema, [made.draw(random) for _ in range(3)])
+        yield make(f"random/{number:03d}", made.schema, [made.draw(random) for _ in range(3)])

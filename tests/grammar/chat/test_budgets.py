@@ -23,10 +23,10 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.text.tokenizer import TextTokenizer
 
+from .families import CASES
 from .models import COMPACT, HERMES, JSON, LISTED, LLAMA, MARKED, MISTRAL, THINKING, TURNS, tokenizer
 from .test_channels import TEMPLATE
 from .test_formats import TOOLS
-from .zoo import CASES
 
 CASES_EACH = TIMES
 CALL, THINK = ("<tool_call>", "</tool_call>"), ("<think>", "</think>")

@@ -16,11 +16,13 @@ from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlan, ChatPlanner
 from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.text.tokenizer import TextTokenizer
 
-from .families import FAMILIES
+from .families import CASES, FAMILIES, SIGNS, Case
 from .models import TURNS, Oracle, tokenizer
-from .zoo import CASES, DROPS, KIMI, SIGNS, Case
 
 START = "<|im_start|>assistant\n"
+DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n"
+DROPS += "{% endfor %}{% if tools %}SIGN{% endif %}"
+"""A template that renders no calls."""
 F = {
     "name": "f",
     "parameters": {
@@ -169,8 +171,9 @@ def test_kimis_calls_keep_the_ids_they_are_written_with() -> None:
     """Its template has nothing else of a call's name."""
     plan = model("kimi_k2 ids")[1].plan(START, tools=TOOLS)
     assert plan.make_parser is not None
-    calls = "".join(f'{KIMI[2]}functions.{name}{KIMI[4]}{{"s": "a"}}{KIMI[3]}' for name in ("f:3", "now.utc:4", "f:3"))
-    for pieces in ([KIMI[0] + calls + KIMI[1]], list(KIMI[0] + calls + KIMI[1])):
+    begin, end, call, behind, arguments = CASES["kimi_k2"].special
+    calls = "".join(f'{call}functions.{name}{arguments}{{"s": "a"}}{behind}' for name in ("f:3", "now.utc:4", "f:3"))
+    for pieces in ([begin + calls + end], list(begin + calls + end)):
         parser = plan.make_parser()
         for piece in pieces:
             parser.push(piece)

@@ -11,21 +11,15 @@ from support.small_grammars import shared_vocabulary
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 
+from .oracle import table
+
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 CODE = {"type": "string", "pattern": "[0-9]{3}-[0-9]{4}"}
-SCHEMAS = {
-    "unanchored pattern": closed({"phone": CODE}),
-    "key pattern": {"type": "object", "patternProperties": {"^[0-9]{3}-x$": CODE}, "additionalProperties": False},
-    "quotes": closed({"said": {"type": "string", "pattern": '"[A-Z]{2}\\\\[a-z]{2}"'}}),
-    "recursive": {
-        "$ref": "#/$defs/n",
-        "$defs": {"n": closed({"code": CODE, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}})},
-    },
-}  # fmt: skip
+SCHEMAS = table("embedded")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

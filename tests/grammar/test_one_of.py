@@ -16,7 +16,7 @@ from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.schema.members import hitting_sets
 
-from .oracle import accepts, complaint, matcher
+from .oracle import accepts, complaint, matcher, table
 
 
 def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -24,70 +24,8 @@ def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 TAG_A, TAG_B = ({"properties": {"t": {"const": name}}, "required": ["t"]} for name in "ab")
-APART: dict[str, dict[str, Any]] = {
-    "types through references": {
-        "oneOf": [{"$ref": "#/$defs/s"}, {"$ref": "#/$defs/n"}],
-        "$defs": {"s": {"type": "string"}, "n": {"$ref": "#/$defs/m"}, "m": {"type": "integer"}},
-    },
-    "tags through references": {
-        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
-        "$defs": {"a": {"type": "object", **TAG_A}, "b": {"type": "object", **TAG_B}},
-    },
-    "tags that are required around them": {
-        "type": "object",
-        "required": ["t"],
-        "properties": {"t": {"enum": ["a", "b"]}},
-        "oneOf": [{"properties": {"t": {"const": "a"}}}, {"properties": {"t": {"const": "b"}}}],
-    },
-    "closed objects with other required keys": {
-        "oneOf": [closed({"a": {}, "c": {}}, required=["a"]), closed({"b": {}, "c": {}}, required=["b"])]
-    },
-    "values": {"oneOf": [{"enum": ["a", 1, None]}, {"enum": ["b", 2, True]}, {"const": [1]}, {"const": {"t": "a"}}]},
-    "lengths": {"oneOf": [{"type": "string", "maxLength": 1}, {"type": "string", "minLength": 2}]},
-    "ranges": {"oneOf": [{"type": "integer", "maximum": 1}, {"type": "number", "exclusiveMinimum": 1}]},
-    "items": {
-        "oneOf": [
-            {"type": "array", "prefixItems": [{"const": "a"}], "minItems": 1},
-            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-            {"type": "array", "maxItems": 0},
-        ]
-    },
-    "beside anyOf": {
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
-        "oneOf": [{"$ref": "#/$defs/s"}, {"maximum": 1, "type": "integer"}],
-        "$defs": {"s": {"type": "string"}},
-    },
-    "references of draft 7": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "oneOf": [{"$ref": "#/definitions/a", "title": "A"}, {"$ref": "#/definitions/b", "description": "B"}],
-        "definitions": {"a": {"type": "object", **TAG_A}, "b": {"type": "object", **TAG_B}},
-    },
-    "nested tags": {
-        "oneOf": [
-            closed({"t": {"allOf": [{"$ref": "#/$defs/t"}, TAG_A]}}, required=["t"]),
-            closed({"t": {"allOf": [{"$ref": "#/$defs/t"}, TAG_B]}}, required=["t"]),
-        ],
-        "$defs": {"t": {"type": "object"}},
-    },
-}
-TOGETHER: dict[str, dict[str, Any]] = {
-    "optional tags": {"oneOf": [{"type": "object", "properties": tag["properties"]} for tag in (TAG_A, TAG_B)]},
-    "numbers": {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]},
-    "required only": {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-    "a bound in common": {"oneOf": [{"type": "number", "maximum": 1}, {"type": "number", "minimum": 1}]},
-    "empty list": {"oneOf": [{"type": "array", "items": {"type": name}} for name in ("string", "null")]},
-    "beside a reference of draft 7": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "oneOf": [{"$ref": "#/definitions/a"}, {"$ref": "#/definitions/b"}, {"type": "null"}],
-        "definitions": {
-            "n": {"type": "object"},
-            "a": {"$ref": "#/definitions/n", **TAG_A},
-            "b": {"$ref": "#/definitions/n", **TAG_B},
-        },
-    },
-    "twice": {"$ref": "#/$defs/n", "$defs": {"n": {"oneOf": [{"type": "null"}, {"enum": [1, None]}]}}},
-    "closed objects": {"oneOf": [closed({"a": {}}), closed({"b": {}}), closed({"t": {}}, required=["t"])]},
-}  # fmt: skip
+APART: dict[str, dict[str, Any]] = table("branches apart")
+TOGETHER: dict[str, dict[str, Any]] = table("branches together")
 VALUES: list[Any] = [
     None, True, 0, 1, 2, 1.5, "", "a", "b", "ab", [], [1], ["a"], ["a", 1], [1, "a"], {}, {"t": "a"}, {"t": "b"},
     {"t": "c"}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "c": 2}, {"t": {"t": "a"}}, {"t": {"t": "b"}}, {"c": 1},

@@ -13,73 +13,10 @@ from asyncengine.grammar.chat.schemas import tool_schema
 from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.schemas import moved, with_local_references
 
-from .oracle import accepts, complaint
+from .oracle import accepts, complaint, table
 
 URN = "urn:uuid:deadbeef-1234-0000-0000-4321feebdaed"
-SEVEN = "http://json-schema.org/draft-07/schema#"
-FOUR = "http://json-schema.org/draft-04/schema#"
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "absolute, to a definition": {
-        "$id": "http://example.org/root.json",
-        "properties": {"a": {"$ref": "http://example.org/root.json#/$defs/n"}},
-        "$defs": {"n": {"type": "string"}},
-    },
-    "relative to the root": {
-        "$id": "http://example.org/root.json",
-        "properties": {"a": {"$ref": "node.json"}},
-        "$defs": {"n": {"$id": "/node.json", "type": "string"}},
-    },
-    "URN with a pointer": {
-        "$id": URN,
-        "properties": {"a": {"$ref": f"{URN}#/$defs/n"}},
-        "$defs": {"n": {"type": "string"}},
-    },
-    "URN with an anchor": {
-        "$id": URN,
-        "properties": {"a": {"$ref": f"{URN}#here"}},
-        "$defs": {"n": {"$anchor": "here", "type": "string"}},
-    },
-    "embedded, with references of its own": {
-        "$id": "http://example.org/a",
-        "properties": {"a": {"$ref": "b"}},
-        "$defs": {
-            "n": {"type": "integer"},
-            "b": {"$id": "b", "$ref": "#/$defs/n", "$defs": {"n": {"type": "string"}}},
-        },
-    },
-    "anchors of two documents": {
-        "properties": {"a": {"$ref": "x#t"}},
-        "$defs": {
-            "n": {"$anchor": "t", "type": "integer"},
-            "x": {"$id": "x", "$defs": {"y": {"$anchor": "t", "type": "string"}}},
-        },
-    },
-    "a name that has to be escaped": {
-        "properties": {"a": {"$ref": "#50%25"}, "b": {"$ref": "#here"}},
-        "$defs": {"50% a/b~ü": {"$anchor": "here", "type": "string"}},
-    },
-    "recursive": {
-        "$id": "http://example.org/tree",
-        "properties": {"a": {"type": "string"}, "next": {"$ref": "tree"}},
-    },
-    "draft 7's anchor": {
-        "$schema": SEVEN,
-        "properties": {"a": {"$ref": "#here"}},
-        "definitions": {"n": {"$id": "#here", "type": "string"}},
-    },
-    "draft 4's id": {
-        "$schema": FOUR,
-        "id": "http://example.org/root",
-        "properties": {"a": {"$ref": "n"}, "id": {"type": "string"}},
-        "definitions": {"n": {"id": "n", "type": "string"}},
-    },
-    "properties with such names": {
-        "properties": {
-            "$id": {"type": "integer"}, "$anchor": {"const": "$id"}, "a": {"type": "string"}, "$ref": {"enum": ["#"]},
-        },
-    },
-}  # fmt: skip
-SCHEMAS["a name that has to be escaped"]["properties"].pop("a")
+SCHEMAS: dict[str, dict[str, Any]] = table("references")
 VALUES: list[Any] = [
     {}, {"a": "x"}, {"a": 1}, {"b": "x"}, {"b": 1}, {"a": "x", "next": {"a": "y", "next": {}}}, {"id": 1}, {"id": "x"},
     {"a": "x", "next": {"a": "y", "next": {"a": 1}}}, {"$id": 1}, {"$id": "x"}, {"$anchor": "$id"}, {"$ref": "x"},

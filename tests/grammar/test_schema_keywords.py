@@ -19,7 +19,7 @@ from asyncengine.grammar.llguidance_backend import LlguidanceBackend, with_rules
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
-from .oracle import accepts
+from .oracle import accepts, table
 
 SCHEMAS = 240 * TIMES
 VALUES: list[Any] = [
@@ -45,78 +45,8 @@ def wrong(schema: dict[str, Any]) -> list[tuple[Any, str]]:
     return found
 
 
-OBJECTS: dict[str, dict[str, Any]] = {
-    "exactly one of the keys": {"oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
-    "at least one of the keys": {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
-    "not both keys": {"properties": {"a": {"type": "integer"}}, "not": {"required": ["a", "b"]}},
-    "no key": {"not": {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}},
-    "an undeclared key": {"not": {"properties": {"a": {}}, "additionalProperties": False}},
-    "dependentRequired": {"dependentRequired": {"a": ["b"], "b": ["c"]}},
-    "dependentSchemas": {"dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}}}},
-    "if, then, else": {
-        "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}, "else": {"required": ["c"]},
-    },
-    "a chain of ifs": {
-        "required": ["a"],
-        "allOf": [
-            {"if": {"properties": {"a": {"const": value}}}, "then": {"required": [key]}}
-            for value, key in ((1, "b"), ("a", "c"))
-        ],
-    },
-    "minProperties": {"properties": {"a": {}, "b": {"type": "integer"}}, "minProperties": 2},
-    "maxProperties": {"properties": {"a": {}, "b": {"type": "integer"}}, "maxProperties": 1},
-    "both": {"properties": {"a": {}, "b": {}}, "required": ["b"], "minProperties": 2, "maxProperties": 2},
-    "one of few": {
-        "properties": {"a": {}, "b": {}}, "additionalProperties": False, "minProperties": 1, "maxProperties": 1,
-    },
-    "propertyNames: enum": {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},
-    "propertyNames: pattern": {"propertyNames": {"pattern": "^[ab]+$"}, "minProperties": 1},
-    "propertyNames: lengths": {"propertyNames": {"maxLength": 1}, "properties": {"abc": {}, "a": {"type": "integer"}}},
-    "propertyNames: not": {"propertyNames": {"not": {"enum": ["a", "abc"]}}, "properties": {"b": {"type": "string"}}},
-    "patterns that overlap": {"patternProperties": {"a": {"type": "integer"}, "^.$": {"minimum": 1}, "c$": False}},
-    "closed branches": {
-        "oneOf": [{"properties": {name: {}}, "type": "object", "additionalProperties": False} for name in "ab"]
-    },
-    "unevaluatedProperties": {"properties": {"a": {}}, "if": {"required": ["b"]}, "then": {"properties": {"b": {}}},
-                              "unevaluatedProperties": False},
-    "not this object": {"type": "object", "not": {"enum": [{"a": 1}, {"a": 1, "b": 1}, {}]}},
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "not a type": {"not": {"type": ["integer", "object"]}},
-    "not integers": {"type": "number", "not": {"type": "integer"}},
-    "not values": {"not": {"enum": ["a", 1, None, True, [1], {"a": 1}]}},
-    "not a pattern": {"type": "string", "not": {"pattern": "^a"}, "minLength": 1},
-    "not two patterns": {"type": "string", "not": {"anyOf": [{"pattern": "^a"}, {"pattern": "b$"}]}},
-    "not a length": {"not": {"minLength": 2}, "type": ["string", "null"]},
-    "not bounds": {"not": {"minimum": 1, "exclusiveMaximum": 3}, "type": "number"},
-    "not not": {"not": {"not": {"type": "string"}}},
-    "not items": {"type": "array", "not": {"items": {"type": "integer"}}},
-    "not one of": {"not": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}},
-    "not a recursive schema": {
-        "not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "type": ["array", "null"]}},
-    },
-    "branches with numbers in common": {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]},
-    "contains": {"type": "array", "contains": {"type": "integer"}, "minItems": 2},
-    "contains a few": {"type": "array", "contains": {"const": 1}, "minContains": 1, "maxContains": 1},
-    "contains none": {"type": "array", "contains": {"const": 1}, "minContains": 0, "maxContains": 0},
-    "contains beside a prefix": {"type": "array", "prefixItems": [{"type": "integer"}], "contains": {"const": 2}},
-    "a set": {"type": "array", "items": {"enum": ["a", "b", 1, 2]}, "uniqueItems": True, "minItems": 2},
-    "a set of all": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2, "maxItems": 5},
-    "a set of too few": {
-        "anyOf": [{"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2}, {"const": 1}],
-    },
-    "an empty set": {"type": "array", "items": False, "uniqueItems": True},
-    "unevaluatedItems": {"type": "array", "prefixItems": [{}], "allOf": [{"prefixItems": [{}, {"const": 2}]}],
-                         "unevaluatedItems": False},
-    "counts as decimals": {
-        "type": ["array", "string", "object"], "minItems": 2.0, "maxLength": 1.0, "minProperties": 1.0,
-    },
-    "one member of allOf says nothing": {"allOf": [True, {"type": "integer"}]},
-    "dynamic reference with one meaning": {
-        "$id": "http://example.org/", "type": "array", "items": {"$dynamicRef": "#n"},
-        "$defs": {"n": {"$dynamicAnchor": "n", "type": "integer"}},
-    },
-}  # fmt: skip
+OBJECTS: dict[str, dict[str, Any]] = table("objects")
+OTHERS: dict[str, dict[str, Any]] = table("others")
 
 
 @pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])

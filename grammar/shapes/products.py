@@ -11,7 +11,7 @@ import contextlib
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from asyncengine.grammar.closing.prices import MAX_SHAPES, Prices, Speller
@@ -41,7 +41,7 @@ State = tuple[frozenset[Any], ...]
 class Product(Words):
     """Texts of all of some shapes that are none of others."""
 
-    __slots__ = ("_begin", "_known", "_parts", "_steps", "_wrong", "kinds", "masks")
+    __slots__ = ("_ascii", "_begin", "_known", "_parts", "_steps", "_wrong", "kinds", "masks")
 
     def __init__(self, parts: Sequence[Shape], wrong: Sequence[Shape] = ()) -> None:
         """Raises `Unmodelled` for parts that are too large."""
@@ -49,6 +49,8 @@ class Product(Words):
         self.masks = frozenset().union(*map(_masks, found))
         self.kinds = _kinds(self.masks)
         """One byte for each kind that it tells apart, and all of that kind (bit b: byte b)."""
+        self._ascii = [byte for byte in self.kinds if byte < 0x80]
+        """Tried alone at first: letters of several bytes lead by many more states to longer texts."""
         self._parts, self._wrong = ([*map(_tracker, each)] for each in (parts, wrong))
         self._begin: State = tuple(frozenset(one.begin) for one in (*self._parts, *self._wrong))
         self._known: dict[State, list[bytes] | None] = {}
@@ -90,7 +92,9 @@ class Product(Words):
         if len(self._known) >= MAX_STATES:
             self._known.clear()
         text = b"" if self._left(state) == 0 else self._of_a_part(state)
-        found = self._search(state) if text is None else [text]
+        found = self._search(state, self._ascii) if text is None else [text]
+        if found == []:
+            found = self._search(state, self.kinds)
         self._steps = MAX_STEPS if found else max(LEAST_STEPS, self._steps // 4)
         self._known[state] = found
         return found
@@ -109,8 +113,8 @@ class Product(Words):
                 return text
         return None
 
-    def _search(self, state: State) -> list[bytes] | None:
-        """The same by walking from state to state, nearest first."""
+    def _search(self, state: State, kinds: Collection[int]) -> list[bytes] | None:
+        """The same by walking from state to state by `kinds` of bytes, nearest first."""
         came: dict[State, tuple[State, int] | None] = {state: None}
         count, steps = itertools.count(), self._steps
         heap = [(0, 0, next(count), state)]
@@ -118,17 +122,18 @@ class Product(Words):
             _, length, _, here = heapq.heappop(heap)
             if not self._left(here):
                 return [self._keep(came, here)]
-            steps -= len(self.kinds) * max(1, sum(map(len, here)) // READINGS)
+            steps -= len(kinds) * max(1, sum(map(len, here)) // READINGS)
             if steps < 0:
                 return None
-            for byte in self.kinds:
+            for byte in kinds:
                 following = self._after(here, byte)
                 if following is None or following in came or self._known.get(following) == []:
                     continue
                 if (left := self._left(following)) < UNREACHABLE:
                     came[following] = here, byte
                     heapq.heappush(heap, (length + left, length + 1, next(count), following))
-        self._known.update((here, []) for here in came)
+        if len(kinds) == len(self.kinds):
+            self._known.update((here, []) for here in came)
         return []
 
     def _keep(self, came: dict[State, tuple[State, int] | None], here: State) -> bytes:

@@ -123,6 +123,15 @@ def test_looking_for_the_end_of_a_product_is_bounded(vocabulary: Vocabulary, mon
     assert looked < 300_000
 
 
+def test_the_end_of_a_long_key_is_looked_for_among_ascii_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that `^.{1,255}$` leaves over is 256 letters: by the bytes of all letters that takes 30,000 steps."""
+    monkeypatch.setattr(products, "MAX_STEPS", 5_000)
+    shape = leaf_shape(r'/"[^"\\\x00-\x1f\x7f]*"/ & ~/"(?:.{1,255})"/')
+    assert isinstance(shape, Product)
+    state, _ = shape.on(shape.on(b"", ord('"'))[0], ord("k"))
+    assert [len(text) for text in shape.endings(state)] == [len("a" * 255 + '"')]
+
+
 @pytest.mark.parametrize("shape_of", [regex_shape, lambda pattern: leaf_shape(f"/{pattern}/")])
 def test_shapes_of_short_patterns_alone_are_kept(shape_of: Callable[[str], Shape]) -> None:
     """Thousands are, and the shape of a long one takes megabytes."""

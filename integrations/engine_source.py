@@ -1,13 +1,18 @@
-"""Sources of a model object's engine: one that the caller owns, or the process-wide shared one."""
+"""The engine that a framework's object works with: the fields that choose it, and what copies of the object share."""
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType, NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
+
+from pydantic import BaseModel, Field, PrivateAttr, SkipValidation, create_model, field_validator, model_validator
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
-from asyncengine.errors import EngineClosed
+from asyncengine.errors import EngineClosed, InvalidParameter
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
 
@@ -93,3 +98,134 @@ class EngineSource:
 
     def __reduce__(self) -> tuple[type[EngineSource], tuple[str, dict[str, Any], None, float | None]]:
         return EngineSource, (self.model, self.config, None, self.keep_alive)
+
+
+SETTINGS = frozenset(each.name for each in fields(EngineConfig))
+
+
+def _setting_fields() -> dict[str, Any]:
+    """A field for each one of `EngineConfig`, with its type; the values are checked there.
+
+    The default is None, "as the engine has it", unless None is a setting of its own: then it is the engine's default.
+    """
+    hints, made = get_type_hints(EngineConfig), dict[str, Any]()
+    for each in fields(EngineConfig):
+        takes_none = each.default is not None and NoneType in get_args(hints[each.name])
+        made[each.name] = (Annotated[hints[each.name] | None, SkipValidation], each.default if takes_none else None)
+    return made
+
+
+if TYPE_CHECKING:
+    EngineSettings = BaseModel
+else:
+    EngineSettings = create_model("EngineSettings", __config__={"arbitrary_types_allowed": True}, **_setting_fields())
+
+
+class EngineChoice(EngineSettings):
+    """An engine by its model's name and settings, or one that the caller owns. Constructing loads nothing.
+
+    Every field of `EngineConfig` is a field here, too. The adapter classes refuse unknown fields by name, with the
+    nearest known one (the frameworks' own bases would ignore them). Wrong values come as pydantic's `ValidationError`
+    (a `ValueError`) naming the field.
+    """
+
+    setting_names: ClassVar[frozenset[str]] = SETTINGS
+    """Fields that are settings of the engine."""
+    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Names that are no fields but something else here, and what is to be said of them."""
+    variable: ClassVar[str] = "ASYNCENGINE_MODEL"
+    """The environment variable that `model` defaults to."""
+    choices: ClassVar[str] = 'a path, a hub id or "demo"'
+
+    model: str = ""
+    """Path or hub id."""
+    engine: AnyEngine | None = Field(default=None, exclude=True, repr=False)
+    """An engine that the caller owns; None: the process-wide shared engine of (model, engine_config)."""
+    engine_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the shared engine in one piece: `EngineConfig` fields, or an `EngineConfig`."""
+    keep_alive: float | None = None
+    """Seconds that the shared engine stays loaded after its last model object; None: a minute, 0: not at all."""
+
+    _source: EngineSource | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            spelled = [(field.validation_alias or name) for name, field in cls.model_fields.items()]
+            known = [name for each in spelled for name in getattr(each, "choices", [each])]
+            for name in given:
+                if name not in known:
+                    raise InvalidParameter.unknown(name, known, cls.elsewhere)
+        return given
+
+    @field_validator("engine_config", mode="before")
+    @classmethod
+    def _config_as_dict(cls, value: Any) -> Any:
+        if not isinstance(value, EngineConfig):
+            return value
+        usual = EngineConfig()
+        return {name: mine for name in sorted(SETTINGS) if (mine := getattr(value, name)) != getattr(usual, name)}
+
+    @field_validator("model", *SETTINGS, mode="before", check_fields=False)
+    @classmethod
+    def _paths_as_text(cls, value: Any) -> Any:
+        """Texts can be written down and compared."""
+        if isinstance(value, Mapping):
+            return {name: cls._paths_as_text(path) for name, path in value.items()}
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @model_validator(mode="after")
+    def _check_engine_fields(self) -> Self:
+        settings = self._settings()
+        if self.engine is not None and (settings or self.keep_alive is not None):
+            first = "engine_config" if self.engine_config else next(iter(settings), "keep_alive")
+            raise InvalidParameter(first, "must be left out where engine is given: that engine is configured")
+        if self.engine is None and not self.model:
+            raise InvalidParameter("model", f"must be given (or set {self.variable}): {self.choices}")
+        self._engines()
+        return self
+
+    def get_engine(self) -> Engine:
+        """The engine behind this object, for what is no request: `load_adapter`, `adapters`, `stats`. Loads the model.
+
+        The shared engine lives `keep_alive` seconds longer than model objects that use it; it is not yours to close.
+        """
+        return self._engines().sync()
+
+    async def aget_engine(self) -> AsyncEngine:
+        """The same engine, for a coroutine."""
+        return await self._engines().aio()
+
+    def _settings(self) -> dict[str, Any]:
+        """`EngineConfig` fields of the shared engine, however they were given, in an order of their own: LangChain's
+        caches write them down. Raises `InvalidParameter` for one that is given twice."""
+        named = {name: getattr(self, name) for name in self.setting_names & self.model_fields_set}
+        named = {name: value for name, value in named.items() if value != type(self).model_fields[name].default}
+        for name in sorted(named.keys() & self.engine_config):
+            if named[name] != self.engine_config[name]:
+                raise InvalidParameter(name, "is given twice: as a field and in engine_config", named[name])
+        return dict(sorted({**self.engine_config, **named}.items()))
+
+    def _engines(self) -> EngineSource:
+        """The source of the engine, made anew only where a field it depends on was assigned since."""
+        source, settings = self._source, self._settings()
+        if source is None or not source.serves(self.model, settings, self.engine, self.keep_alive):
+            source = self._source = EngineSource(self.model, settings, self.engine, self.keep_alive)
+        return source
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Without the settings that are left to the engine."""
+        for name, value in super().__repr_args__():
+            if name not in SETTINGS or value != type(self).model_fields[name].default:
+                yield name, value
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.engine is not None:
+            raise TypeError("a model object with an explicit engine cannot be pickled; pass model= instead of engine=")
+        return super().__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self.engine)] = self.engine  # an engine is never copied: both objects use it
+        return super().__deepcopy__(memo)

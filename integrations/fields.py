@@ -13,7 +13,7 @@ from pydantic import AliasChoices, Field, model_validator
 from asyncengine import ChatKeywords, RequestKeywords, SamplingParams
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.engine_choice import SETTINGS, EngineChoice
+from asyncengine.integrations.engine_source import SETTINGS, EngineChoice
 
 TEMPLATE_VARIABLES = ("enable_thinking", "reasoning_effort")
 """Variables of chat templates that are fields here and keywords of a call, besides `template_kwargs`."""

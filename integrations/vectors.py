@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from asyncengine import Decision, Embeddings, ModelInfo, Ranking
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.engine_choice import EngineChoice
+from asyncengine.integrations.engine_source import EngineChoice
 
 Kind = Literal["query", "document"]
 

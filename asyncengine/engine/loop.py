@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
-from asyncengine.engine.device_thread import DeviceThread
+from asyncengine.engine.device_thread import DeviceThread, Watchdog
 from asyncengine.engine.prefix_sources import PrefixSources
 from asyncengine.engine.serving_loop import ServingLoop
 from asyncengine.engine.turns import CacheReset, Sleep, Turn, WeightUpdate, refusal
-from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineError
 from asyncengine.events import EngineDied, Preempted, StepDone, StepSlow
 from asyncengine.request_spec import RequestSpec

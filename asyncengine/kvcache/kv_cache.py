@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
-from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
-from asyncengine.kvcache.radix_tree import Namespace, Node
+from asyncengine.kvcache.radix_tree import STRATEGIES, Namespace, Node
 from asyncengine.kvcache.saving import SaveLog, Unsaved
 from asyncengine.kvcache.states import Snapshot, StateCounts, StateGroup
 from asyncengine.step import RecordPart

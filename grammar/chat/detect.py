@@ -10,8 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat.families import REASONING_MARKERS, TABLES, TOOL_FORMATS
-from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
+from asyncengine.grammar.chat.formats import (
+    REASONING_MARKERS,
+    TABLES,
+    TOOL_FORMATS,
+    Reasoning,
+    ReasoningState,
+    ToolFormat,
+)
 from asyncengine.grammar.marks import NUMBER
 from asyncengine.text.tokenizer import TextTokenizer
 

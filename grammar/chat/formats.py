@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal
 
 from asyncengine.grammar.schema.arguments import Members
 
@@ -115,3 +119,26 @@ class Reasoning:
     """Stands in a template of this kind too."""
     others: tuple[str, str] = ("", "")
     """Marks that may stand in the place of `answer` and `answer_end`."""
+
+
+def _frozen(value: Any) -> Any:
+    """`value` with tuples for lists."""
+    if isinstance(value, dict):
+        return {name: _frozen(inner) for name, inner in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+TABLES = _frozen(tomllib.loads((resources.files(__package__) / "families.toml").read_text(encoding="utf-8")))
+
+
+def _format(name: str, table: Mapping[str, Any]) -> ToolFormat:
+    members = Members(**table["members"]) if "members" in table else None
+    return ToolFormat(**{"family": name, **table, "members": members})
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {name: _format(name, table) for name, table in TABLES["formats"].items()}
+)
+"""The usual text of each family. What a model's own template writes goes before it: `detect.find_tool_format`."""
+REASONING_MARKERS = tuple(Reasoning(**table) for table in TABLES["reasoning"])
+"""Markers in use; of several that fit a template, the first counts."""

@@ -13,8 +13,15 @@ from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import detect
 from asyncengine.grammar.chat.calls import Parser
-from asyncengine.grammar.chat.families import REASONING_MARKERS, TOOL_FORMATS
-from asyncengine.grammar.chat.formats import RESULT, TEXT, Reasoning, ReasoningState, ToolFormat
+from asyncengine.grammar.chat.formats import (
+    REASONING_MARKERS,
+    RESULT,
+    TEXT,
+    TOOL_FORMATS,
+    Reasoning,
+    ReasoningState,
+    ToolFormat,
+)
 from asyncengine.grammar.chat.harmony import MARKS, NEXT, THOUGHTS, ChannelParser, channel_grammar
 from asyncengine.grammar.chat.lark import Answer, AnswerGrammar
 from asyncengine.grammar.chat.parser import OutputParser

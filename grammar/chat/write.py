@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncengine.grammar.chat.families import TABLES
-from asyncengine.grammar.chat.formats import RESULT, TEXT, ToolFormat
+from asyncengine.grammar.chat.formats import RESULT, TABLES, TEXT, ToolFormat
 from asyncengine.grammar.marks import NUMBER
 from asyncengine.grammar.schema.arguments import Members
 

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from asyncengine.integrations.http.beams import Beams
 from asyncengine.integrations.http.events import NO_USAGE, Event, EventReader
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import facts_of, measured
-from asyncengine.integrations.http.several import Several
+from asyncengine.integrations.http.several import Beams, Several
 from asyncengine.outputs import Chunk, Completion, Usage
 from asyncengine.stream import TokenStream
 

@@ -16,11 +16,10 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.beams import beam_search
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.answer import Answer, AnswerWriter
-from asyncengine.integrations.http.beams import Beams
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.models import Serving, Target
-from asyncengine.integrations.http.several import Prompt, Several
+from asyncengine.integrations.http.several import Beams, Prompt, Several
 from asyncengine.integrations.http.turn import ALL, Answered, Turn
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stream import TokenStream

@@ -23,8 +23,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import structured
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangChainFields
-from asyncengine.integrations.langchain.messages import to_openai
-from asyncengine.integrations.langchain.outputs import chat_chunks, chat_result, total_usage
+from asyncengine.integrations.langchain.messages import chat_chunks, chat_result, to_openai, total_usage
 from asyncengine.integrations.langchain.tools import AnyTool, openai_choice, openai_tools, several_calls
 from asyncengine.integrations.results import checked, each_chunk, each_chunk_async
 

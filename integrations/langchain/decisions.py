@@ -17,8 +17,7 @@ from asyncengine import Decision
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects import openai_shape
 from asyncengine.integrations.langchain.errors import mapped_errors
-from asyncengine.integrations.langchain.messages import convert_message
-from asyncengine.integrations.langchain.outputs import PROVIDER, usage_metadata
+from asyncengine.integrations.langchain.messages import PROVIDER, convert_message, usage_metadata
 from asyncengine.integrations.vectors import DecisionFields
 
 _MEDIA = {"input_audio", "input_file", "video_url", "audio_url"}

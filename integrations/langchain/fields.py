@@ -13,7 +13,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.fields import OTHER_NAMES, Call, EngineFields
 from asyncengine.integrations.langchain.errors import mapped_errors
-from asyncengine.integrations.langchain.outputs import PROVIDER
+from asyncengine.integrations.langchain.messages import PROVIDER
 
 MAX_BATCH_THREADS = 256
 """Blocking calls that `batch` keeps waiting at once: as many as an engine runs at once by default."""

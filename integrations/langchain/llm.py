@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import LangChainFields
-from asyncengine.integrations.langchain.outputs import text_chunk, text_result
+from asyncengine.integrations.langchain.messages import text_chunk, text_result
 from asyncengine.integrations.results import checked, each_chunk, each_chunk_async
 
 

@@ -1,14 +1,28 @@
-"""LangChain messages -> OpenAI-shaped dicts. Text and pictures; anything else is refused by name and place."""
+"""LangChain messages -> OpenAI-shaped dicts, and the engine's results -> LangChain's.
+
+Text and pictures go in; anything else is refused by name and place. Whole answers and stream chunks carry the same
+keys. When chunks are added up LangChain concatenates strings and adds integers, so whatever is not per token sits on a
+stream's last chunk only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core import messages as lc
+from langchain_core import outputs
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.utils.json import parse_partial_json
 
+from asyncengine import Chunk, Completion, Sample, ToolCallDelta, Usage
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects import openai_shape
+from asyncengine.integrations.http.dialects.openai_shape import openai_logprobs, openai_usage
 
 _TEXT = {"text", "input_text", "output_text", "text-plain"}
 _THOUGHT = {"thinking", "redacted_thinking", "reasoning"}
@@ -134,3 +148,150 @@ def _block_text(block: str | dict[str, Any], where: str, skip: set[str] | frozen
     if kind in _THOUGHT or kind in skip:
         return None
     raise openai_shape.refuse_block(f"{where}.content", kind)
+
+
+PROVIDER = "asyncengine"
+
+
+def usage_metadata(usage: Usage) -> UsageMetadata:
+    return UsageMetadata(
+        input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, total_tokens=usage.total_tokens,
+        input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
+        output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
+    )  # fmt: skip
+
+
+def _info(news: Sample | Chunk) -> dict[str, Any]:
+    """Generation info; the base classes copy it into `response_metadata`."""
+    info: dict[str, Any] = {}
+    if news.logprobs:
+        info["logprobs"] = openai_logprobs(news.logprobs)
+    if news.finish_reason is not None:
+        info["finish_reason"] = news.finish_reason
+        if news.steered_from is not None:
+            info["steered_from"] = news.steered_from
+    return info
+
+
+def _answer(model_name: str) -> dict[str, Any]:
+    return {"model_name": model_name, "model_provider": PROVIDER}
+
+
+def _reasoning_content(text: str) -> dict[str, Any]:
+    """Keywords of a message with reasoning where LangChain's content blocks look for it."""
+    return {"reasoning_content": text} if text else {}
+
+
+def _calls(sample: Sample) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """The calls, and those whose arguments Python does not read."""
+    calls = []
+    broken = [(call, "it was cut off, or holds a number Python does not read") for call in sample.broken_calls]
+    for call in sample.tool_calls:
+        try:
+            calls.append(tool_call(name=call.name, args=json.loads(call.arguments), id=call.id))
+        except (ValueError, RecursionError) as error:  # a caller deep in its stack reads less deep than the engine
+            broken.append((call, f"{type(error).__name__}: {error}"))
+    said = "the arguments are no JSON object: "
+    return calls, [
+        invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=said + why) for call, why in broken
+    ]
+
+
+def chat_result(completion: Completion, model_name: str) -> outputs.ChatResult:
+    """One generation per sample. The request's usage is on the first one, where LangChain's counters look, and on
+    no other, so that adding up over all generations counts each token once."""
+    generations = []
+    for index, sample in enumerate(completion.samples):
+        info = _info(sample)
+        calls, broken = _calls(sample)
+        answer = AIMessage(
+            content=sample.text, tool_calls=calls, invalid_tool_calls=broken,
+            additional_kwargs=_reasoning_content(sample.reasoning), response_metadata={**_answer(model_name), **info},
+            usage_metadata=None if index else usage_metadata(completion.usage),
+        )  # fmt: skip
+        generations.append(outputs.ChatGeneration(message=answer, generation_info=info))
+    output = {"token_usage": openai_usage(completion.usage), "model_name": model_name}
+    return outputs.ChatResult(generations=generations, llm_output=output)
+
+
+def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
+    """One for each call: LangChain joins pieces of a call that come in different chunks, but not in the same one."""
+    joined: dict[int, ToolCallChunk] = {}
+    for delta in deltas:
+        known = joined.setdefault(delta.index, tool_call_chunk(index=delta.index, args=""))
+        known["name"] = known["name"] or delta.name
+        known["id"] = known["id"] or delta.id
+        known["args"] = (known["args"] or "") + delta.arguments
+    return list(joined.values())
+
+
+def chat_chunks(chunk: Chunk, model_name: str, arguments: dict[int, str]) -> Iterator[outputs.ChatGenerationChunk]:
+    """LangChain's chunks for one of ours. `arguments`: those of the stream's calls so far, kept here.
+
+    Pieces of a call never travel on the last one: LangChain reads a last message as complete, and the end of a call's
+    arguments alone as an invalid call (to a slow reader the engine sends both at once). A call that was never finished
+    gets an end that is none: LangChain would complete it, and an agent would run it.
+    """
+    pieces = list(chunk.tool_calls or ())
+    for piece in pieces:
+        arguments[piece.index] = arguments.get(piece.index, "") + piece.arguments
+    if chunk.finish_reason is not None:
+        ends = {index: _spoilt_end(text) for index, text in arguments.items()}
+        pieces += [ToolCallDelta(index, None, None, end) for index, end in ends.items() if end]
+    if chunk.finish_reason is None or not pieces:
+        yield chat_chunk(chunk, model_name)
+        return
+    yield chat_chunk(Chunk(chunk.text, [], None, chunk.index, tool_calls=pieces, reasoning=chunk.reasoning), model_name)
+    end = Chunk("", chunk.token_ids, chunk.finish_reason, chunk.index, chunk.logprobs, chunk.error, chunk.usage)
+    end.steered_from = chunk.steered_from
+    yield chat_chunk(end, model_name)
+
+
+def _spoilt_end(arguments: str) -> str:
+    """The text with which LangChain reads these as an invalid call; "" if they are whole, or invalid as they are."""
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(arguments)
+        return ""
+    brackets = "]" * (1 + arguments.count("["))  # one of them has nothing to close
+    with contextlib.suppress(ValueError, RecursionError):
+        for quotes in ("", '"', '""'):  # outside of a string, in one, behind its backslash
+            if parse_partial_json(arguments + quotes + brackets) is None:
+                return quotes + brackets
+    return ""
+
+
+def chat_chunk(chunk: Chunk, model_name: str) -> outputs.ChatGenerationChunk:
+    last = chunk.finish_reason is not None
+    info = _info(chunk)
+    part = AIMessageChunk(
+        content=chunk.text, tool_call_chunks=_call_chunks(chunk.tool_calls or ()),
+        additional_kwargs=_reasoning_content(chunk.reasoning),
+        response_metadata={**(_answer(model_name) if last else {}), **info},
+        usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None, chunk_position="last" if last else None,
+    )  # fmt: skip
+    return outputs.ChatGenerationChunk(message=part)
+
+
+def text_result(completions: Sequence[Completion], model_name: str) -> outputs.LLMResult:
+    """One list of generations, one per sample, for each prompt."""
+    generations: list[list[outputs.Generation]] = [
+        [outputs.Generation(text=sample.text, generation_info=_info(sample)) for sample in completion.samples]
+        for completion in completions
+    ]
+    output = {"token_usage": total_usage([openai_usage(c.usage) for c in completions]), "model_name": model_name}
+    return outputs.LLMResult(generations=list(generations), llm_output=output)
+
+
+def text_chunk(chunk: Chunk) -> outputs.GenerationChunk:
+    return outputs.GenerationChunk(text=chunk.text, generation_info=_info(chunk) or None)
+
+
+def total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sum OpenAI usage objects key by key."""
+    total: dict[str, Any] = {}
+    for usage in usages:
+        for key, value in usage.items():
+            total[key] = (
+                total_usage([total.get(key, {}), value]) if isinstance(value, dict) else total.get(key, 0) + value
+            )
+    return total

@@ -37,8 +37,7 @@ from asyncengine.grammar import pydantic_schema, take_formats
 from asyncengine.integrations.fields import Call, EngineFields
 from asyncengine.integrations.http.dialects.openai_shape import Message, message
 from asyncengine.integrations.llama_index import structured
-from asyncengine.integrations.llama_index.messages import check_messages, to_openai, tool_calls
-from asyncengine.integrations.llama_index.outputs import Answer, partial_object
+from asyncengine.integrations.llama_index.messages import Answer, check_messages, partial_object, to_openai, tool_calls
 from asyncengine.integrations.llama_index.structured import Keywords
 from asyncengine.integrations.results import each_chunk, each_chunk_async
 

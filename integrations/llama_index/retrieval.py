@@ -16,7 +16,7 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from asyncengine import Ranking
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.engine_choice import EngineChoice
+from asyncengine.integrations.engine_source import EngineChoice
 from asyncengine.integrations.vectors import EmbeddingFields, RerankFields
 
 LARGEST_BATCH = 2048

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from asyncengine.errors import InvalidParameter, RequestFailed
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.llama_index.outputs import partial_object
+from asyncengine.integrations.llama_index.messages import partial_object
 from asyncengine.integrations.results import why_not_own
 
 if TYPE_CHECKING:

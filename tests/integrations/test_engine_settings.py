@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, SamplingParams, shared_engine
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.engine_choice import EngineChoice
+from asyncengine.integrations.engine_source import EngineChoice
 from asyncengine.integrations.fleet import FleetConfig
 from asyncengine.integrations.langchain import (
     AsyncEngineDecisions,

@@ -13,7 +13,7 @@ from asyncengine import errors as engine_errors
 from asyncengine.errors import EngineError
 from asyncengine.integrations.http.dialects.openai_shape import openai_usage
 from asyncengine.integrations.langchain.errors import mapped_errors
-from asyncengine.integrations.langchain.outputs import chat_chunk, chat_chunks, chat_result
+from asyncengine.integrations.langchain.messages import chat_chunk, chat_chunks, chat_result
 from asyncengine.integrations.results import worth_sending
 from asyncengine.outputs import Sample, Timings, ToolCall, ToolCallDelta
 

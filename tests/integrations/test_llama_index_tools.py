@@ -18,7 +18,7 @@ from asyncengine import Chunk, EngineHandle, Usage
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 from asyncengine.integrations.llama_index.llm import openai_tool, selections
-from asyncengine.integrations.llama_index.outputs import Answer
+from asyncengine.integrations.llama_index.messages import Answer
 from asyncengine.outputs import ToolCallDelta
 
 from .llama_demo import ADD, BOTH, MULTIPLY, SUM, TOOLS, add, called, demo_llm

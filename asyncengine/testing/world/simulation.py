@@ -13,9 +13,12 @@ import concurrent.futures._base
 import concurrent.futures.thread
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from heapq import heappop
+from math import inf
 from typing import Any
 from unittest.mock import patch
 
@@ -24,10 +27,104 @@ import anyio.to_thread
 
 import asyncengine
 from asyncengine.engine import device_thread
-from asyncengine.engine.frozen_heap import FrozenHeap
-from asyncengine.testing.world.kernel import World
-from asyncengine.testing.world.loop import VirtualLoop
+from asyncengine.engine.process import FrozenHeap
+from asyncengine.testing.world.kernel import Strand, World
 from asyncengine.testing.world.primitives import VirtualLock, virtual_modules
+
+
+class VirtualTask(asyncio.Task[Any]):
+    """A task whose place in a set is the same in every run: anyio and asyncio cancel tasks in a set's order."""
+
+    def __init__(self, *args: Any, number: int, **kwargs: Any) -> None:
+        self._number = number
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop in a world. Real ones run what is ready in order; this one may take any first (`shuffled`), which
+    is more than asyncio allows: code that still works relies on nothing."""
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _stopping: bool
+
+    def __init__(self, world: World, *, shuffled: bool, delay: float) -> None:
+        """`delay`: most seconds that a call from another thread is on its way."""
+        super().__init__()
+        self._world = world
+        self._shuffled = shuffled
+        self._delay = delay
+        self._strand: Strand | None = None
+        self._arriving: deque[tuple[float, asyncio.Handle]] = deque()
+        """Calls from other threads with the moment at which they are here, in the order in which they were made."""
+        self.set_task_factory(lambda loop, work, **more: VirtualTask(work, loop=loop, number=world.number(), **more))
+        self.set_exception_handler(
+            lambda loop, context: world.complain(str(context.get("message")), context.get("exception"))
+        )
+
+    def time(self) -> float:
+        return self._world.now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        self._world.pause()  # where code without locks looks, makes a future and looks again, another thread may come
+        return super().create_future()
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, **more: Any) -> asyncio.Handle:  # type: ignore[override]
+        world = self._world
+        world.pause()
+        self._check_closed()  # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, **more)
+        late = world.rng.random() ** 4 * self._delay if world.rng.random() < 0.5 else 0.0
+        at = max(world.now + late, self._arriving[-1][0] if self._arriving else 0.0)
+        self._arriving.append((at, handle))
+        if self._strand is not None:
+            world.set_alarm(self._strand, at)
+        world.pause()
+        return handle
+
+    def run_forever(self) -> None:
+        self._strand = self._world.current
+        try:
+            super().run_forever()
+        finally:
+            self._strand = None
+
+    def close(self) -> None:
+        self._arriving.clear()
+        super().close()
+
+    def _run_once(self) -> None:
+        """Run what is ready, or wait until something is."""
+        ready, world, timers = self._ready, self._world, self._scheduled
+        self._collect()
+        if not ready and not self._stopping:
+            until = min(timers[0].when() if timers else inf, self._arriving[0][0] if self._arriving else inf)
+            if until > world.now:
+                world.block(until)
+            self._collect()
+        for _ in range(len(ready)):
+            if self._shuffled and len(ready) > 1:
+                ready.rotate(-int(world.rng.random() * len(ready)))
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+            del handle
+            world.pause()
+
+    def _collect(self) -> None:
+        """Move to the ready callbacks what is due."""
+        now, timers = self._world.now, self._scheduled
+        while self._arriving and self._arriving[0][0] <= now:
+            self._ready.append(self._arriving.popleft()[1])
+        while timers and (timers[0].cancelled() or timers[0].when() <= now):
+            timer = heappop(timers)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            if not timer.cancelled():
+                self._ready.append(timer)
+
 
 LIBRARIES = (concurrent.futures._base, concurrent.futures.thread, asyncio.base_events)
 """Modules of the standard library that make threads and locks for the engine."""

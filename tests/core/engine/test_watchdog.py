@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncengine.engine import watchdog as module
-from asyncengine.engine.watchdog import Watchdog
+from asyncengine.engine import device_thread as module
+from asyncengine.engine.device_thread import Watchdog
 
 SOFT, HARD = 10.0, 30.0
 

@@ -6,8 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from asyncengine.config import MemorySettings
-from asyncengine.kvcache.eviction import STRATEGIES
-from asyncengine.kvcache.radix_tree import Node, RadixTree
+from asyncengine.kvcache.radix_tree import STRATEGIES, Node, RadixTree
 
 SIZE = 2
 NS = ("", "")

@@ -8,7 +8,7 @@ import pytest
 from support.fake_engine import Steps
 
 from asyncengine.kvcache.sessions import MOST_TIPS
-from asyncengine.scheduler import sessions
+from asyncengine.scheduler import roster
 from asyncengine.scheduler.messages import SessionEvent
 
 SYSTEM = list(range(2, 18))
@@ -183,7 +183,7 @@ def test_every_page_comes_back_from_sessions_left_anywhere(states: int):
 
 
 def test_a_session_expires_after_its_patience(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sessions, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(roster, "MOST_SESSIONS", 2)
     steps = Steps()
     steps.apply(SessionEvent("a", "open", 0.0, 10.0))
     history = turn(steps, SYSTEM, "a")

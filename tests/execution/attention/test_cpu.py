@@ -20,8 +20,7 @@ from asyncengine.execution.models.memory.caches import page_bytes
 
 pytest.importorskip("numba")
 
-from asyncengine.execution.attention.cpu import CompiledBackend
-from asyncengine.execution.attention.cpu_plan import StepPlan
+from asyncengine.execution.attention.cpu import CompiledBackend, StepPlan
 
 CPU = torch.device("cpu")
 BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)

@@ -16,8 +16,7 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler here", allow_module_level=True)
 
-from asyncengine.execution.attention.cpu import CompiledBackend
-from asyncengine.execution.attention.cpu_plan import StepPlan
+from asyncengine.execution.attention.cpu import CompiledBackend, StepPlan
 
 SPECS = {
     "plain": LayerSpec(0, 4, 2, 16, 16, 0.25),

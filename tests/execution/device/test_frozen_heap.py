@@ -10,7 +10,7 @@ import pytest
 from support.fake_engine import greedy, make_engine
 
 from asyncengine.engine import device_thread
-from asyncengine.engine.frozen_heap import FrozenHeap
+from asyncengine.engine.process import FrozenHeap
 
 
 @pytest.fixture(autouse=True)

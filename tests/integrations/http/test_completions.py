@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from asyncengine import AsyncEngine, Chunk, Engine, RequestFailed, SamplingParams, beam_search
-from asyncengine.integrations.http.beams import Beams
-from asyncengine.integrations.http.several import Several
+from asyncengine.integrations.http.several import Beams, Several
 
 TEXT = "The capital of France is"
 

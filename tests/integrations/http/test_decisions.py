@@ -174,34 +174,6 @@ async def test_systemone_has_the_form_of_transformers(engine: AsyncEngine, url: 
 
 
 MANY = [{"value": str(each)} for each in range(27)]
-IMAGE = [{"type": "input_image", "image_url": "data:,"}]
-
-
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"questions": []}, "questions"),
-        ({"questions": QUESTIONS[:1] * 401}, "questions"),
-        ({"questions": QUESTIONS[:1] * 2}, "questions[1].name"),
-        ({"questions": [{"type": "box"}]}, "questions[0].type"),
-        ({"questions": [{"type": "predicate"}]}, "questions[0].instructions"),
-        ({"questions": [{**QUESTIONS[1], "choices": MANY}]}, "questions[0]"),
-        ({"questions": [{**QUESTIONS[1], "choices": MANY[:1] * 2}]}, "questions[0].choices"),
-        ({"questions": [{**QUESTIONS[2], "levels": [{"label": True}]}]}, "questions[0].levels[0].label"),
-        ({"questions": [{**QUESTIONS[0], "instructions": IMAGE}]}, "questions[0].instructions[0]"),
-        ({"questions": [{**QUESTIONS[1], "choices": [{}, {"value": "a"}]}]}, "questions[0].choices[0].value"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": 5}, "input"),
-        ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content[0]"),
-        ({"input": INPUT[2:]}, "input[0].call_id"),
-        ({"input": None}, "input"),
-    ],
-)
-async def test_errors_name_the_field(url: str, given: dict[str, Any], field: str) -> None:
-    body = {"model": "demo", "input": "x", "questions": QUESTIONS, **given}
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        refused = await client.post("/v1/decisions", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
 async def test_who_leaves_leaves_nothing(engine: AsyncEngine, url: str) -> None:

@@ -127,31 +127,6 @@ def test_options_by_their_names(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
-    [
-        ("chat", {"model": "none", "messages": COUNT}, 404, "no model 'none'"),
-        ("chat", {"messages": COUNT, "options": {"temperature": -1}}, 400, "temperature"),
-        ("chat", {"messages": COUNT, "options": {"num_predict": 1.5}}, 400, "num_predict"),
-        ("chat", {"messages": COUNT, "format": "xml"}, 400, 'format: must be "json"'),
-        ("chat", {"messages": [{"role": "user", "content": 1}]}, 400, "messages[0].content"),
-        ("chat", {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, 400, "images"),
-        ("chat", {"messages": COUNT, "keep_alive": "soon"}, 400, "keep_alive"),
-        ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-        ("generate", {"prompt": "a", "raw": True, "images": ["aGk="]}, 400, "images"),
-        ("show", {"model": "none"}, 404, "no model 'none'"),
-        ("pull", {"model": "none"}, 404, "hub"),
-        ("embed", {"model": "embed", "input": 7}, 400, "input"),
-        ("create", {}, 404, "Not Found"),
-    ],
-)
-def test_errors_have_ollamas_form(url: str, path: str, body: dict[str, Any], status: int, words: str) -> None:
-    answer = post(url, path, **body)
-    assert answer.status_code == status, answer.text
-    assert answer.json().keys() == {"error"}
-    assert words in answer.json()["error"]
-
-
-@pytest.mark.parametrize(
     ("page", "status"), [({}, 200), ({"origin": "http://localhost"}, 415), ({"sec-fetch-site": "cross-site"}, 415)]
 )
 def test_a_body_is_called_json_by_browsers_alone(url: str, page: dict[str, str], status: int) -> None:

@@ -320,56 +320,6 @@ def test_a_tokenizer_tells_its_end(url: str, engines: Engines) -> None:
 # -------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("path", "given", "param"),
-    [
-        ("/v1/embeddings", {}, "input"),
-        ("/v1/embeddings", {"input": []}, "input"),
-        ("/v1/embeddings", {"input": ["a", 5]}, "input[1]"),
-        ("/v1/embeddings", {"input": [10**9]}, "input[0]"),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
-        ("/v1/embeddings", {"input": "a", "embed_dtype": "int8"}, "embed_dtype"),
-        ("/v1/embeddings", {"input": "a", "endianness": "middle"}, "endianness"),
-        ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, "prompt_name"),
-        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
-        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
-        ("/v1/embeddings", {"input": ["a"] * 257, "encoding_format": "bytes"}, "encoding_format"),
-        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
-        ("/pooling", {"input": "a", "model": "reranker", "task": "embed"}, "task"),
-        ("/pooling", {"input": "a", "model": "reranker", "encoding_format": "bytes"}, "encoding_format"),
-        ("/score", {"model": "reranker", "text_1": "a", "text_2": "b " * 600}, "text_2[0]"),
-        (
-            "/score",
-            {"model": "reranker", "text_1": "a " * 50, "text_2": "b", "truncate_prompt_tokens": 9},
-            "truncate_prompt_tokens",
-        ),
-        ("/v1/embeddings", {"input": "a", "model": "demo"}, "embed"),
-        ("/v1/embeddings", {"input": "a", "model": "none"}, "model"),
-        ("/v1/rerank", {"documents": ["a"]}, "query"),
-        ("/v1/rerank", {"query": "a"}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": ["a", {}]}, "documents[1]"),
-        ("/v1/rerank", {"query": "a", "texts": [5]}, "texts[0]"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "use_activation": 2}, "use_activation"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"messages": [5]}, "messages[0]"),
-        ("/tokenize", {"messages": [], "chat_template_kwargs": 5}, "chat_template_kwargs"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
-        ("/detokenize", {"tokens": ["a"]}, "tokens"),
-    ],
-)
-def test_a_wrong_field_is_named(url: str, path: str, given: dict[str, Any], param: str) -> None:
-    answer = post(url, path, **given)
-    assert answer.status_code in (400, 404)
-    assert answer.json()["error"]["param"] == param
-    assert answer.json()["error"]["message"]
-
-
 async def test_a_client_that_leaves_takes_its_texts_along(url: str, engines: Engines) -> None:
     texts = [f"{number} " + "word " * 200 for number in range(4000)]
     engine = engines["embedder"]

@@ -1,0 +1,65 @@
+"""Requests with a wrong field, to every path that reads fields: each is refused, and its error names the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from support.http_server import serving_thread
+
+from asyncengine import AsyncEngine
+from asyncengine.integrations.http import app
+
+PATHS: dict[str, Any] = json.loads((Path(__file__).parent / "refused.json").read_text(encoding="utf-8"))
+"""A good body for each path, and rows of changes of it with the name in the error, and with the status if not 400."""
+ROWS = [(path, *row, *[400][: 3 - len(row)]) for path, about in PATHS.items() for row in about["refused"]]
+
+
+def grown(value: Any) -> Any:
+    """A value of the file, in which {"of": X, "times": N} stands for X repeated so many times."""
+    if isinstance(value, list):
+        return [grown(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"of", "times"}:
+        return value["of"] * value["times"]
+    return {name: grown(inner) for name, inner in value.items()}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    @asynccontextmanager
+    async def three() -> AsyncIterator[Starlette]:
+        settings: dict[str, Any] = {"show_progress": False, "num_threads": 1, "kv_cache_memory": "16MiB"}
+        async with (
+            await AsyncEngine.from_pretrained("demo", **settings) as demo,
+            await AsyncEngine.from_pretrained("demo-embed", **settings) as embedder,
+            await AsyncEngine.from_pretrained("demo-rerank", **settings) as reranker,
+        ):
+            yield app({"demo": demo, "embedder": embedder, "reranker": reranker})
+
+    with serving_thread(three) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("path", "change", "field", "status"), ROWS)
+def test_the_error_names_the_field(client: httpx.Client, path: str, change: Any, field: str, status: int) -> None:
+    answer = client.post(path, json=grown({**PATHS[path]["body"], **change}))
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    if path.startswith("/api/"):
+        assert told.keys() == {"error"}
+        assert field in told["error"]
+    elif path == "/v1/messages":
+        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+        assert told["error"]["message"].startswith(field)
+        assert told["request_id"] == answer.headers["request-id"] != ""
+    else:
+        assert told["error"]["param"] == field
+        assert told["error"]["message"]

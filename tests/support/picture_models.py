@@ -36,52 +36,10 @@ _TEMPLATE = (
     "{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_PATCHES = {
-    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
-    "min_pixels": 64, "max_pixels": 4096,
-}  # fmt: skip
-_TILES = {
-    "image_processor_type": "Idefics3ImageProcessor",
-    "size": {"longest_edge": 32},
-    "do_image_splitting": True,
-    "max_image_size": {"longest_edge": 16},
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
-_SOFT = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "max_soft_tokens": 70}
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": _PATCHES,
-    "qwen2_5_vl": _PATCHES,
-    "qwen3_vl": _PATCHES,
-    "qwen3_5": _PATCHES,
-    "glm4v": _PATCHES | {
-        "image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 8192},
-    },
-    "glm46v": _PATCHES | {
-        "image_processor_type": "Glm46VImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 8192},
-    },
-    "mistral3": {
-        "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    },
-    "idefics3": _TILES,
-    "smolvlm": _TILES | {"image_processor_type": "SmolVLMImageProcessor"},
-    "gemma3": {
-        "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    },
-    "gemma4": _SOFT,
-    "gemma4-small": _SOFT,
-    "lfm2_vl": {
-        "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 4, "tile_size": 16, "max_tiles": 4,
-        "min_image_tokens": 4, "max_image_tokens": 8, "max_pixels_tolerance": 1.5,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    },
-    "internvl": {
-        "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 3,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    },
-}  # fmt: skip
+PROCESSORS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("picture_processors.json").read_text(encoding="utf-8")
+)
+"""Contents of preprocessor_config.json, by model."""
 MARKERS = {"gemma3": "<|begin|>"} | dict.fromkeys(
     ("mistral3", "idefics3", "smolvlm", "gemma4", "gemma4-small", "internvl", "lfm2_vl"), "<|image|>"
 )

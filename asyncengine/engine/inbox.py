@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -26,17 +26,26 @@ class Inbox(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._reader: int | None = None
         self._closed = False
-        self.at_wake: Callable[[], object] = bool
-        """Called on the reader's thread, while the reader waits, when another thread has posted something to it."""
+        self.turn = threading.Lock()
+        """Held by whoever does the waiting reader's work in its place (`borrowed`): the reader goes on after that."""
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    @property
-    def awaited_here(self) -> bool:
-        """Whether this is the reader's thread, and it waits for the next item."""
-        return self._waiter is not None and self._reader == threading.get_ident()
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[bool]:
+        """Within, the reader goes on waiting whatever comes, and this thread may change what is the reader's. False: it
+        does not wait, has something to read, or its work is another thread's already."""
+        with self._lock:
+            waiter = None if self.items else self._waiter
+            idle = waiter is not None and not waiter.done() and waiter.get_loop().is_running()
+            free = idle and self.turn.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self.turn.release()
 
     def post(self, *items: T) -> bool:
         """Append all items at once, in order. False if the inbox is closed."""
@@ -50,13 +59,8 @@ class Inbox(Generic[T]):
                 _wake(waiter)
             else:
                 with contextlib.suppress(RuntimeError):  # that loop is closed: nobody will ever take
-                    waiter.get_loop().call_soon_threadsafe(self._wake_with, waiter)
+                    waiter.get_loop().call_soon_threadsafe(_wake, waiter)
         return True
-
-    def _wake_with(self, waiter: asyncio.Future[None]) -> None:
-        if not waiter.done():  # else the reader is about to run, for another reason
-            self.at_wake()
-        _wake(waiter)
 
     def take(self) -> list[T]:
         """Everything posted so far."""
@@ -65,11 +69,6 @@ class Inbox(Generic[T]):
         with self._lock:
             items, self.items = self.items, deque()  # one exchange: what a finalizer posts meanwhile stays in
         return list(items)
-
-    def drop(self, count: int) -> None:
-        """Take the first `count` items, which the reader has seen."""
-        for _ in range(count):
-            self.items.popleft()
 
     async def wait(self, timeout: float | None = None) -> None:
         """Until something is posted, or `timeout` seconds have passed."""
@@ -84,7 +83,7 @@ class Inbox(Generic[T]):
         try:
             await waiter
         finally:
-            with self._lock:
+            with self.turn, self._lock:
                 self._waiter = None
             if timer is not None:
                 timer.cancel()

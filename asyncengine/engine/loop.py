@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.device_thread import DeviceThread, Watchdog
 from asyncengine.engine.prefix_sources import PrefixSources
 from asyncengine.engine.serving_loop import ServingLoop
+from asyncengine.engine.threads import interrupts_postponed
 from asyncengine.engine.turns import CacheReset, Sleep, Turn, WeightUpdate, refusal
 from asyncengine.errors import EngineClosed, EngineError
 from asyncengine.events import EngineDied, Preempted, StepDone, StepSlow
@@ -70,7 +71,6 @@ class EngineLoop(ServingLoop):
         self.scheduler = scheduler
         self.runner = runner
         self.sources = PrefixSources(scheduler, clock, self._apply, self.inbox.post)
-        self.inbox.at_wake = self._compute_posted
         self.record = recorder
         self._lost: Exception | None = None
         self.depth = config.max_steps_in_flight or 1
@@ -150,27 +150,20 @@ class EngineLoop(ServingLoop):
         self.sources.turn()
 
     def compute_now(self, specs: Sequence[RequestSpec]) -> bool:
-        """Compute short texts at once, on this thread, where it is the loop's and has nothing else to do: no message
-        and no other thread is between a caller and its vectors. False: nothing was done, and they are to be posted.
+        """Compute short texts at once, on the calling thread, where the loop has nothing else to do: no message and no
+        other thread is between a caller and its vectors. False: nothing was done, and they are to be posted.
 
         `run` waits for a message meanwhile. An error ends the engine when it goes on.
         """
-        return self.inbox.awaited_here and self._compute(specs)
-
-    def _compute_posted(self) -> None:
-        """Compute short texts that another thread has posted, if that is all there is, before the loop's next turn."""
-        posted = list(self.inbox.items)
-        if all(isinstance(message, RequestSpec) for message in posted):
-            self._compute(cast("list[RequestSpec]", posted), posted=True)
-
-    def _compute(self, specs: Sequence[RequestSpec], *, posted: bool = False) -> bool:
-        if self._lost is not None or not 0 < sum(spec.prompt_len for spec in specs) <= self.runner.brief_tokens:
+        if not 0 < sum(spec.prompt_len for spec in specs) <= self.runner.brief_tokens or self.record is not None:
             return False
+        with interrupts_postponed(), self.inbox.borrowed() as free:
+            return free and self._compute(specs)
+
+    def _compute(self, specs: Sequence[RequestSpec]) -> bool:
         now = self.clock.now()
-        if self.record is not None or (batch := self.scheduler.step_alone(specs, now)) is None:
+        if self._lost is not None or (batch := self.scheduler.step_alone(specs, now)) is None:
             return False
-        if posted:
-            self.inbox.drop(len(specs))
         for spec in specs:
             self.delivery.open(spec.ticket)
         try:

@@ -1,11 +1,13 @@
-"""Waiting for what another thread does, where the engine may close meanwhile."""
+"""Waiting for what another thread does, where the engine may close meanwhile, and work that Ctrl-C waits for."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal.signal makes an enum's member of each handler: 80 us
 import asyncio
 import contextlib
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
@@ -88,3 +90,20 @@ def _copy(done: Future[T], waiter: asyncio.Future[T]) -> None:
         waiter.set_exception(error)
     else:
         waiter.set_result(done.result())
+
+
+@contextlib.contextmanager
+def interrupts_postponed() -> Iterator[None]:
+    """Within, Ctrl-C waits: what it left half done would be lost for everybody. Only the main thread hears of it."""
+    before = _signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before):  # it is ignored, ends the process or is heard by another language's code
+        yield
+        return
+    came: list[Any] = []
+    _signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        _signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])

@@ -287,7 +287,7 @@ class VectorService:
                     while len(posted) >= MAX_BATCHES:
                         posted[0].wait_blocking()
                         take()
-                    self._post(batch, posted, self._client.enter_blocking(batch, begun=bool(posted)))
+                    self._post(batch, posted, self._client.enter_blocking(batch, begun=bool(posted)), alone=True)
             while posted:
                 posted[0].wait_blocking()
                 take()

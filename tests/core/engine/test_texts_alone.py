@@ -1,8 +1,9 @@
-"""Short texts that come while an engine has nothing else to do: computed at once, on its loop's thread."""
+"""Short texts that come while an engine has nothing else to do: computed at once, on the caller's thread."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from support.fake_engine import SteppedExecutor, idle, make_engine, until
 
-from asyncengine import AsyncEngine, Embeddings
+from asyncengine import AsyncEngine, Embeddings, Engine
 from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import EngineClosed, EngineDead, RequestFailed, RequestTimeout
 from asyncengine.events import StepDone
@@ -36,11 +37,15 @@ class BriefExecutor(SteppedExecutor):
         self.launched_by: list[int] = []
         self.broken: BaseException | None = None
         self.row_error: str | None = None
+        self.interrupted = False
 
     def launch(self, batch: Batch) -> StepHandle:
         self.launched_by.append(threading.get_ident())
         if self.broken is not None:
             raise self.broken
+        if self.interrupted:
+            self.interrupted = False
+            signal.raise_signal(signal.SIGINT)
         handle = super().launch(batch)
         if self.row_error is None:
             return handle
@@ -175,27 +180,65 @@ async def test_an_error_of_the_text_ends_it_and_one_of_the_runner_the_engine() -
                 await engine.embed([TEXT])
 
 
-async def test_a_text_of_another_thread_is_computed_as_soon_as_the_loop_hears_of_it() -> None:
+async def test_a_text_of_any_thread_is_computed_there_while_the_loop_waits() -> None:
     executor = BriefExecutor()
     model = VectorModel(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
     async with make_engine(hosted=True, executor=executor, wiring={"vectors": model}) as engine:
-        inbox = engine.core.loop.inbox
+        inbox, here, blocking = engine.core.loop.inbox, threading.get_ident(), Engine(engine)
         for _ in range(3):
             await until(lambda: inbox._waiter is not None)
             assert_right(await engine.embed([TEXT]), TEXT)
-        reader = inbox._reader
-        assert executor.launched_by == [reader] * 3
-        assert reader != threading.get_ident()
+            assert_right(blocking.embed([TEXT]), TEXT)
+        assert executor.launched_by == [here] * 6
         assert_right(await engine.embed([TEXT * 20]), TEXT * 20)
-        assert executor.launched_by[3] != reader, "a long one takes the usual way"
+        assert executor.launched_by[6] not in (here, inbox._reader), "a long one takes the usual way"
         for found in await asyncio.gather(*(engine.embed([TEXT]) for _ in range(20))):
             assert_right(found, TEXT)
         with pytest.raises(RequestTimeout):
             await engine.embed([TEXT], timeout=1e-9)
-        assert engine.stats().finished == {"stop": 24, "timeout": 1}
+        assert engine.stats().finished == {"stop": 27, "timeout": 1}
         await idle(engine)
         assert_nothing_held(engine.core)
         executor.broken = OSError("gone")
         for _ in range(2):
             with pytest.raises(EngineDead, match="gone"):
                 await engine.embed([TEXT])
+
+
+async def test_what_comes_while_a_thread_does_the_loops_work_waits_for_it() -> None:
+    executor = BriefExecutor()
+    model = VectorModel(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
+    async with make_engine(hosted=True, executor=executor, wiring={"vectors": model}) as engine:
+        inbox = engine.core.loop.inbox
+        await until(lambda: inbox._waiter is not None)
+        executor.hold()
+        first = asyncio.create_task(asyncio.to_thread(Engine(engine).embed, [TEXT]))
+        await until(executor.entered.is_set)
+        others = [asyncio.create_task(engine.embed([TEXT * count])) for count in (1, 2, 20)]
+        await until(lambda: len(inbox.items) == 3)
+        assert len(executor.launched_by) == 1
+        executor.release()
+        assert_right(await first, TEXT)
+        for found, count in zip(await asyncio.gather(*others), (1, 2, 20), strict=True):
+            assert_right(found, TEXT * count)
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_an_interrupt_waits_until_the_step_is_whole() -> None:
+    engine, executor = embedder()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError(engine.stats().steps)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        async with engine:
+            executor.interrupted = True
+            with pytest.raises(InterruptedError, match="1"):
+                await engine.embed([TEXT])
+            assert_right(await engine.embed([TEXT]), TEXT)
+            await idle(engine)
+            assert_nothing_held(engine.core)
+    finally:
+        signal.signal(signal.SIGINT, before)

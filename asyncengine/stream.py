@@ -16,6 +16,7 @@ from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.mailbox import MANY, UNREAD
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, Timings, Usage
+from asyncengine.step import TokenLogprob
 
 T = TypeVar("T")
 
@@ -48,6 +49,11 @@ class _StreamBase:
         """Token counts so far; None before it has been submitted. From the first chunk on those of the prompt are
         final."""
         return None if self._assembler is None else self._assembler.usage
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """`Completion.prompt_logprobs`, all of them from the first chunk on; None where they are not asked for."""
+        return None if self._assembler is None else self._assembler.prompt_logprobs
 
     @property
     def timings(self) -> Timings | None:

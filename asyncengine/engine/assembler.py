@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, Usage
+from asyncengine.step import TokenLogprob
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,6 +112,12 @@ class Assembler:
         ended_at = self._ended_at if self.finished else self._now()
         return self.prepared.mailbox.timings(self.prepared.spec.arrival, ended_at)
 
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """`Completion.prompt_logprobs`, all of them from the first chunk on."""
+        spec, known = self.prepared.spec, self.prepared.mailbox.prompt_logprobs
+        return [known.get(i) for i in range(spec.prompt_len)] if spec.params.prompt_logprobs else None
+
     def failure(self) -> Exception | None:
         """The error that `result()` raises, if the request failed."""
         failed, mailbox = self._failed, self.prepared.mailbox
@@ -122,15 +129,11 @@ class Assembler:
 
     def completion(self) -> Completion:
         """The finished request. Call once `finished`."""
-        spec, mailbox = self.prepared.spec, self.prepared.mailbox
         samples = [self._sample(index) for index in range(len(self.prepared.streams))]
-        prompt_logprobs = None
-        if spec.params.prompt_logprobs:
-            prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(spec.prompt_len)]
         return Completion(
             **{field.name: getattr(samples[0], field.name) for field in fields(Sample)},
-            usage=self.usage, timings=self.timings, request_id=spec.request_id, prompt_logprobs=prompt_logprobs,
-            samples=samples,
+            usage=self.usage, timings=self.timings, request_id=self.prepared.spec.request_id,
+            prompt_logprobs=self.prompt_logprobs, samples=samples,
         )  # fmt: skip
 
     def _sample(self, index: int) -> Sample:

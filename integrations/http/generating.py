@@ -80,7 +80,7 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
             answer_id, target.name, int(time.time()),
             lambda: [stream.prompt_token_ids] if isinstance(stream, TokenStream) else stream.prompts,
             engine.token_texts, partial(engine.detokenize, skip_special_tokens=False), lambda: stream.timings,
-            lambda: stream.usage,
+            lambda: stream.usage, lambda: stream.prompt_logprobs if isinstance(stream, Several) else [],
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
         return Answer(

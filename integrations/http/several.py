@@ -16,6 +16,7 @@ import anyio.to_thread
 from asyncengine.beams import Beam
 from asyncengine.errors import RequestFailed, naming
 from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
+from asyncengine.step import TokenLogprob
 from asyncengine.stream import TokenStream
 
 Prompt = str | list[int]
@@ -44,6 +45,11 @@ class Several:
     def prompts(self) -> list[tuple[int, ...]]:
         """Token ids of all prompts that are submitted."""
         return [stream.prompt_token_ids for stream in self._streams]
+
+    @property
+    def prompt_logprobs(self) -> list[list[TokenLogprob | None]]:
+        """Scores of all prompts, those of each from its first chunk on; none where they are not asked for."""
+        return [stream.prompt_logprobs or [] for stream in self._streams]
 
     @property
     def usage(self) -> Usage | None:

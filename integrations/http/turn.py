@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from asyncengine.grammar import Grammar
 from asyncengine.outputs import Timings, Usage
+from asyncengine.step import TokenLogprob
 
 Message = dict[str, Any]
 ALL = 1 << 62
@@ -76,3 +77,5 @@ class Answered:
     """Times of the request so far."""
     usage: Callable[[], Usage | None] = lambda: None
     """Token counts of the request so far."""
+    prompt_logprobs: Callable[[], Sequence[Sequence[TokenLogprob | None]]] = tuple
+    """Scores of the prompts, those of each from its first chunk on."""

@@ -35,15 +35,13 @@ def read(fields: Fields) -> Turn:
     turn.params |= max_tokens(values["limit"], MAX_TOKENS)
     top, of_prompt = turn.extra.get("logprobs"), turn.extra.get("prompt_logprobs")
     of_echo = bool(turn.extra.get("echo")) and (top is not None or turn.params.get("max_tokens") == 0)
-    scored = of_prompt is not None or of_echo
-    if scored and turn.stream:
-        name = "logprobs" if of_prompt is None else "prompt_logprobs"
-        raise InvalidParameter(name, "of a prompt are not served in a stream")
+    if of_prompt is not None and turn.stream:
+        raise InvalidParameter("prompt_logprobs", "are not served in a stream")
     turn.params |= {
         "logprobs": top is not None or "chosen" in turn.extra,
         "top_logprobs": max(top or 0, of_prompt or 0),
     }
-    turn.params |= {"prompt_logprobs": scored}
+    turn.params |= {"prompt_logprobs": of_prompt is not None or of_echo}
     if values["own"].get("use_beam_search"):
         _read_beams(values, turn)
     elif "length_penalty" in values["own"]:
@@ -83,28 +81,37 @@ class Writer(Frames):
         self._echo, self._top = turn.extra.get("echo"), turn.extra.get("logprobs")
         self._offsets: dict[int, int] = {}
         """Characters of each choice whose logprobs were sent."""
+        self._begun: set[int] = set()
+        """Choices of which the prompt was sent, where it is to be."""
 
     def begin(self, _usage: Usage, samples: int = 1) -> str:
-        """The prompts, where they are a part of the texts or their ids are wanted."""
-        if not self._echo and not self._ids:
-            return ""
-        return "".join([self._choice_frame(index, self._prompt(index), first=True) for index in range(samples)])
-
-    def write(self, event: Event) -> str:
-        match event:
-            case Text():
-                return self._choice_frame(event.index, event.text, event.logprobs, event.token_ids)
-            case End():
-                return self._choice_frame(
-                    event.index, "", reason="length" if event.reason == "timeout" else event.reason
-                )
+        """Nothing: a prompt goes before its choice's first event, as its scores are known then."""
         return ""
 
+    def write(self, event: Event) -> str:
+        before = ""
+        if (self._echo or self._ids) and event.index not in self._begun:
+            self._begun.add(event.index)
+            before = self._prompt_frame(event.index)
+        match event:
+            case Text():
+                scored = self._scored(event.logprobs)
+                return before + self._choice_frame(event.index, event.text, scored, event.token_ids)
+            case End():
+                reason = "length" if event.reason == "timeout" else event.reason
+                return before + self._choice_frame(event.index, "", reason=reason)
+        return before
+
+    def _prompt_frame(self, index: int) -> str:
+        """The frame of a choice's prompt, which is a part of its text or whose ids are wanted."""
+        of_prompt = self._answered.prompt_logprobs()[index // self._samples] if self._top is not None else ()
+        return self._choice_frame(index, self._prompt(index), self._scored_prompt(index, of_prompt), first=True)
+
     def _choice_frame(
-        self, index: int, text: str, entries: Sequence[LogprobEntry] = (), token_ids: Sequence[int] = (),
+        self, index: int, text: str, scored: Sequence[Scored] = (), token_ids: Sequence[int] = (),
         reason: str | None = None, first: bool = False,
     ) -> str:  # fmt: skip
-        logprobs = self._logprobs(index, self._scored(entries)) if entries else None
+        logprobs = self._logprobs(index, scored) if scored else None
         fields = (
             f'"text": {json.dumps(text)}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(reason)}'
         )
@@ -135,7 +142,7 @@ class Writer(Frames):
     def _choice(self, index: int, sample: Sample, of_prompt: list[TokenLogprob | None]) -> dict[str, Any]:
         logprobs = None
         if self._top is not None:
-            before = self._scored_prompt(index, of_prompt) if self._echo else []
+            before = self._scored_prompt(index, of_prompt)
             logprobs = self._logprobs(index, [*before, *self._scored(sample.logprobs or ())])
         reason = "length" if sample.finish_reason == "timeout" else sample.finish_reason
         text = self._prompt(index) + sample.text if self._echo else sample.text
@@ -156,7 +163,9 @@ class Writer(Frames):
         given = self._prompts[index // self._samples]
         return given if isinstance(given, str) and not self._cut else self._answered.text_of(self._prompt_ids(index))
 
-    def _scored_prompt(self, index: int, entries: list[TokenLogprob | None]) -> list[Scored]:
+    def _scored_prompt(self, index: int, entries: Sequence[TokenLogprob | None]) -> list[Scored]:
+        if not self._echo or not entries:
+            return []
         texts, scored = self.texts(self._prompt_ids(index)), list[Scored]()
         for text, entry in zip(texts, entries, strict=True):
             if entry is None:

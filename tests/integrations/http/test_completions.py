@@ -108,6 +108,19 @@ def test_a_prompt_is_scored_as_in_process(client: openai.OpenAI, engine: Engine,
     assert answer.choices[0].text[scores.text_offset[3] :].startswith(scores.tokens[3])
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_stream_scores_its_prompts_first(client: openai.OpenAI, max_tokens: int) -> None:
+    asked: Any = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "n": 2 if max_tokens else 1, "seed": 5}
+    whole = ask(client, [TEXT, "Once"], **asked).choices
+    chunks = [chunk.choices[0] for chunk in ask(client, [TEXT, "Once"], stream=True, **asked) if chunk.choices]
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.text for chunk in own) == choice.text
+        for name, values in choice.logprobs:
+            assert [each for chunk in own if chunk.logprobs for each in getattr(chunk.logprobs, name)] == values
+        assert own[0].logprobs.token_logprobs[0] is None
+
+
 def test_ids_go_in_and_out(client: openai.OpenAI, engine: Engine) -> None:
     ids = engine.tokenize(TEXT)
     done = engine.generate(ids, SamplingParams(temperature=0, max_tokens=6))

@@ -55,7 +55,7 @@ class PrefixCacheReset(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """Full pages, each behind the one before, from which requests can start now. This and what follows have the names
-    and fields of vLLM's `distributed.kv_events`, so that its clients read `(batch.ts, [asdict(e) for e in batch.events])`."""
+    and fields of vLLM's `distributed.kv_events`, so that its clients read `ts` and `asdict` of each event."""
 
     block_hashes: tuple[int, ...]
     """Hash of each, of 64 bits: of its tokens, all tokens before, the adapter and the cache salt."""

@@ -147,8 +147,8 @@ class Batch(NamedTuple):
     rows: tuple[Row, ...]
     swaps: tuple[AdapterSwap, ...] = ()
     encode: Encode | None = None
-    copies: tuple[tuple[int, int], ...] = ()
-    """(page, page that becomes a copy of it) in all layers, before anything is computed."""
+    copies: tuple[tuple[RecordPart, int, int], ...] = ()
+    """(kind of page, page, the one that becomes a copy of it), made before anything is computed."""
 
     @property
     def num_tokens(self) -> int:

@@ -59,6 +59,8 @@ class KVCache:
             self.windows = PageGroup(pool, page_size, strategy, near, most_ahead, padded=False, keep=prefix_caching)
             self.tree.losing.append(self._drop_twin)
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
+        self.copies = False
+        """Requests start with copies of pages that others have filled in part."""
         self._saves: SaveLog | None = None
         self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
         """Tables without a request, and the snapshots at their ends, by the number of their pin."""

@@ -44,12 +44,13 @@ class PageFrontiers:
         self._pages: dict[tuple[Node, tuple[int, ...]], int] = {}
 
     def add(self, request: Request) -> None:
-        """`request` runs: note the page it computes next, if it is a full page of a prompt that will be published."""
+        """`request` runs: note the page it computes next, if it is a full page of a prompt that will be published, or
+        the last one, which will be copied."""
         table = request.table
         if table is None or not self._kv.prefix_caching or request.num_computed >= len(request.tokens) - 1:
             return
         page = self._next_page(table, request)
-        if len(page[1]) == self._kv.page_size:
+        if len(page[1]) == self._kv.page_size or self._kv.copies:
             self._pages[page] = request.ticket
 
     def foresee(self, request: Request, namespace: Namespace, limit: int, leader: Request | None = None) -> None:

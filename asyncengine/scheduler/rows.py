@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncengine.kvcache import KVCache
+from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.request import Request
-from asyncengine.step import Batch, ConstrainedToken, Row, WindowPages
+from asyncengine.step import Batch, ConstrainedToken, RecordPart, Row, WindowPages
 
 
 class InFlight(NamedTuple):
@@ -38,7 +38,7 @@ class Plan:
         self.threshold = threshold
         self.rows: dict[int, Row] = {}
         """Rows by ticket, in the order in which they were planned."""
-        self.copies: dict[int, tuple[int, int]] = {}
+        self.copies: dict[int, list[tuple[RecordPart, int, int]]] = {}
         """`Batch.copies` by the ticket whose row reads the copy."""
 
     def grant(self, wanted: int, whole: bool = False) -> int:
@@ -111,6 +111,22 @@ def constrained_end(
     if reason == "length" and (overrun := request.matcher.overrun()) is not None:
         return "error", overrun
     return "stop" if reason == "length" and offered else reason, None
+
+
+def can_copy(source: PageTable, table: PageTable) -> bool:
+    """Whether `source` begins with the same shared pages as `table`, and still has the page behind them."""
+    place, near = table.num_shared, source if source.window is None else source.window
+    if source.namespace != table.namespace or max(source.num_unseen, near.num_unseen) > place:
+        return False
+    return not place or source.pages[place - 1 : place] == table.pages[place - 1 : place]
+
+
+def copied(source: PageTable, table: PageTable) -> list[tuple[RecordPart, int, int]]:
+    """`Batch.copies` by which the first page of `table` behind its shared ones becomes one of `source`."""
+    place, found = table.num_shared, [(RecordPart.PAGE, source, table)]
+    if source.window is not None and table.window is not None:
+        found.append((RecordPart.WINDOW, source.window, table.window))
+    return [(part, one.pages[place - one.first], own.pages[place - own.first]) for part, one, own in found]
 
 
 def next_row(request: Request, count: int) -> Row:

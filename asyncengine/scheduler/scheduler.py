@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.config import EngineConfig
@@ -36,7 +37,7 @@ from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.restores import Restores
 from asyncengine.scheduler.results import Results
 from asyncengine.scheduler.roster import Roster
-from asyncengine.scheduler.rows import InFlight, Plan, is_stream, may_overlap, next_row
+from asyncengine.scheduler.rows import InFlight, Plan, can_copy, copied, is_stream, may_overlap, next_row
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.states import with_states
 from asyncengine.seams import AdapterAdmission
@@ -59,7 +60,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.last_step = 0
-        self._copies = copies and kv.states is None and kv.lookback is None and kv.windows is None
+        kv.copies = copies and kv.states is None  # no state of a position within a page is kept
         self.last_reset = PrefixCacheReset(0, 0)
         self._policy = start_policy(config.policy)
         # A decode must never wait for budget: then every running request advances in every step.
@@ -274,22 +275,24 @@ class Scheduler:
             if count:  # else its picture is encoded in a later step
                 plan.add(request, count)
             if leader is not None and leader.table is not None and request.table is not None:
-                place = request.num_launched // self.kv.page_size
-                plan.copies[request.ticket] = leader.table.pages[place], request.table.pages[place]
-                leader.last_step = self.last_step + 1  # which names its page
+                plan.copies[request.ticket] = copied(leader.table, request.table)
+                leader.last_step = self.last_step + 1  # which names its pages
 
     def _leader_of(self, request: Request) -> Request | None:
-        """The first sample of its prompt, if `request` shares all full pages with it, and takes what the prompt fills
-        of the next one as a copy: its last token alone is left to compute."""
-        leader, last = self.running.get(request.spec.group or 0), len(request.tokens) - 1
-        if not self._copies or leader is None or leader is request or request.table is None:
+        """A running request (another sample, another fork) that has computed all tokens of `request` but the last, if
+        the two share all full pages of these: `request` takes the next page as a copy, and computes its last token."""
+        table, last = request.table, len(request.tokens) - 1
+        if not self.kv.copies or table is None or request.spec.images or self._admission.match_limit(request) < last:
             return None
-        if leader.spec.prompt != request.spec.prompt or request.num_output or request.spec.images:
+        known = table.num_shared * self.kv.page_size
+        if not known < last < known + self.kv.page_size:
             return None
-        if self._admission.match_limit(request) < last:
-            return None
-        known = request.table.num_shared * self.kv.page_size
-        return leader if leader.num_computed > last and known < last < known + self.kv.page_size else None
+        for leader in self.running.values():
+            if leader.num_computed < last or leader.keys[known:last] != request.keys[known:last]:
+                continue
+            if leader.table is not None and can_copy(leader.table, table):
+                return leader
+        return None
 
     def _launch(self, plan: Plan, now: float) -> Batch:
         """Make the plan a fact: from here on results for it will come."""
@@ -314,7 +317,13 @@ class Scheduler:
             if row.samples:
                 request.num_pending += 1
         encode = self.encoding.take() if self.encoding.used else None
-        batch = Batch(self.last_step, planned, self.roster.slots.take_swaps(), encode, tuple(plan.copies.values()))
+        batch = Batch(
+            self.last_step,
+            planned,
+            self.roster.slots.take_swaps(),
+            encode,
+            tuple(chain.from_iterable(plan.copies.values())),
+        )
         epochs = [request.epoch for request in requests]
         self._in_flight.append(InFlight(batch, requests, epochs, now, total - len(requests)))
         return batch

@@ -22,7 +22,16 @@ from asyncengine.images import ImageSpan
 from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.request_spec import Pooled
 from asyncengine.seams import Guesser
-from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
+from asyncengine.step import (
+    Batch,
+    ConstrainedToken,
+    FinishedStep,
+    RecordPart,
+    Row,
+    StepResult,
+    TokenLogprob,
+    sampling_places,
+)
 
 # Recurrent states without a model: a state is how many tokens it has taken in, and a hash of them.
 
@@ -272,8 +281,9 @@ class FakeExecutor:
 
     def _write(self, batch: Batch) -> None:
         """All rows write before any reads, as one forward pass does layer by layer."""
-        for source, page in batch.copies:
-            self.memory[page] = list(self.memory[source])
+        for part, source, page in batch.copies:
+            memory = self.memory if part is RecordPart.PAGE else self.window_memory
+            memory[page] = list(memory[source])
         written: dict[tuple[int, int], int] = {}
         near: dict[tuple[int, int], int] = {}
         for row in batch.rows:

@@ -19,7 +19,7 @@ from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Message, ResetPrefixCache, Resume, SessionEvent, StopText, Suspend
-from asyncengine.step import Batch, Row, StepResult
+from asyncengine.step import Batch, RecordPart, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 from asyncengine.testing.fake_runner import content, fake_vector
 
@@ -328,9 +328,10 @@ class Life:
     def check_retire_rule(self, batch: Batch) -> None:
         """No page or state that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""
         size = self.config.page_size
-        copied = {page for _, page in batch.copies}
+        copied = {copy[::2] for copy in batch.copies}
         for earlier in self.in_flight:
-            named = {page for row in earlier.rows for page in row.pages}
+            named = {(RecordPart.PAGE, page) for row in earlier.rows for page in row.pages}
+            named |= {(RecordPart.WINDOW, page) for row in earlier.rows if row.window for page in row.window.pages}
             assert copied.isdisjoint(named), f"step {batch.step} copies onto pages that a step in flight names"
         for flying in (row for earlier in self.in_flight for row in earlier.rows):
             named = set(flying.pages[: -(-(flying.start + flying.num_scheduled) // size)])

@@ -229,10 +229,10 @@ class CpuPageMemory:
                 for piece, copy in zip(pool.page(index), pool.page(index, rank), strict=True):
                     copy[:] = piece
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Make the second page of each of `copies` one of the first."""
-        for source, page in copies:
-            for pool in self._pools[RecordPart.PAGE]:
+    def copy(self, copies: Sequence[tuple[RecordPart, int, int]]) -> None:
+        """Make the copies of pages that a step begins with."""
+        for part, source, page in copies:
+            for pool in self._pools[part]:
                 for piece, copied in zip(pool.page(source), pool.page(page), strict=True):
                     copied[:] = piece
 

@@ -1,4 +1,4 @@
-"""Samples of one prompt take the page that it fills in part as a copy, and compute its last token alone."""
+"""Samples and forks of one prompt take the page that it fills in part as a copy, and compute its last token alone."""
 
 from __future__ import annotations
 
@@ -28,18 +28,36 @@ def test_every_other_sample_computes_one_token(depth: int, caching: bool):
     assert first_rows(steps, tickets) == [22, 1, 1, 1, 1]
     copies = [copy for batch in steps.batches for copy in batch.copies]
     assert len(copies) == 4
-    assert len({page for _, page in copies}) == 4
-    assert len({source for source, _ in copies}) == 1
+    assert len({page for _, _, page in copies}) == 4
+    assert len({source for _, source, _ in copies}) == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CACHE_KINDS if kind != "pages"])
-def test_models_whose_states_or_windows_go_with_pages_compute_them(kind: str):
-    steps = Steps(copies=True, **CACHE_KINDS[kind])
-    tickets = steps.add_group(PROMPT, 3)
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forks_copy_what_their_groups_of_layers_have(kind: str, depth: int):
+    """Requests of their own; a state within a page is not kept: models with states compute from their snapshot on."""
+    steps = Steps(copies=True, max_steps_in_flight=depth, **CACHE_KINDS[kind])
+    tickets = [steps.add(PROMPT, 8, seed=number) for number in range(3)]
     steps.run()
     steps.assert_right()
-    assert not any(batch.copies for batch in steps.batches)
-    assert first_rows(steps, tickets)[1] > 1
+    steps.assert_empty()
+    first, *others = first_rows(steps, tickets)
+    copied = {part.name for batch in steps.batches for part, _, _ in batch.copies}
+    assert copied == {"states": set(), "window pages": {"PAGE", "WINDOW"}}.get(kind, {"PAGE"})
+    assert (first, others) == (22, [2, 2] if kind == "states" else [1, 1])
+
+
+def test_nothing_is_copied_between_namespaces():
+    """Equal tokens of two salts, of a prompt that fills no page, and of one that has full pages before."""
+    for prompt in (PROMPT[:3], PROMPT):
+        steps = Steps(copies=True)
+        for salt in ("one", "two"):
+            steps.add(prompt, 8, salt=salt)
+            steps.step()
+        steps.add(prompt, 8, salt="two")
+        steps.run()
+        steps.assert_right()
+        assert sum(len(batch.copies) for batch in steps.batches) == 1
 
 
 def test_what_must_be_computed_is_not_copied():
@@ -56,8 +74,8 @@ def test_what_must_be_computed_is_not_copied():
         steps.assert_right()
         assert not any(batch.copies for batch in steps.batches)
     steps = Steps(copies=True)
-    for index in range(3):  # questions about one state are a group, too
-        steps.add([*PROMPT[:-1], 50 + index], 8, group=1)
+    for index in range(3):  # they part before the last token
+        steps.add([*PROMPT[:-2], 50 + index, 60], 8)
     steps.run()
     steps.assert_right()
     assert not any(batch.copies for batch in steps.batches)
@@ -76,7 +94,7 @@ def test_the_page_stays_until_the_copy_is_made():
         steps.launch()
         if not (steps.batches and steps.batches[-1].copies):
             steps.commit()
-    [source, *_] = {page for page, _ in steps.batches[-1].copies}
+    source = steps.batches[-1].copies[0][1]
     steps.abort(first)
     assert source in [page for given in steps.kv.pages.retiring for page in given.pages]
     steps.run()

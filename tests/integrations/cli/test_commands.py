@@ -126,23 +126,6 @@ def test_a_chat_goes_on_where_the_context_is_full(run: Run, monkeypatch: pytest.
     assert max(map(len, chats)) > 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "field"),
-    [
-        (("--regex", "(a"), "grammar"),
-        (("--schema", "no/such/file"), "schema"),
-        (("--regex", "a{30}", "--max-tokens", "3"), "--max-tokens"),
-    ],
-)
-def test_a_form_that_cannot_be_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], field: str
-) -> None:
-    assert main(["generate", "demo", "hi", *flags, *SMALL]) == 2
-    captured = capsys.readouterr()
-    assert f"{field}: " in captured.err
-    assert captured.err.count("\n") == 1
-
-
 def test_a_missed_deadline_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["generate", "demo", "hi", "--request-timeout", "0.000001", *SMALL])
     assert code == 1

@@ -86,19 +86,3 @@ def test_a_device_is_taken_before_the_processors(
     on(monkeypatch, 2**34, 10 * MIB)
     assert main(["fit", "demo"]) == 0
     assert 'It fits on cpu: pass device="cpu".' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["demo", "--kv-tokens", "0"], "--kv-tokens: must be an integer >= 1"),
-        (["demo", "--kv-tokens", "99999999999"], "--kv-tokens: must be between 1 and"),
-        (["demo", "--dtype", "int7"], "--dtype: must be one of"),
-        (["./nowhere"], "no folder"),
-    ],
-)
-def test_bad_input_is_one_line(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", *flags]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1

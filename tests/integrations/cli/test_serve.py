@@ -295,29 +295,7 @@ def test_what_it_cannot_serve(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 # ---------------------------------------------------------------- configuration files
 
-CONFIG = """
-[server]
-port = 8123
-memory = "4GiB"
-cors = ["https://chat.example"]
-
-[engine]
-max_num_seqs = 8
-
-[aliases]
-"*" = "chat"
-
-[models.chat]
-model = "demo"
-aliases = ["gpt-4o", "claude"]
-adapters = { pirate = "demo/pirate" }
-max_num_seqs = 2
-preload = true
-
-[models.embed]
-model = "demo-embed"
-keep_alive = -1
-"""
+CONFIG = (Path(__file__).parent / "server.toml").read_text(encoding="utf-8")
 
 
 def plan_of(tmp_path: Path, text: str, *arguments: str) -> Any:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,38 +203,11 @@ def test_an_error_has_the_type_of_its_status(status: int, kind: str) -> None:
     }  # fmt: skip
 
 
-NASTY: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    2.5,
-    "",
-    "text",
-    [],
-    [5],
-    [None],
-    {},
-    {"type": 5},
-    {"type": []},
-    {"type": "text"},
-    [{}],
-    [[]],
-]
-FULL: dict[str, Any] = {
-    "model": "m", "max_tokens": 5, "system": [text("s")], "stream": False, "temperature": 1.0, "stop_sequences": ["a"],
-    "messages": [
-        user(text("a"), {"type": "document", "source": {"type": "text", "data": "d"}}),
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "t", "signature": "s"},
-            {"type": "tool_use", "id": "i", "name": "n", "input": {}},
-        ]},
-        user({"type": "tool_result", "tool_use_id": "i", "content": [text("r")], "is_error": False}),
-    ],
-    "tools": [{"name": "n", "type": "custom", "description": "d", "input_schema": {"type": "object"}, "strict": True}],
-    "tool_choice": {"type": "tool", "name": "n", "disable_parallel_tool_use": True}, "thinking": {"type": "enabled"},
-    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}}, "metadata": {},
-}  # fmt: skip
+NASTY: list[Any] = json.loads(
+    '[null, true, 0, -1, 2.5, "", "text", [], [5], [null], {}, {"type": 5}, {"type": []}, {"type": "text"}, [{}], [[]]]'
+)
+FULL: dict[str, Any] = json.loads((Path(__file__).parent / "messages_body.json").read_text(encoding="utf-8"))
+"""A body with all that the dialect knows."""
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -99,25 +100,9 @@ def test_the_choice_of_tools_holds(client: anthropic.Anthropic, choice: Any, cal
 
 
 def test_what_an_agent_sends_is_tolerated_and_told(client: anthropic.Anthropic) -> None:
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "additionalProperties": {}}
-    raw = client.beta.messages.with_raw_response.create(
-        messages=[*QUESTION, {"role": "system", "content": "# Notes\nThe user is in Rome."}],
-        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-        tools=[
-            {**ADD, "cache_control": {"type": "ephemeral"}, "eager_input_streaming": True},
-            {"name": "Read", "description": "Read a file.", "input_schema": schema},
-            {"type": "bash_20250124", "name": "bash"},
-            {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
-        ],
-        max_tokens=3,
-        metadata={"user_id": "somebody"},
-        thinking={"type": "adaptive"},
-        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        output_config={"effort": "high"},
-        betas=["claude-code-20250219"],
-        model="demo",
-        extra_body={"temperature": 0, "something_new": {"a": 1}},
-    )
+    body = json.loads((Path(__file__).parent / "agent_body.json").read_text(encoding="utf-8"))
+    more = {"temperature": 0, "something_new": {"a": 1}}
+    raw = client.beta.messages.with_raw_response.create(**body, extra_body=more)
     assert raw.parse().usage.output_tokens == 3
     told = raw.headers["x-asyncengine-ignored"].split(", ")
     assert sorted(told) == [

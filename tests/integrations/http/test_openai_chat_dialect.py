@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,32 +236,5 @@ def test_ids_of_prompt_and_answer_are_told() -> None:
 
 
 def test_a_whole_answer_letter_for_letter() -> None:
-    def call(name: str, arguments: str) -> dict[str, Any]:
-        return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
-
     whole = openai_chat.Writer(Turn(), ANSWERED).whole(COMPLETION)
-    assert whole == {
-        "id": "chatcmpl-1f", "object": "chat.completion", "created": 7, "model": "demo", "system_fingerprint": None,
-        "choices": [{
-            "index": 0,
-            "message": {
-                "role": "assistant", "content": "He", "refusal": None, "reasoning_content": "Hm.", "reasoning": "Hm.",
-                "tool_calls": [call("c1", '{"a":1}'), call("c2", '{"a"')],
-            },
-            "logprobs": None, "finish_reason": "tool_calls", "token_ids": None,
-        }],
-        "prompt_logprobs": None, "prompt_token_ids": None,
-        "usage": {
-            "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6,
-            "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 1},
-        },
-        "timings": {
-            "queued_ms": 250, "cache_n": 1, "prompt_n": 1, "prompt_ms": 250, "prompt_per_token_ms": 250,
-            "prompt_per_second": 4, "predicted_n": 4, "predicted_ms": 500, "predicted_per_token_ms": 125,
-            "predicted_per_second": 8,
-        },
-        "metrics": {
-            "queue_time_ms": 250, "time_to_first_token_ms": 250, "generation_time_ms": 500, "tokens_per_second": 5.333,
-            "mean_itl_ms": 166.667,
-        },
-    }  # fmt: skip
+    assert whole == json.loads((Path(__file__).parent / "chat_answer.json").read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -54,36 +55,13 @@ def entry(token: str, number: int) -> LogprobEntry:
 # -------------------------------------------------------------------- items
 
 
+ITEMS = json.loads((Path(__file__).parent / "responses_items.json").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        ("hello", [message("user", "hello")]),
-        (
-            [message("developer", "a"), message("system", "b"), message("user", "c")],
-            [message("system", "Be.\n\na\n\nb"), message("user", "c")],
-        ),
-        (
-            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
-            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
-        ),
-        ([message("assistant", "a"), message("assistant", "b")], [message("assistant", "a\n\nb")]),
-        (
-            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
-            [message("assistant", "no")],
-        ),
-        (
-            [
-                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-                message("assistant", "I look."), CALL, RESULT,
-            ],
-            [
-                {
-                    **message("assistant", "I look."), "reasoning_content": "hm",
-                    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
-                },
-                {**message("tool", "found"), "name": "look", "tool_call_id": "c1"},
-            ],
-        ),
+        *ITEMS,
         (
             [{"type": "reasoning", "summary": [], "encrypted_content": seal("hm")}, message("assistant", "a")],
             [{**message("assistant", "a"), "reasoning_content": "hm"}],
@@ -94,7 +72,7 @@ def entry(token: str, number: int) -> LogprobEntry:
         ),
         ([{"type": "compaction", "encrypted_content": seal("all")}], [message("user", "all")]),
     ],
-)  # fmt: skip
+)
 def test_items_become_messages(given: Any, messages: Any) -> None:
     more = {"instructions": "Be."} if messages[0]["role"] == "system" else {}
     assert read(given, **more).messages == messages

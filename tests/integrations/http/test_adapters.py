@@ -57,12 +57,6 @@ def test_an_adapter_comes_answers_and_goes(client: httpx.Client, where: str) -> 
     assert names(client) == ["demo", "embed"]
 
 
-def test_nobody_changes_adapters_without_a_key(client: httpx.Client) -> None:
-    for what in ("load", "unload"):
-        refused = change(client, what, "open", lora_name="pirate", lora_path="demo/pirate")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
-
-
 @pytest.mark.parametrize(
     ("what", "body", "status", "param"),
     [

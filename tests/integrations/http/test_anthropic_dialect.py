@@ -15,11 +15,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.http.dialects.anthropic_messages import Writer, error, read
+from asyncengine.integrations.http.dialects.anthropic_messages import Writer, read
 from asyncengine.integrations.http.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
 from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.generating import grant
-from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Completion, Timings, ToolCall, Usage
 
@@ -186,21 +185,6 @@ def test_a_budget_of_thoughts_is_told_and_held(reads: tuple[str, ...], reasons: 
     assert asked.chat.get("template_kwargs", {}) == told
     assert asked.chat.get("max_thinking_tokens") == (2000 if reasons else None)
     assert "thinking.budget_tokens" not in fields.ignored
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"), (401, "authentication_error"), (404, "not_found_error"),
-        (413, "request_too_large"), (415, "invalid_request_error"), (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"), (504, "timeout_error"),
-    ],
-)  # fmt: skip
-def test_an_error_has_the_type_of_its_status(status: int, kind: str) -> None:
-    assert error(Problem(status, "no"), "req_1") == {
-        "type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req_1",
-    }  # fmt: skip
 
 
 NASTY: list[Any] = json.loads(

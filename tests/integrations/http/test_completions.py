@@ -65,13 +65,6 @@ def test_the_likeliest_samples_are_returned(client: openai.OpenAI) -> None:
     assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in made)
 
 
-def test_bad_words_are_held_off(client: openai.OpenAI) -> None:
-    free = ask(client, TEXT, temperature=0, max_tokens=12, logprobs=0).choices[0]
-    word = next(token for token in free.logprobs.tokens if token.strip())
-    held = ask(client, TEXT, temperature=0, max_tokens=12, logprobs=0, bad_words=[word]).choices[0]
-    assert word not in held.logprobs.tokens
-
-
 def test_a_stream_of_several_prompts_adds_up(client: openai.OpenAI) -> None:
     whole = ask(client, [TEXT, "Once"], n=2, echo=True)
     texts, ends, last = [""] * 4, [0] * 4, None
@@ -146,11 +139,6 @@ def test_tokens_are_named_by_id_also_those_of_the_prompt(client: openai.OpenAI) 
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in both]
     pairs = [*zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, strict=True)]
     assert all(token in top for token, top in pairs[1:])
-
-
-def test_a_text_may_go_without_the_tokenizers_own_tokens(client: openai.OpenAI, engine: Engine) -> None:
-    answer = ask(client, add_special_tokens=False, return_token_ids=True)
-    assert answer.choices[0].model_dump()["prompt_token_ids"] == engine.tokenize(TEXT, add_special_tokens=False)
 
 
 def test_a_prompt_is_cut_to_a_number_of_tokens(client: openai.OpenAI, engine: Engine) -> None:

@@ -329,14 +329,6 @@ def test_connections_without_a_request_are_closed(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- failures of our own
 
 
-def test_a_refusal_leaves_its_connection_open(url: str) -> None:
-    with connection(url) as raw:
-        raw.sendall(b"GET /open/v1/models/none HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 404 " in raw.recv(1 << 16)
-        raw.sendall(b"GET /open/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert b"HTTP/1.1 200" in everything(raw)
-
-
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses", "/v1/rerank", "/v1/models/demo"])
 def test_a_failure_that_nobody_foresaw_is_told_in_the_dialects_shape(
     monkeypatch: pytest.MonkeyPatch, client: httpx.Client, path: str

@@ -7,22 +7,19 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.routing import Route
 from support.http_server import serving_thread
 
 from asyncengine import EngineGroup
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.integrations.http import app
-from asyncengine.integrations.http.asgi import routes
-from asyncengine.integrations.http.models import Models, Serving
-from asyncengine.integrations.http.problems import Problem, problem_of
+from asyncengine.integrations.http.models import Models
+from asyncengine.integrations.http.problems import Problem
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "grammar_backend": "none", "speculation": "off"}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -121,13 +118,6 @@ class Group(EngineGroup):
         self.released.append(model)
 
 
-@pytest.mark.parametrize(("name", "status"), [("a", 503), ("b", 503), ("c", 404)])
-async def test_a_failed_load_has_a_status(name: str, status: int) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011 - each its own
-        await Models(Group()).acquire(name)
-    assert problem_of(raised.value).status == status
-
-
 async def test_a_target_is_let_go_once() -> None:
     group = Group()
     seen: list[str] = []
@@ -143,13 +133,6 @@ async def test_a_target_is_let_go_once() -> None:
         await Models(group, {"*": "b"}).acquire(None)
     with pytest.raises(Problem, match="must say which model: 'a', 'b', 'c'"):
         await asyncio.wait_for(models.acquire(None), 60)
-
-
-def test_models_and_adapters_are_listed_before_they_are_loaded(url: str) -> None:
-    rows = httpx.get(f"{url}/v1/models").json()["data"]
-    assert [(row["id"], row["parent"]) for row in rows] == [
-        ("demo", None), ("gone", None), ("wrong", None), ("pirate", "demo"), ("none", "wrong"),
-    ]  # fmt: skip
 
 
 def change(url: str, what: str, **body: Any) -> httpx.Response:
@@ -177,13 +160,6 @@ def test_models_are_loaded_and_unloaded_by_request(url: str) -> None:
     assert change(url, "unload", model="demo").json()["success"], "there is nothing to do"
     assert status(url, "demo") == "unloaded"
     assert ask(url, "demo").status_code == 200, "its next request loads it"
-
-
-def test_the_list_has_one_name_in_logs() -> None:
-    models: Any = SimpleNamespace(group=None, watch=lambda _: None)
-    logged = {route.endpoint: route.path for route in routes(Serving(models)) if isinstance(route, Route)}.values()
-    assert "/v1/models" in logged
-    assert "/models" not in logged
 
 
 @pytest.mark.parametrize(

@@ -104,14 +104,6 @@ def test_tools_are_called_with_objects(url: str) -> None:
     assert post(url, "chat", messages=told, tools=[TOOL], options=GREEDY, stream=False).json()["message"]["content"]
 
 
-@pytest.mark.parametrize("form", ["json", AGE])
-def test_the_form_of_an_answer(url: str, form: Any) -> None:
-    asked = {"messages": COUNT, "format": form, "options": {"num_predict": 60, "seed": 3}, "stream": False}
-    found = json.loads(post(url, "chat", **asked).json()["message"]["content"])
-    assert type(found) is dict
-    assert form == "json" or type(found["age"]) is int
-
-
 def test_options_by_their_names(url: str) -> None:
     names = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 1}
     asked = {**names, "temperature": 1.5, "repeat_penalty": 1.2, "num_predict": 8, "num_ctx": 2048, "typical_p": 0.7}

@@ -16,7 +16,6 @@ from support.http_server import serving_thread
 import asyncengine
 from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.integrations.http import app
-from asyncengine.integrations.http.dialects import openai_chat
 
 QUESTION = [{"role": "user", "content": "hello"}]
 
@@ -105,17 +104,6 @@ def test_all_of_the_vocabulary_is_scored() -> None:
     assert {len(each) for each in answer.model_dump()["prompt_logprobs"][1:]} == {len(entry.top_logprobs)} == {2048}
 
 
-def test_no_token_but_the_allowed_ones_is_drawn(client: openai.OpenAI) -> None:
-    more = {"allowed_token_ids": [300, 301], "return_token_ids": True}
-    answer = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=40, extra_body=more)
-    drawn = answer.model_dump()["choices"][0]["token_ids"]
-    assert len(drawn) == 40
-    assert {*drawn} <= {300, 301}
-    for wrong in ([], ["3"], 3):
-        with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
-            client.chat.completions.create(model="demo", messages=QUESTION, extra_body={"allowed_token_ids": wrong})
-
-
 def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.OpenAI) -> None:
     def load() -> int:
         return int(httpx.get(f"{demo_url}/load").json()["server_load"])
@@ -127,12 +115,3 @@ def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.Op
     ) as stream:
         next(iter(stream))
         assert load() == 1
-
-
-@pytest.mark.parametrize("kind", ["text/event-stream; charset=utf-8", "application/x-ndjson"])
-def test_a_stream_has_the_media_type_of_its_dialect(monkeypatch: pytest.MonkeyPatch, demo_url: str, kind: str) -> None:
-    if "ndjson" in kind:
-        monkeypatch.setattr(openai_chat.Writer, "media_type", kind)
-    body = {"messages": QUESTION, "max_tokens": 2, "stream": True}
-    answer = httpx.post(f"{demo_url}/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.headers["content-type"]) == (200, kind)

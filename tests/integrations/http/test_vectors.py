@@ -8,8 +8,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import numpy as np
@@ -20,9 +19,6 @@ from support.http_server import serving_thread
 
 from asyncengine import Engine
 from asyncengine.integrations.http import app, vectors
-from asyncengine.integrations.http.fields import TABLES, Fields
-from asyncengine.integrations.http.models import Target
-from asyncengine.outputs import Classification, Classifications, Usage
 
 TEXTS = ["A cat sits on the mat.", "Stocks fell sharply.", "Two dogs play."]
 Engines = dict[str, Engine]
@@ -224,14 +220,6 @@ def test_pooled_vectors_are_embeddings(url: str) -> None:
     assert ({each["object"] for each in found["data"]}, found["usage"]) == ({"pooling"}, theirs["usage"])
 
 
-def test_a_head_pools_its_probabilities(url: str, engines: Engines) -> None:
-    made = engines["reranker"].classify(TEXTS)
-    found = post(url, "/pooling", model="reranker", input=TEXTS, task="classify").json()["data"]
-    assert [each["data"] for each in found] == [[*each.scores.values()] for each in made.results]
-    refused = post(url, "/pooling", model="reranker", input=TEXTS, task="plugin").json()["error"]
-    assert (refused["type"], refused["code"]) == ("BadRequestError", "invalid_value")
-
-
 def test_scores_may_come_without_an_activation(url: str, engines: Engines) -> None:
     raw = engines["reranker"].rerank("Which animals?", TEXTS, activation=False).results
     shown = {each.index: each.score for each in engines["reranker"].rerank("Which animals?", TEXTS).results}
@@ -251,6 +239,7 @@ def test_scores_may_come_without_an_activation(url: str, engines: Engines) -> No
     for path, name in (("/classify", "probs"), ("/pooling", "data")):
         (made,) = post(url, path, model="reranker", input="a", use_activation=False).json()["data"]
         assert made[name] == wanted
+        assert path == "/pooling" or made.keys() == {"index", "label", "probs", "num_classes"}
 
 
 def test_a_pair_is_cut_to_a_number_of_tokens(url: str, engines: Engines) -> None:
@@ -266,27 +255,6 @@ def test_a_pair_is_cut_to_a_number_of_tokens(url: str, engines: Engines) -> None
     refused = post(url, "/score", model="reranker", text_1=query, text_2="word " * 600)
     assert "Please reduce the length of the input prompt" in refused.json()["error"]["message"]
     assert post(url, "/score", model="reranker", text_1=query, text_2="word " * 600, truncate=True).status_code == 200
-
-
-async def test_classes() -> None:
-    """A double stands for the engine, as no classifier is bundled: what it gives is sent, and what it was asked."""
-    asked: list[Any] = []
-
-    class Engine:
-        info = SimpleNamespace(max_model_len=512)
-
-        async def classify(self, texts: list[str], **how: Any) -> Classifications:
-            asked.append((texts, how))
-            made = Classification("yes", 0.75, {"no": 0.25, "yes": 0.75})
-            return Classifications([made] * len(texts), Usage(9, 0), (1,))
-
-    body = Fields({"input": TEXTS[:2], "priority": 3})
-    target: Any = Target("judge", "judge", cast(Any, Engine()))
-    answer, truncated, usage = await vectors._classify(body.read(TABLES["classify"]), target)
-    assert asked == [(TEXTS[:2], {"truncate": False, "adapter": None, "priority": 3})]
-    row = {"label": "yes", "probs": [0.25, 0.75], "num_classes": 2}
-    assert answer["data"] == [{"index": 0, **row}, {"index": 1, **row}]
-    assert (truncated, usage, answer["usage"]) == ((1,), Usage(9, 0), {"prompt_tokens": 9, "total_tokens": 9})
 
 
 # -------------------------------------------------------------------- tokens

@@ -311,7 +311,9 @@ async def idle(engine: AsyncEngine) -> None:
     core = engine.core
 
     def done() -> bool:
-        return not core.loop.scheduler.requests and not core.loop.in_flight and not core.loop.delivery.expected
+        loop = core.loop  # of a hosted engine another thread's: it gives places back after its last answer
+        busy = loop.scheduler.requests or loop.in_flight or loop.delivery.expected or loop.queue_limit.waiting
+        return not busy
 
     await until(done, "an idle engine")
 

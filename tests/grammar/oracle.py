@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -14,11 +12,6 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import with_rules
 
 from .bytes_tokenizer import END, Bytes
-
-
-def table(name: str) -> Any:
-    """A table of `schemas.json`."""
-    return json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))[name]
 
 
 @functools.cache

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
-from support.small_grammars import NODE, PERSON, TREE, closed
-from support.small_grammars import SCHEMAS as SMALL
+from support.small_grammars import NODE, PERSON, closed
 from support.small_vocabulary import EOS
+from support.tables import table
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar import Grammar
@@ -24,25 +24,7 @@ OPTIONALS = closed({f"p{i}": {"anyOf": [OPTIONAL, {"type": "null"}]} for i in ra
 OR_NULL = {"anyOf": [NODE, {"type": "null"}]}
 PAIR = {"$defs": {"n": closed({"l": OR_NULL, "r": OR_NULL})}, **NODE}
 NUMBERS = closed({"a": {"type": "number", "minimum": 950, "maximum": 1050}, "b": {"type": "integer", "multipleOf": 7}})
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "person": PERSON,
-    "nullable objects": OPTIONALS,
-    "tree": TREE,
-    "pair": PAIR,
-    "any": {},
-    "object": {"type": "object"},
-    "long string": closed({"s": {"type": "string", "minLength": 40}}),
-    "numbers": NUMBERS,
-    "nested arrays": SMALL["pairs"],
-    "pattern": SMALL["pattern"],
-    "formats": closed({"d": {"type": "string", "format": "date-time"}, "u": {"type": "string", "format": "uuid"}}),
-    "format and pattern": {
-        "type": "string", "format": "uri", "pattern": "^https://images-fe\\.example\\.com/.*?(no-image)?\\._SL160_\\.(gif|jpg)$",
-    },
-    "enum": {"enum": ["red", "日本", "a much longer thing", 17, None]},
-    "optional": closed({"a": {"type": "string"}, "b": PERSON, "c": {"type": "integer"}}, ["b"]),
-    "map": {"type": "object", "additionalProperties": {"type": "integer"}},
-}  # fmt: skip
+SCHEMAS: dict[str, dict[str, Any]] = table(__file__, "closing")
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +38,7 @@ def matcher(template: LlgTemplate, budget: int) -> Matcher:
 
 
 ONE_NUMBER, OPTIONAL_NUMBER = closed({"a": {"type": "integer"}}), {"type": "integer"}
-WISHES: list[tuple[dict[str, Any], str, str, bool]] = [
-    (ONE_NUMBER, '{"a":12', "\n    ", True),
-    (ONE_NUMBER, '{"a":12', "3", False),
-    (closed({"a": {"type": "integer"}, "b": OPTIONAL_NUMBER}, ["a"]), '{"a":12', "\n    ", False),
-    (closed({"s": {"type": "string"}}), '{"s":"the', '"', True),
-    (closed({"s": {"type": "string"}}), '{"s":"the', " and", False),
-    (closed({"s": {"type": "string"}}), '{"s":"the', " ", False),
-    ({"enum": ["ice", "ice age"]}, '"ice', " ", False),
-    ({"type": "array", "items": {"type": "string"}}, '["the"', ",", False),
-    ({"type": "array", "items": {"type": "string"}}, '["the"', '","', False),
-]
+WISHES: list[tuple[dict[str, Any], str, str, bool]] = table(__file__, "wishes")
 
 
 @pytest.mark.parametrize(("schema", "text", "wish", "own"), WISHES)

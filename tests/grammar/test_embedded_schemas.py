@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from support.small_grammars import shared_vocabulary
+from support.tables import table
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
-
-from .oracle import table
 
 
 def closed(properties: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def closed(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 CODE = {"type": "string", "pattern": "[0-9]{3}-[0-9]{4}"}
-SCHEMAS = table("embedded")
+SCHEMAS = table(__file__, "embedded")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
+from support.tables import table
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import GrammarError
@@ -68,30 +69,7 @@ def test_a_long_text_that_does_not_fit_is_not_begun(vocabulary: Vocabulary) -> N
         assert finish(vocabulary, matcher, output, budget) == {}
 
 
-HARD = {
-    "another alternative of the pattern": {
-        "type": "object",
-        "required": ["url"],
-        "properties": {"description": {"minLength": 5}, "url": {"pattern": "^(http)|(https)://(.*)$"}},
-    },
-    "the second alternative only": {"type": "string", "pattern": "(ab.*){3}x$|:://", "minLength": 20},
-    "two patterns at once": {"type": "string", "allOf": [{"pattern": "a.*b"}, {"pattern": "c.*d"}]},
-    "counted letters, then a text": {"type": "string", "pattern": "^.{300}foo.*bar$"},
-    "an optional property nobody can write": {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"type": "integer"}},
-        "required": ["b"],
-        "additionalProperties": False,
-        "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}},
-    },
-    "many patterns": {
-        "type": "object",
-        "properties": {f"p{i}": {"type": "string", "pattern": f"<{i:03}END{i:03}>"} for i in range(120)},
-        "required": ["p0", "p60", "p119"],
-        "additionalProperties": False,
-    },
-    "many items": {"type": "array", "minItems": 150, "items": {"type": "object", "maxProperties": 0}},
-}
+HARD = table(__file__, "far budgets")
 
 
 @pytest.mark.parametrize("name", HARD)

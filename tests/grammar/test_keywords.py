@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.tables import table
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import explain, summary, with_rules
 
-from .oracle import accepts, matcher, table
+from .oracle import accepts, matcher
 
 
 def explained(grammar: Grammar) -> GrammarError:
@@ -22,7 +23,7 @@ def explained(grammar: Grammar) -> GrammarError:
     return explain(grammar, message)
 
 
-UNSUPPORTED: list[tuple[Any, list[list[str]]]] = table("unsupported")
+UNSUPPORTED: list[tuple[Any, list[list[str]]]] = table(__file__, "unsupported")
 
 
 @pytest.mark.parametrize(("schema", "features"), UNSUPPORTED, ids=[str(schema)[:60] for schema, _ in UNSUPPORTED])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from support.grammar_walks import text_of, walk
 from support.long import TIMES
+from support.tables import table
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
@@ -36,30 +37,7 @@ NUMBER: /[0-9]+/
 PERSON = (
     '{"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["name"]}'
 )
-GRAMMARS = {
-    "a lexeme that hides another": ('start: A B | C\nA: "ab"\nB: "c"\nC: "abd"', "abd"),
-    "a lexeme that goes on": ('start: (T | "x"+) "y"\nT: /x{2}/', "xy"),
-    "text that nothing leads out of": ('start: T "<t>" b "<"\nT: /(?s:.*)/ & ~/(?s:.*<t>.*)/\nb: /[0-9]/', "<t>0<"),
-    "any text but one": ('start: X "!"\nX: ~/ab!?/', "!"),
-    "a lazy rule": ('start: head %json {"type": "null"}\nhead[lazy]: /(?s:.*)/ "</think>"', "</think>null"),
-    "a suffix": ('start: "a" x "b"\nx[suffix="."]: /[a-z]*/', "a.b"),
-    "blanks between": ('start: "a" b\nb: /[0-9]+/\n%ignore / +/', "a0"),
-    "blanks before a special token": ('start: "a" <|mark|> b?\nb: "q"\n%ignore / /', "a<|mark|>"),
-    "blanks behind nothing": ('start: A? "b" c*\nA: "a"?\nc: "c"\n%ignore / /', "b"),
-    "a product in another that nothing matches": ('start: A | "x"\nA: /(?s:.)*/ & (~(/[a-z]+/) & /[a-z]/)', "x"),
-    "a chain of terminals": (
-        "start: T0\n" + "".join(f'T{at}: "b"? T{at + 1}\n' for at in range(250)) + 'T250: "a"',
-        "a",
-    ),
-    "a special token": ('start: TEXT <|mark|> "x"\nTEXT: /a*/', "<|mark|>x"),
-    "letters of either case": ('start: "ab"i "c".."d" "e"~2..3', "abcee"),
-    "something optional": ('start: [a] "z"\na: "q"{2,}', "z"),
-    "left recursion": (SUM, "0"),
-    "itself twice": ('start: start start | "a"', "a"),
-    "a grammar inside": ('start: "a" %lark {\nstart: "b"+ x\nx: "c"\n} "d"', "abcd"),
-    "a schema inside": (f'start: "<" %json {PERSON} ">"', '<{"name":""}>'),
-    "moves of chess": (Grammar.ebnf(CHESS).text, "1. a1 a1\n1. a1 a1\n"),
-}  # fmt: skip
+GRAMMARS = table(__file__, "shapes of Lark")
 """Lark, and a shortest text."""
 SHORT = (
     "letters of either case", "itself twice", "left recursion", "a lexeme that goes on", "blanks between",

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 import jsonschema
 import pytest
 from pydantic import BaseModel, Field, RootModel
+from support.tables import table
 
 from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.schema.members import hitting_sets
 
-from .oracle import accepts, complaint, matcher, table
+from .oracle import accepts, complaint, matcher
 
 
 def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -24,8 +25,8 @@ def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 TAG_A, TAG_B = ({"properties": {"t": {"const": name}}, "required": ["t"]} for name in "ab")
-APART: dict[str, dict[str, Any]] = table("branches apart")
-TOGETHER: dict[str, dict[str, Any]] = table("branches together")
+APART: dict[str, dict[str, Any]] = table(__file__, "branches apart")
+TOGETHER: dict[str, dict[str, Any]] = table(__file__, "branches together")
 VALUES: list[Any] = [
     None, True, 0, 1, 2, 1.5, "", "a", "b", "ab", [], [1], ["a"], ["a", 1], [1, "a"], {}, {"t": "a"}, {"t": "b"},
     {"t": "c"}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": 1, "c": 2}, {"t": {"t": "a"}}, {"t": {"t": "b"}}, {"c": 1},

@@ -7,16 +7,17 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.tables import table
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat.schemas import tool_schema
 from asyncengine.grammar.lower import inline_json
 from asyncengine.grammar.schemas import moved, with_local_references
 
-from .oracle import accepts, complaint, table
+from .oracle import accepts, complaint
 
 URN = "urn:uuid:deadbeef-1234-0000-0000-4321feebdaed"
-SCHEMAS: dict[str, dict[str, Any]] = table("references")
+SCHEMAS: dict[str, dict[str, Any]] = table(__file__, "references")
 VALUES: list[Any] = [
     {}, {"a": "x"}, {"a": 1}, {"b": "x"}, {"b": 1}, {"a": "x", "next": {"a": "y", "next": {}}}, {"id": 1}, {"id": "x"},
     {"a": "x", "next": {"a": "y", "next": {"a": 1}}}, {"$id": 1}, {"$id": "x"}, {"$anchor": "$id"}, {"$ref": "x"},

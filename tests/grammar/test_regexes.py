@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.long import TIMES
+from support.tables import table
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -17,49 +18,12 @@ from asyncengine.grammar import Grammar
 from .oracle import accepts
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        ("^a$", "a"),
-        ("^(a|b)$", "(a|b)"),
-        ("^a|b$", "a|b"),
-        (r"\Aa\Z", "a"),
-        ("(?i)^a$", "(?i)a"),
-        ("a{,3}", "a{0,3}"),
-        ("[[a&&b]", r"[\[a\&\&b]"),
-        ("[+--]", r"[+-\-]"),
-        ("[]a]", r"[\]a]"),
-        ("a{x}", r"a\{x\}"),
-        (r"\<a\>", "<a>"),
-        (r"[\b]", r"[\x08]"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "text"), table(__file__, "rewritten patterns"))
 def test_patterns_are_rewritten_where_the_dialects_differ(pattern: str, text: str) -> None:
     assert Grammar.regex(pattern).text == text
 
 
-@pytest.mark.parametrize(
-    ("pattern", "feature"),
-    [
-        ("((?!b)ab)*", "look-ahead"),
-        ("((?!b).)*b", "look-ahead"),
-        ("(?!a)*b", "look-ahead"),
-        ("(?!a)" * 65, "look-ahead"),
-        ("(?i:(?!a))b", "look-ahead"),
-        ("a(?!^b)c", "^ in the middle"),
-        ("(?<=a)b", "look-behind"),
-        (r"(a)\1", "back-reference"),
-        ("(?P<x>a)(?P=x)", "back-reference"),
-        (r"\bx", "word boundary"),
-        ("(?>a)", "atomic group"),
-        ("a++", "possessive quantifier"),
-        ("a^b", "^ in the middle"),
-        ("(^a)*", "^ in the middle"),
-        ("(a$)+", "$ in the middle"),
-        ("a$b", "$ in the middle"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "feature"), table(__file__, "refused patterns"))
 def test_what_no_automaton_has_is_refused_by_name(pattern: str, feature: str) -> None:
     with pytest.raises(GrammarUnsupported) as caught:
         Grammar.regex(pattern)

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from support.grammar_walks import text_of, walk
 from support.long import TIMES
+from support.tables import table
 
 from asyncengine.errors import GrammarImpossible, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -19,7 +20,7 @@ from asyncengine.grammar.llguidance_backend import LlguidanceBackend, with_rules
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
-from .oracle import accepts, table
+from .oracle import accepts
 
 SCHEMAS = 240 * TIMES
 VALUES: list[Any] = [
@@ -45,8 +46,8 @@ def wrong(schema: dict[str, Any]) -> list[tuple[Any, str]]:
     return found
 
 
-OBJECTS: dict[str, dict[str, Any]] = table("objects")
-OTHERS: dict[str, dict[str, Any]] = table("others")
+OBJECTS: dict[str, dict[str, Any]] = table(__file__, "objects")
+OTHERS: dict[str, dict[str, Any]] = table(__file__, "others")
 
 
 @pytest.mark.parametrize("name", [*OBJECTS, *OTHERS])

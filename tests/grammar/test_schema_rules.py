@@ -11,6 +11,7 @@ import pytest
 from support.grammar_walks import text_of, walk
 from support.long import LONG
 from support.small_grammars import closed, shared_vocabulary
+from support.tables import table
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTimeout, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -24,7 +25,7 @@ from asyncengine.grammar.spec import canonical_json
 from asyncengine.grammar.vocabulary import Vocabulary
 
 from .corpus import compilable, invalid_texts, valid_texts
-from .oracle import accepts, matcher, table, tokenizer
+from .oracle import accepts, matcher, tokenizer
 from .schema_check import Checker
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
@@ -61,7 +62,7 @@ def test_our_rules_agree_with_the_corpus(part: int) -> None:
     assert wrong == []
 
 
-EXACT: list[tuple[dict[str, Any], list[str], list[str]]] = table("exact numbers")
+EXACT: list[tuple[dict[str, Any], list[str], list[str]]] = table(__file__, "exact numbers")
 
 
 @pytest.mark.parametrize(("schema", "inside", "outside"), EXACT, ids=lambda value: str(value)[:50])
@@ -188,19 +189,7 @@ def test_conjunctions_that_explode_are_refused_in_time() -> None:
         Builder({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"]).build()
 
 
-STEERED: dict[str, dict[str, Any]] = {
-    "open ends": {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.001},
-    "int64": closed({"a": INT64, "b": {**INT64, "minimum": 10**18 + 1}}),
-    "far from zero": {
-        "type": "array",
-        "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e-9},
-        "minItems": 2,
-    },
-    "multiples": closed(
-        {"a": {"type": "integer", "multipleOf": 13, "minimum": 40}, "b": {"type": "number", "multipleOf": 0.25}}
-    ),
-    "large": {"type": "integer", "minimum": 10**30, "maximum": 10**30 + 5},
-}
+STEERED: dict[str, dict[str, Any]] = table(__file__, "steered numbers")
 
 
 @pytest.mark.parametrize("name", STEERED)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from core.text.many_scripts import TEXTS
+from support.tables import table
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     BertTokenizer,
@@ -23,77 +24,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import generate_merges
 
-CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-QWEN2 = CL100K.replace("{1,3}", "")
-QWEN35 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
-DEEPSEEK3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^"""
-    "\r\n"
-    r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
-    "\r\n"
-    r"]*|\s*["
-    "\r\n"
-    r"]+|\s+(?!\S)|\s+"
-)
-BLOOM = " ?[^(\\s|[.,!?…。，、।۔،])]+"
-LING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-
-
-def split(pattern: str, behavior: str = "Isolated", invert: bool = False) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
-
-
-def byte_level(use_regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
-
-
-def digits(individual: bool) -> dict[str, Any]:
-    return {"type": "Digits", "individual_digits": individual}
-
-
-BYTES, WORDS, NFC = byte_level(False), byte_level(True), {"type": "NFC"}
-ASIAN = split("[一-龥ࠀ-一가-퟿]+")
-
-PUBLISHED: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = {
-    "llama-bpe": (None, [split(CL100K), BYTES], True),
-    "glm4": (None, [split(CL100K), BYTES], True),
-    "dbrx": (None, [split(CL100K, "Removed", True), BYTES], False),
-    "qwen2": (NFC, [split(QWEN2), BYTES], False),
-    "qwen35": (NFC, [split(QWEN35), BYTES], False),
-    "gpt-4o": (None, [split(O200K), BYTES], True),
-    "minimax-m2": (NFC, [split(O200K, "Removed", True), BYTES], False),
-    "tekken": (None, [split(TEKKEN), BYTES], True),
-    "deepseek-v3": (None, [split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), BYTES], False),
-    "deepseek-coder": (
-        None, [split("[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), ASIAN, digits(True), BYTES], False,
-    ),
-    "falcon": (
-        None,
-        [{"type": "Punctuation", "behavior": "Contiguous"}, WORDS, digits(False), split("[0-9][0-9][0-9]")],
-        False,
-    ),
-    "gpt-2": (None, [WORDS], False),
-    "olmo": (NFC, [WORDS], False),
-    "smollm": (None, [digits(True), WORDS], False),
-    "command-r": (NFC, [digits(True), WORDS], False),
-    "exaone": ({"type": "NFKC"}, [digits(True), WORDS], False),
-    "bloom": (None, [split(BLOOM), BYTES], False),
-    "viking": (None, [split(BLOOM), digits(True), BYTES], False),
-    "bailingmoe": (None, [split(LING), BYTES], False),
-    "minicpm5": (None, [split(r"\p{N}{1,3}"), split(CL100K.replace("{1,3}", "+")), BYTES], True),
-}  # fmt: skip
+PUBLISHED: dict[str, tuple[dict[str, Any] | None, list[dict[str, Any]], bool]] = table(__file__, "published tokenizers")
 """Name in `tokenizer.ggml.pre` -> normalizer, pre-tokenizers, and whether words skip the merges."""
 
 
@@ -101,8 +32,9 @@ def trained(normalizer: dict[str, Any] | None, steps: list[dict[str, Any]], igno
     """A byte-level tokenizer trained on the texts; some whole words are tokens that no merges make."""
     model = {"type": "BPE", "vocab": {}, "merges": [], "ignore_merges": ignore_merges}
     parts = {"normalizer": normalizer, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "model": model}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     empty = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None}
-    tok = Tokenizer.from_str(json.dumps({**empty, **parts, "decoder": byte_level(True)}))
+    tok = Tokenizer.from_str(json.dumps({**empty, **parts, "decoder": decoder}))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tok.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=560, initial_alphabet=alphabet, show_progress=False))
     data = json.loads(tok.to_str())

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support.tables import table
 
 from asyncengine.config import CHAT_TEMPLATES, EngineConfig
 from asyncengine.errors import InvalidParameter
@@ -23,34 +24,7 @@ USUAL = (
     "and polite answers to the user's questions."
 )
 HEAD = "<|start_header_id|>{}<|end_header_id|>\n\n"
-WRITTEN = {
-    "chatml": (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n"
-        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "gemma": (
-        "<s><start_of_turn>user\nS\n\nHi<end_of_turn>\n<start_of_turn>model\nYes?<end_of_turn>\n<start_of_turn>user\nBye"
-        "<end_of_turn>\n<start_of_turn>model\n",
-        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
-    ),
-    "llama2": ("<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nHi [/INST] Yes? </s><s>[INST] Bye [/INST]", "<s>[INST] Hi [/INST]"),
-    "llama3": (
-        f"<s>{HEAD.format('system')}S<|eot_id|>{HEAD.format('user')}Hi<|eot_id|>{HEAD.format('assistant')}Yes?<|eot_id|>"
-        f"{HEAD.format('user')}Bye<|eot_id|>{HEAD.format('assistant')}",
-        f"<s>{HEAD.format('user')}Hi<|eot_id|>{HEAD.format('assistant')}",
-    ),
-    "mistral": ("<s>[INST] S\n\nHi [/INST] Yes?</s>[INST] Bye [/INST]", "<s>[INST] Hi [/INST]"),
-    "phi3": (
-        "<|system|>\nS<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nYes?<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n",
-        "<|user|>\nHi<|end|>\n<|assistant|>\n",
-    ),
-    "vicuna": ("<s>S USER: Hi ASSISTANT: Yes?</s>USER: Bye ASSISTANT:", f"<s>{USUAL} USER: Hi ASSISTANT:"),
-    "zephyr": (
-        "<|system|>\nS</s>\n<|user|>\nHi</s>\n<|assistant|>\nYes?</s>\n<|user|>\nBye</s>\n<|assistant|>\n",
-        "<|user|>\nHi</s>\n<|assistant|>\n",
-    ),
-}
+WRITTEN = table(__file__, "written by known templates")
 
 
 class Special:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from core.text.many_scripts import TEXTS, random_texts
 from core.text.tokenizer_zoo import LINES, SPECIAL, byte_fallback, byte_level, unigram
+from support.tables import table
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import decoders as tokenizer_decoders
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -47,20 +48,7 @@ TEMPLATE = """{{ bos_token }}{%- set ns = namespace(n=0) %}
 {% endif %}"""
 TOOL = {"type": "function", "function": {"name": "addé", "parameters": {"type": "object", "x": "<&'>"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": "é<&>"}}}
-CHATS: list[list[Settings]] = [
-    [{"role": "user", "content": "hi <|im_end|> there "}],
-    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " \n hi"}],
-    [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": "c", "reasoning": "hm", "tool_calls": [CALL], "name": None},
-        {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Well, "},
-    ],
-    [{"role": "tool", "content": "x"}],
-    [{"role": "user", "content": str(number)} for number in range(9)],
-    [{"role": "assistant", "content": "  the end \n"}],
-    [{"role": "assistant", "content": ""}],
-    [{"role": "user", "content": [{"type": "text", "text": "go"}, {"type": "image"}]}],
-]  # fmt: skip
+CHATS: list[list[Settings]] = table(__file__, "plain chats")
 
 
 def qwen() -> Tokenizer:
@@ -205,17 +193,7 @@ def test_chats(pair: tuple[PlainTokenizer, Any], flags: Settings) -> None:
         assert rendered(plain, chat, **flags) == rendered(hf, chat, **flags), chat
 
 
-SNIPPETS = [
-    "{% set x = namespace(__a=1) %}{{ x.__a }}", "{% set n = namespace(a=1) %}{% set n._b = 2 %}{{ n._b }}",
-    "{{ dict.fromkeys(['a'], 1) }}{{ dict([('k', 2)]) }}", "{{ dict.__class__ }}", "{{ [].__class__.__mro__ }}",
-    "{% generation %}{% set y = 1 %}{{ y }}{% endgeneration %}{{ y }}", "{{ messages.append(1) }}",
-    "  {% if true %}\n  a\n  {% endif %}\n b",
-    "{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
-    "{{ {'a': 'é', 'b': [1, 2.5, none, true]} | tojson(indent=2, sort_keys=true, ensure_ascii=true) }}",
-    "{{ tools }}{{ documents }}{{ nothing }}{{ nothing is defined }}", "{{ messages[0].content.x }}", "{{ 1 / 0 }}",
-    "{{ namespace(self=1).self }}", "{{ '<b>' }}{{ '<b>' | e }}{{ messages | length }}",
-    "{{ messages[-1].content.strip() }}",
-]  # fmt: skip
+SNIPPETS = table(__file__, "snippets of templates")
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from support.tables import table
 
 from asyncengine.grammar.chat import ChatPlan
 from asyncengine.grammar.chat.harmony import MARKS
@@ -66,20 +67,7 @@ def test_what_may_be_said(model: Model) -> None:
     assert model.planner.plan("<|start|>assistant").grammar is None
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "reasoning", "calls"),
-    [
-        (FINAL, "It is <b>3</b>.\n", "", []),
-        (THOUGHT + FINAL + "<|return|>", "It is <b>3</b>.\n", "I think {\n", []),
-        (THOUGHT + CALL + "<|call|>", "", "I think {\n", [("add", {"a": 1, "b": -2})]),
-        (ROLE_CALL, "", "", [("add", {"a": 1, "b": -2})]),
-        (THOUGHT + ASIDE + CALL, "Let me look.", "I think {\n", [("add", {"a": 1, "b": -2})]),
-        (ASIDE + FINAL, "Let me look.\n\nIt is <b>3</b>.\n", "", []),
-        ("no header at all", "no header at all", "", []),
-        ("<|channel|>ana", "", "", []),
-        ("<|channel|>analysis<|message|>cut <|en", "", "cut <|en", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), table(__file__, "channels"))
 def test_it_is_taken_apart_however_it_is_cut(text: str, content: str, reasoning: str, calls: list[Any]) -> None:
     plan = MODELS["special"].planner.plan("<|start|>assistant", tools=TOOLS)
     for pieces in ([text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.tables import table
 
 from asyncengine.grammar.chat import Reasoning, find_tool_format
 from asyncengine.grammar.chat import reasoning_state as state_of
@@ -42,22 +43,7 @@ def test_a_list_behind_another_marker() -> None:
     assert (form.trigger, form.opening, form.closing) == ("<calls>", "[\n", "\n]</calls>")
 
 
-@pytest.mark.parametrize(
-    ("tail", "expected"),
-    [
-        ("<|im_start|>assistant\n", "undecided"),
-        ("", "undecided"),
-        ("<|im_start|>assistant\n<think>", "open"),
-        ("<|im_start|>assistant\n<think>\n", "open"),
-        ("<|im_start|>assistant\n<think>\nWell", "open"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "closed"),
-        ("<|im_start|>assistant\n</think>", "closed"),
-        ("<|im_start|>assistant\n<think>\nWell</think>\n\nThe", "closed"),
-        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", "undecided"),
-        ("<think>a</think>b<|im_end|>\n<|im_start|>assistant\n", "undecided"),
-        ("<think>a</think>b<|im_end|>\n<|im_start|>assistant\n<think>\n", "open"),
-    ],
-)
+@pytest.mark.parametrize(("tail", "expected"), table(__file__, "ends of prompts"))
 def test_where_a_prompt_leaves_the_model(tail: str, expected: str) -> None:
     assert state_of(tail, THINK, TURNS) == expected
     # markers may be special tokens themselves

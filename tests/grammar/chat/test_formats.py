@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.tables import table
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
@@ -23,48 +24,12 @@ START = "<|im_start|>assistant\n"
 DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n"
 DROPS += "{% endfor %}{% if tools %}SIGN{% endif %}"
 """A template that renders no calls."""
-F = {
-    "name": "f",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "s": {"type": "string"},
-            "n": {"type": "integer", "minimum": 1, "maximum": 20},
-            "b": {"type": "boolean"},
-            "list": {"type": "array", "items": {"type": "string"}},
-            "obj": {"$ref": "#/$defs/Inner"},
-            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
-            "pick": {"enum": ["one", "two words"]},
-        },
-        "required": ["s"],
-        "$defs": {
-            "Inner": {
-                "type": "object",
-                "properties": {"k": {"type": "string"}, "x": {"type": "number"}, "in": {"$ref": "#/$defs/Inner"}},
-                "required": ["k"],
-            }
-        },
-    },
-}
+F = table(__file__, "tool")
 NOW = {"name": "now.utc"}
 FREE = {"name": "free", "parameters": {"type": "object"}}
 TOOLS = [F, NOW, FREE]
 
-CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "plain": [("f", {"s": "plain"})],
-    "empty arguments": [("now.utc", {})],
-    "empty string": [("f", {"s": ""})],
-    "quotes and scripts": [("f", {"s": "Ä \"q\" 'x' \\ 你好 😀\t|"})],
-    "newlines": [("f", {"s": "\n a\n\n b \n", "n": 3})],
-    "angle brackets": [("f", {"s": "if a < b > c: </div> <parameter=x> </par {[(", "b": True})],
-    "other types": [("f", {"s": "7", "n": 20, "b": False, "list": ["a", "b c"], "obj": {"k": "v", "x": -1.5e3}})],
-    "nested": [("f", {"s": "x", "list": [], "obj": {"k": "}])", "in": {"k": "", "in": {"k": "é"}}}})],
-    "null": [("f", {"s": "null", "maybe": None, "pick": "two words"})],
-    "not null": [("f", {"s": "true", "maybe": "nullable"})],
-    "two": [("f", {"s": "a", "pick": "one"}), ("now.utc", {})],
-    "three": [("f", {"s": "1"}), ("f", {"s": "2"}), ("f", {"s": "3", "b": True})],
-    "free": [("free", {"any": 1, "text": "x y", "deep": {"a": [1, None, "z"]}})],
-}
+CALLS = {what: [(name, arguments) for name, arguments in calls] for what, calls in table(__file__, "calls").items()}
 
 
 @cache
@@ -236,24 +201,7 @@ def test_a_call_cut_off_is_not_finished(name: str) -> None:
         assert not (content and (finished or broken)), written[:size]
 
 
-VALUES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
-    ({"type": "string", "pattern": "^[a-c]+$", "maxLength": 3}, ["abc"], ["", "abcd", "x"]),
-    ({"type": "string", "pattern": "b|q"}, ["abc", "q"], ["", "ac"]),
-    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "today"]),
-    ({"type": ["integer", "null"]}, [5, None], [True]),
-    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["a 7", 7, "true", "{"], [None, []]),
-    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3]]),
-    (
-        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2},
-        [[1, "a"]],
-        [[1], [1, 2]],
-    ),
-    ({"enum": ["a", 1, None, "b c"]}, ["a", 1, None, "b c"], ["b", 2]),
-    ({"const": "é"}, ["é"], ["e"]),
-    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1, "y": 2}], [{"x": True}, 1]),
-    ({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "number"}]}, [["a"], [], 1.5], [[1], True]),
-    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, [3], [2]),
-]
+VALUES: list[tuple[dict[str, Any], list[Any], list[Any]]] = table(__file__, "values")
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32 text", "pythonic", "gemma4"])

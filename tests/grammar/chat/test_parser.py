@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from support.tables import table
 
 from asyncengine.grammar.chat import TOOL_FORMATS, OutputParser, Parsed, Reasoning, ToolFormat
 from asyncengine.outputs import ToolCall
@@ -130,23 +131,7 @@ def test_content_and_calls(form: ToolFormat | None, text: str, content: str, cal
     check(parsers(form), text, Read(content, "", calls, calls, []))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>",
-        "x\n<tool_call>\n",
-        "<tool_call> is how a call begins",
-        '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"nome": "add"}\n</tool_call>',
-        '<tool_call>\n{"name": 5}',
-        '<tool_call>\n{"name": "ad',
-        '<tool_call>\n{"name": "' + "x" * 300,
-        "<tool_call>\n[]",
-        "a <tool_call> b <tool_call> c",
-        "ends in <tool_ca",
-        "ends in blanks \n ",
-    ],
-)
+@pytest.mark.parametrize("text", table(__file__, "no calls"))
 def test_what_is_no_call_stays_text(text: str) -> None:
     check(parsers(HERMES), text, Read(text, "", [], [], []))
 
@@ -171,23 +156,7 @@ def test_calls_only_at_the_beginning_if_asked(form: ToolFormat) -> None:
     check(parsers(form, calls_after_text=False), written, Read("", "", [("add", "{}")], [("add", "{}")], []))
 
 
-@pytest.mark.parametrize(
-    ("state", "text", "reasoning", "content"),
-    [
-        ("open", "so\n</think>\n\ntext\n", "so", "text\n"),
-        ("open", "\n\nso < \n\n </thin </think>text", "so < \n\n </thin ", "text"),
-        ("open", "never ends </th", "never ends </th", ""),
-        ("open", "<tool_call></think>text", "<tool_call>", "text"),
-        ("open", "</think>", "", ""),
-        ("undecided", "<think>\nso\n</think>\n\ntext", "so", "text"),
-        ("undecided", " \n<think>so</think>text </think>", "so", "text </think>"),
-        ("undecided", "text <think>so</think>", "", "text <think>so</think>"),
-        ("undecided", " \n text", "", " \n text"),
-        ("undecided", "<thin", "", "<thin"),
-        ("undecided", "", "", ""),
-        ("closed", "<think>x", "", "<think>x"),
-    ],
-)
+@pytest.mark.parametrize(("state", "text", "reasoning", "content"), table(__file__, "reasoning"))
 def test_reasoning(state: str, text: str, reasoning: str, content: str) -> None:
     for form in (None, HERMES):
         check(parsers(form, reasoning=THINK, state=state), text, Read(content, reasoning, [], [], []))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.tables import table
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat.plan import response_grammar
@@ -23,50 +24,14 @@ def closed(schema: Any) -> Any:
     return close_objects(plain_json("s", schema))
 
 
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
-        (A, CLOSED_A),
-        ({**A, "additionalProperties": True}, {**A, "additionalProperties": True}),
-        ({**A, "additionalProperties": A}, {**A, "additionalProperties": CLOSED_A}),
-        ({"type": "object"}, {"type": "object"}),
-        ({"properties": {}}, {"properties": {}, "additionalProperties": False}),
-        ({"items": A}, {"items": CLOSED_A}),
-        ({"prefixItems": [A, B]}, {"prefixItems": [CLOSED_A, {**B, "additionalProperties": False}]}),
-        ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [CLOSED_A, {"type": "null"}]}),
-        ({"properties": {"x": A}}, {"properties": {"x": CLOSED_A}, "additionalProperties": False}),
-        ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED_A}, "additionalProperties": False}),
-        ({"allOf": [A]}, {"allOf": [CLOSED_A]}),
-        ({"description": "d", "allOf": [A]}, {"description": "d", "allOf": [CLOSED_A]}),
-        ({"enum": [A]}, {"enum": [A]}),
-        ({"default": A, "const": A}, {"default": A, "const": A}),
-        (True, True),
-    ],
-)
+@pytest.mark.parametrize(("schema", "expected"), table(__file__, "closed"))
 def test_what_is_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
     assert closed(schema) == expected
     assert json.dumps(schema) == before
 
 
-@pytest.mark.parametrize(
-    ("schema", "instance"),
-    [
-        ({"allOf": [A, B]}, {"a": 1, "b": 2}),
-        ({**A, "allOf": [B]}, {"a": 1, "b": 2}),
-        ({**A, "anyOf": [B, {"required": ["a"]}]}, {"a": 1, "b": 2}),
-        ({"$ref": "#/$defs/A", **B, "$defs": {"A": A}}, {"a": 1, "b": 2}),
-        ({"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": A, "B": B}}, {"a": 1, "b": 2}),
-        ({"allOf": [{"anyOf": [A, {"type": "null"}]}, B]}, {"a": 1, "b": 2}),
-        ({"allOf": [{"properties": {"x": A}}, {"properties": {"x": B}}]}, {"x": {"a": 1, "b": 2}}),
-        ({**A, "required": ["c"]}, {"c": 1}),
-        ({**A, "minProperties": 2}, {"a": 1, "z": 1}),
-        ({**A, "if": {"required": ["a"]}, "then": B}, {"a": 1, "b": 2}),
-        ({**A, "not": B}, {"a": 1}),
-        ({"not": A, "type": "object"}, {"a": "x"}),
-        ({**A, "unevaluatedProperties": False}, {"a": 1}),
-    ],
-)
+@pytest.mark.parametrize(("schema", "instance"), table(__file__, "open"))
 def test_what_would_become_impossible_stays_open(schema: Any, instance: Any) -> None:
     jsonschema.validate(instance, schema)
     jsonschema.validate(instance, closed(schema))

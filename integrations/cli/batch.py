@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from functools import partial
+from string import Formatter
 from typing import Any
 
 from asyncengine.checks import as_integer
@@ -20,6 +21,10 @@ from asyncengine.progress import counted
 def run(args: argparse.Namespace) -> int:
     plan = read_plan(args)
     as_integer("in_flight", args.in_flight, 1)
+    try:
+        [*Formatter().parse(args.template or "")]
+    except ValueError as error:
+        raise CliError(f"template: {error}") from error
     try:
         from asyncengine.integrations.http import rows
 

@@ -45,7 +45,8 @@ def read_rows(
     path: Path, done: Collection[str], *, template: str | None = None, common: Mapping[str, Any] | None = None
 ) -> Iterator[Row]:
     """The rows of a file that are not `done`, in OpenAI's batch form or as bodies alone. `template`: makes a user's
-    message of the fields of a row. `common`: fields of every body, below the row's own.
+    message of the fields of a row that has neither a body nor messages. `common`: fields of every body, below the
+    row's own.
 
     Raises `InvalidParameter` for a custom_id that is there twice.
     """
@@ -65,18 +66,28 @@ def _row(row_id: str, line: bytes, template: str | None, common: Mapping[str, An
     try:
         given = dict(as_object("row", json.loads(line)))
         row_id, url, body = str(given.pop("custom_id", row_id)), "/invocations", given  # which sees what is asked for
-        if template is not None:
-            body = {"messages": [{"role": "user", "content": template.format_map(given)}]}
-        elif "body" in given:
+        if "body" in given:
             url, body = str(given.get("url")), dict(as_object("body", given["body"]))
             if given.get("method", "POST") != "POST" or url not in ENDPOINTS:
                 raise InvalidParameter("url", f"must be POST and one of {', '.join(ENDPOINTS)}", url)
+        elif template is not None and "messages" not in given:
+            body = {"messages": [{"role": "user", "content": _filled(template, given)}]}
         if body.get("stream"):
             raise InvalidParameter("stream", "is not served in a batch")
         return Row(row_id, url, {"priority": LEAST_PRIORITY, **common, **body})
-    except (LookupError, ValueError, AttributeError, TypeError, RecursionError) as error:  # of JSON and of templates
+    except (ValueError, RecursionError) as error:  # of JSON
         own = isinstance(error, InvalidParameter)
-        return Row(row_id, fault=str(error) if own else f"the row cannot be read: {error!r}")
+        return Row(row_id, fault=str(error) if own else f"row: cannot be read: {error}")
+
+
+def _filled(template: str, given: Mapping[str, Any]) -> str:
+    """The template with a row's fields. Raises `InvalidParameter`."""
+    try:
+        return template.format_map(given)
+    except KeyError as error:
+        raise InvalidParameter("template", "names a field that the row has not", error.args[0]) from error
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise InvalidParameter("template", f"cannot be filled: {error}", template) from error
 
 
 def count_rows(path: Path) -> int:

@@ -82,17 +82,22 @@ def test_rows_of_all_endpoints_are_answered_and_errors_have_their_rows(
 
 
 def test_a_template_makes_messages_and_a_torn_line_is_done_again(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", *({"text": f"{number}"} for number in range(6)), {"other": 1})
+    whole = row("form", "/v1/completions", prompt="hello"), {"custom_id": "body", "messages": HELLO}
+    texts = ({"text": f"{number}"} for number in range(6))
+    source = write(tmp_path / "in.jsonl", *texts, {"other": 1}, *whole, '{"text": "\\ud8"}')
     output = write(tmp_path / "out.jsonl", {"custom_id": "2", "response": None})
     with output.open("a") as file:
         file.write('{"custom_id": "3", "resp')
     flags = "--template", "Say {text}", "--body", '{"max_tokens": 3, "ignore_eos": true}', "--in-flight", "2"
     assert main(["batch", *SMALL, *flags, str(source), str(output)]) == 0
     made = answers(output)
-    assert set(made) == set("1234567")
+    assert set(made) == {*"1234567", "form", "body", "10"}
+    assert made["form"]["response"]["body"]["object"] == "text_completion"  # no fields for a template
+    assert made["body"]["response"]["status_code"] == 200
     assert made["2"]["response"] is None  # it was done
     assert made["3"]["response"]["body"]["usage"]["completion_tokens"] == 3
-    assert "'text'" in made["7"]["error"]["message"]
+    assert made["7"]["error"]["message"] == "template: names a field that the row has not, got 'text'"
+    assert made["10"]["error"]["message"].startswith("row: cannot be read: Invalid \\uXXXX escape")
 
 
 def test_rows_yield_to_others_and_may_not_share_an_id(tmp_path: Path) -> None:
@@ -127,7 +132,7 @@ def test_a_file_that_another_run_writes_is_left_alone(tmp_path: Path, capsys: py
     assert set(answers(output)) == {"1"}
 
 
-@pytest.mark.parametrize("wrong", [("--body", "[1]"), ("--in-flight", "0"), ()])
+@pytest.mark.parametrize("wrong", [("--body", "[1]"), ("--in-flight", "0"), ("--template", "{a"), ()])
 def test_wrong_flags_are_refused_before_anything_is_loaded(tmp_path: Path, wrong: tuple[str, ...]) -> None:
     source = write(tmp_path / "in.jsonl", {"prompt": "a"}) if wrong else tmp_path / "missing"
     assert main(["batch", *SMALL, *wrong, str(source), str(tmp_path / "out.jsonl")]) == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
@@ -84,14 +84,14 @@ class InvalidParameter(EngineError, ValueError):
 
 
 @contextmanager
-def naming(theirs: Set[str], ours: str) -> Iterator[None]:
-    """Have errors about one of the parameters `theirs`, or a part of it, name the caller's field `ours`."""
+def naming(theirs: Mapping[str, str]) -> Iterator[None]:
+    """Have errors about a parameter, or a part of it, name the caller's field, where `theirs` has it."""
     try:
         yield
     except InvalidParameter as error:
         field, bracket, rest = error.field.partition("[")
-        if field in theirs and field != ours:
-            raise type(error)(ours + bracket + rest, error.limit, error.value) from None
+        if theirs.get(field, field) != field:
+            raise type(error)(theirs[field] + bracket + rest, error.limit, error.value) from None
         raise
 
 

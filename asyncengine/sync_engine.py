@@ -164,7 +164,7 @@ class Engine(EngineBase):
         streams, done = list[SyncTokenStream](), list[Completion]()
         try:
             for index, item in enumerate(as_items(f"{name}s", items)):
-                with naming({"prompt", "messages"}, f"{name}s[{index}]"):
+                with naming(dict.fromkeys(("prompt", "messages"), f"{name}s[{index}]")):
                     streams.append(start(item))
             with counted("answering", len(streams)) if progress is True else nullcontext(lambda _: None) as advance:
                 for stream in streams:

@@ -88,16 +88,19 @@ TABLES = _tables()
 class Fields:
     """The fields of a request's body that have not been read yet."""
 
-    def __init__(self, body: object, *, strict: bool = False, name: str = "", ignored: list[str] | None = None) -> None:
-        """`strict`: fields that would be passed over are refused. `name`: that of the field whose object it is.
+    def __init__(self, body: object, *, strict: bool = False, name: str = "", outer: Fields | None = None) -> None:
+        """`strict`: fields that would be passed over are refused. `name`: that of the field of `outer` whose object it
+        is.
 
         Raises `InvalidParameter` unless it is an object.
         """
         self._left: dict[str, Any] = dict(as_object(name or "body", body))
         self._strict = strict
         self._within = f"{name}." if name else ""
-        self.ignored: list[str] = [] if ignored is None else ignored
+        self.ignored: list[str] = outer.ignored if outer else []
         """Names of fields that were given and change nothing; they are listed in a header of the response."""
+        self.names: dict[str, str] = outer.names if outer else {}
+        """Names that the request has for fields which are called otherwise here."""
 
     def take(self, name: str) -> Any:
         """The value of a field, which is read with that; None where it is missing."""
@@ -124,10 +127,11 @@ class Fields:
                 if value:
                     raise InvalidParameter(full, field.note, value)
             elif field.inner is not None:
-                Fields(value, strict=self._strict, name=full, ignored=self.ignored).read(field.inner, values)
+                Fields(value, strict=self._strict, name=full, outer=self).read(field.inner, values)
             else:
                 kept = value if field.check is None else field.check(full, value)
                 values["own" if field.to == "hint" else field.to][field.ours] = kept
+                self.names[field.ours] = full
         for name in [name for name, value in self._left.items() if value is not None]:
             if "*" in table:
                 raise InvalidParameter((self._within + name)[:100], table["*"].note)

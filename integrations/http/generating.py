@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 
 import anyio.to_thread
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.beams import beam_search
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import InvalidParameter, naming
 from asyncengine.integrations.http.answer import Answer, AnswerWriter
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.fields import Fields
@@ -69,7 +70,8 @@ async def count(serving: Serving, turn: Turn, fields: Fields) -> int:
 async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Fields) -> Answer:
     """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
     target = await serving.models.acquire(turn.model)
-    try:
+    with naming(fields.names), ExitStack() as undo:
+        undo.callback(target.release)
         grant(turn, target, fields)
         if turn.grammar is not None:
             turn.params["grammar"] = await anyio.to_thread.run_sync(turn.grammar)
@@ -83,15 +85,14 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
             lambda: stream.usage, lambda: stream.prompt_logprobs if isinstance(stream, Several) else [],
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
-        return Answer(
+        made = Answer(
             stream, writer(turn, answered), streaming=turn.stream, samples=params.n * max(1, len(turn.prompts)),
             token_ids=bool(turn.extra.get("return_ids")), headers=(*identified(answer_id), *ignored),
             release=target.release,
             facts={"id": answer_id, "model": target.base, "adapter": target.adapter, "streamed": turn.stream},
         )  # fmt: skip
-    except BaseException:
-        target.release()
-        raise
+        undo.pop_all()
+        return made
 
 
 def identified(request_id: str) -> Headers:

@@ -102,7 +102,7 @@ def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpo
 async def _embed(values: Values, target: Target) -> Made:
     own, begun = values["own"], time.perf_counter()
     name = "input" if "input" in own else "prompt"
-    with naming({"prompt", "texts"}, name):
+    with naming({"prompt": name, "texts": name}):
         how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **values["options"]}
         made = await target.engine.embed(read_prompts(own[name]), show_progress=False, **how)
     rows = (vector.tolist() for vector in made.vectors)

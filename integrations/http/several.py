@@ -71,7 +71,7 @@ class Several:
     async def __aenter__(self) -> Self:
         try:
             for number, prompt in enumerate(self._prompts):
-                with naming({"prompt"}, f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"):
+                with naming({"prompt": f"prompt[{number}]" if len(self._prompts) > 1 else "prompt"}):
                     await self._submit(prompt)
         except BaseException:
             self.abort()
@@ -165,7 +165,7 @@ class Beams:
         if self._left:
             self._task.cancel()
         try:
-            with naming({"width"}, "n"):
+            with naming({"width": "n"}):
                 found = chain(*await self._task)
         except asyncio.CancelledError:
             if not self._left:

@@ -106,7 +106,7 @@ async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Mad
     own = values["own"]
     messages, form = own.get("messages"), own.get("encoding_format", "float")
     cut, limit = _limits(own, target)
-    with naming({"prompt"}, "input"):
+    with naming({"prompt": "input"}):
         texts = read_prompts(own.get("input")) if messages is None else []
     if form == "bytes" and len(texts) > MOST_LISTED:
         limited = f"lists its rows in a header, which holds {MOST_LISTED}: use bytes_only for more"
@@ -120,7 +120,7 @@ async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Mad
         texts = [await anyio.to_thread.run_sync(encode, each) if isinstance(each, str) else each for each in texts]
     if limit:
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit)
-    with naming({"texts"}, "input"):
+    with naming({"texts": "input"}):
         made = await target.engine.embed(
             texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
         )
@@ -214,7 +214,7 @@ async def _rerank(values: Values, target: Target) -> Made:
         documents = await anyio.to_thread.run_sync(lambda: [_shortened(target, each, most) for each in whole])
     cut, limit = _limits({"truncate": True, **own}, target)
     values["options"] |= {"activation": False} if own.get("raw_scores") else {}
-    with naming({"documents"}, name):
+    with naming({"documents": name}):
         made = await _ranked(target, own["query"], documents, cut, limit, values["options"])
     shorter = {at for at, (text, given) in enumerate(zip(documents, whole, strict=True)) if text is not given}
     truncated = tuple(sorted({*made.truncated, *shorter}))
@@ -269,7 +269,7 @@ async def _score(values: Values, target: Target) -> Made:
     pairs = [(queries[0], texts)]
     if len(queries) > 1:
         pairs = [(query, [text]) for query, text in zip(queries, texts, strict=True)]
-    with naming({"query"}, names[0]), naming({"documents", "texts"}, names[1]):
+    with naming({"query": names[0], "documents": names[1], "texts": names[1]}):
         cut, limit = _limits(own, target)
         calls = [_ranked(target, query, group, cut, limit, values["options"]) for query, group in pairs]
         rankings = await asyncio.gather(*calls)
@@ -280,7 +280,7 @@ async def _score(values: Values, target: Target) -> Made:
 
 async def _classify(values: Values, target: Target) -> Made:
     own = values["own"]
-    with naming({"prompt", "texts"}, "input"):
+    with naming({"prompt": "input", "texts": "input"}):
         texts: list[Any] = read_prompts(own["input"])
         cut, limit = _limits(own, target)
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit) if limit else texts
@@ -343,7 +343,7 @@ async def _detokenize(values: Values, target: Target) -> Made:
     ids = values["own"]["tokens"]
     if not isinstance(ids, list):
         raise InvalidParameter("tokens", "must be a list of token ids", ids)
-    with naming({"token_ids"}, "tokens"):
+    with naming({"token_ids": "tokens"}):
         text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
     return {"prompt": text, "content": text}, (), None
 

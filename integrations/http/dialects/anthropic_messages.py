@@ -33,7 +33,7 @@ ERRORS = {
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 THEIR_NAMES = {
-    r"\.function\.parameters": ".input_schema", r"\.function\b": "", r"^stop\b": "stop_sequences",
+    r"\.function\.parameters": ".input_schema", r"\.function\b": "",
     r"^response_format\.json_schema": "output_config.format",
 }  # fmt: skip
 """Names of fields in the engine's errors, and in those that a client sees."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.engine_group import EngineGroup
-from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.errors import EngineClosed, EngineError, ModelNotFound
 from asyncengine.integrations.http.keys import Key
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.requests import KEY, MAX_WAIT, Requests
@@ -114,7 +114,9 @@ class Models:
     async def _acquired(self, base: str) -> AsyncEngine:
         try:
             return await self.group.acquire(base)
-        except (ModelNotFound, UnsupportedModel, OutOfMemory, InvalidParameter) as error:
+        except EngineError as error:
+            if isinstance(error, EngineClosed):
+                raise
             log.error("%s cannot be loaded: %s", base, error)  # which may name folders: nothing for clients
             status = 404 if isinstance(error, ModelNotFound) else 503
             message = f"{base!r} cannot be loaded; the server's log says why"
@@ -128,7 +130,8 @@ class Models:
             usual = self._aliases.get("", self._aliases.get("*"))
             able = [usual] if usual in able else able
             if len(able) != 1:
-                raise Problem(400, f"must say which model: {_listed(able)}", "model", "model_required")
+                why = f"must say which model: {_listed(able)}" if able else f"no model here is one to {task}"
+                raise Problem(400, why, "model", "model_required")
             return able[0], None
         plain = name.removesuffix(":latest")  # which clients of Ollama put behind a name without a tag
         for wanted in (self._aliases.get(name, name), self._aliases.get(plain, plain), self._aliases.get("*")):

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.execution.device.child import Child, end_children, start_child
 from asyncengine.execution.device.collective_gather import BACKENDS, Gather, make_memory, missing, open_gather
 from asyncengine.execution.runner.stage_host import connect_stage, hang_up
@@ -91,10 +91,12 @@ class Ranks:
 
     def answers(self) -> list[Any]:
         """One answer of each, to the last thing that asks for one. Raises `RuntimeError` if one is gone, and what went
-        wrong in one of them."""
+        wrong in one of them, naming the machine where it has other files or less memory than this one."""
         with self._heard():
             found = [other.orders.recv() for other in self._others]
-        for answer in found:
+        for other, answer in zip(self._others, found, strict=True):
+            if isinstance(answer, (ModelNotFound, OutOfMemory)) and other.child.name:
+                raise type(answer)(f"{other.child.name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 raise answer
         return found

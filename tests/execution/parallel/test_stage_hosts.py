@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from support.fake_engine import until
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidParameter
-from asyncengine.errors import EngineError
+from asyncengine.errors import EngineError, ModelNotFound
 from asyncengine.execution.device import shared_gather
 from asyncengine.execution.runner import stage_host
 
@@ -80,6 +81,10 @@ async def test_what_cannot_be_hosted_elsewhere_is_named(
         await AsyncEngine.from_pretrained("demo", stage_hosts=hosts[0], kv_cache_dir=True, **one)
     with pytest.raises(InvalidParameter, match="stage_hosts: this model cannot be split: layers read keys of layers"):
         await AsyncEngine.from_pretrained(str(checkpoint("gemma4")), stage_hosts=hosts[0], **one)
+    only_here = os.open(checkpoint("llama"), os.O_RDONLY)  # a path of this process alone, as on another machine
+    with pytest.raises(ModelNotFound, match=f"stage at {hosts[0]}: no folder '/proc/self/fd/{only_here}'"):
+        await AsyncEngine.from_pretrained(f"/proc/self/fd/{only_here}", stage_hosts=hosts[0], **one)
+    os.close(only_here)
     other = stage_host._connect(hosts[0], stage_host.stage_key())
     other.send(("0.0", 1, 2, 2))
     assert "and the engine 0.0" in other.recv()

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from support.http_server import serving_thread
 
 from asyncengine import EngineGroup
-from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.integrations.http import app
 from asyncengine.integrations.http.models import Models
 from asyncengine.integrations.http.problems import Problem
@@ -99,8 +99,9 @@ class Group(EngineGroup):
             "a": OutOfMemory("full"),
             "b": InvalidParameter("max_num_seqs", "too many"),
             "c": ModelNotFound("c"),
+            "e": EngineError("no host of a stage answers at 10.0.0.2:7070"),
         }
-        self._names, self._loaded, self._on_demand = ("a", "b", "c", "d"), {}, None
+        self._names, self._loaded, self._on_demand = ("a", "b", "c", "d", "e"), {}, None
         self.released: list[str] = []
 
     def adapter_names(self, model: str) -> list[str]:
@@ -129,10 +130,13 @@ async def test_a_target_is_let_go_once() -> None:
     for _ in range(2):
         one.release()
     assert group.released == ["d"]
-    with pytest.raises(Problem, match="'b' cannot be loaded"):
-        await Models(group, {"*": "b"}).acquire(None)
-    with pytest.raises(Problem, match="must say which model: 'a', 'b', 'c'"):
+    for name in ("b", "e"):
+        with pytest.raises(Problem, match=f"^'{name}' cannot be loaded; the server's log says why$"):
+            await Models(group, {"*": name}).acquire(None)
+    with pytest.raises(Problem, match="must say which model: 'a', 'b', 'c', 'e'"):
         await asyncio.wait_for(models.acquire(None), 60)
+    with pytest.raises(Problem, match="no model here is one to rerank"):
+        await models.acquire(None, "rerank")
 
 
 def change(url: str, what: str, **body: Any) -> httpx.Response:

@@ -191,6 +191,8 @@ class _Responses:
         """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
         previous, given = fields.peek("previous_response_id"), fields.peek("input")
         chain = self._store.chain(previous, owner) if isinstance(previous, str) else []
+        if chain is None and previous in self._running:
+            raise Problem(409, f"response {previous!r} is still being written", "previous_response_id")
         long = isinstance(given, list) and len(given) > INLINE_ITEMS
         if long or sum([stored.size for stored in chain or ()]) > INLINE_BYTES:
             return await anyio.to_thread.run_sync(read, fields, partial(_recalled, chain))

@@ -128,6 +128,8 @@ def test_a_response_that_runs_is_followed_left_and_cancelled(client: openai.Open
     assert client.responses.retrieve(response_id).status == "in_progress", "its first client left"
     follower = client.responses.retrieve(response_id, stream=True, starting_after=seen[-1].sequence_number)
     assert next(iter(follower)).sequence_number == seen[-1].sequence_number + 1
+    with pytest.raises(openai.ConflictError, match="is still being written"):
+        ask(client.with_options(max_retries=0), previous_response_id=response_id)
     assert client.responses.cancel(response_id).status == "cancelled"
     assert [*follower][-1].type == "response.incomplete"
     assert settled(client, response_id).status == "cancelled"

@@ -198,7 +198,6 @@ def encoders() -> str:
     refused: dict[str, list[str]] = {}
     for family, why in REFUSED_ENCODERS.items():
         refused.setdefault(why, []).append(family)
-    lines = [f"- `{family}`: `families/{file}.py`" for family, file in ENCODERS.items()]
     reasons = [f"- {', '.join(f'`{name}`' for name in names)}: {why}" for why, names in refused.items()]
     return f"""## Encoders
 
@@ -206,7 +205,7 @@ For vectors, reranking and classification, with the head of a `...ForSequenceCla
 one: whole texts in both directions, without padding; float32, bfloat16, int8 and int4 on a CPU, with the same bits for
 a text alone and among others. `gemma3_text` is EmbeddingGemma, with `use_bidirectional_attention`.
 
-{chr(10).join(lines)}
+{", ".join(f"`{family}`" for family in ENCODERS)}.
 
 Refused, each by name:
 

@@ -40,7 +40,7 @@ def layer_kinds(family: str) -> Sequence[str] | None:
     """The layer types that a family's file has; None: it is not written down here."""
     file = NATIVE.get(family)
     kinds: Any = None if file is None else getattr(import_module(f"{__name__}.{file}"), "KINDS", KINDS)
-    return kinds[family] if isinstance(kinds, Mapping) else kinds  # a file of several families may have them by family
+    return kinds.get(family, KINDS) if isinstance(kinds, Mapping) else kinds  # a file may have them by family
 
 
 def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | None:

@@ -1,4 +1,5 @@
-"""Encoders that are written down: from a config.json to an `EncoderConfig`, one short file for each group.
+"""Encoders that are written down: from a config.json to an `EncoderConfig`, by tables of bidirectional.toml, where they
+are described.
 
 Those that are not are refused by name, with the reason: there is no other way to run one.
 """
@@ -6,22 +7,19 @@ Those that are not are refused by name, with the reason: there is no other way t
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module, resources
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from asyncengine.errors import UnsupportedModel
+from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
-from asyncengine.execution.models.encoder import EncoderConfig
-
-EncoderConfigOf = Callable[[Any, int | None, bool], EncoderConfig]
-"""(transformers' config object, longest sequence or None for the model's own, whether it is a classifier) -> what the
-encoder is built of. Raises `UnsupportedModel` for an option that is not written down."""
+from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.execution.models.encoder import DISTANCES, EncoderConfig, SequenceHeadConfig
+from asyncengine.execution.models.families.tables import decoder_config, decoder_of, parts_of, read_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,13 @@ class Spelling:
 
 _NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 """Names of norms in TensorFlow's BERT."""
-_TABLES = tomllib.loads((resources.files(__package__) / "encoders.toml").read_text(encoding="utf-8"))
+_TABLES, _FAMILIES = read_tables("encoders.toml"), read_tables("bidirectional.toml")
 SPELLINGS: Mapping[str, Spelling] = {name: Spelling(**each) for name, each in _TABLES["spellings"].items()}
-ENCODERS: Mapping[str, str] = _TABLES["files"]
-"""model_type -> the file in this folder with its `encoder_config`."""
+ENCODERS = (*(family for family, table in _FAMILIES.items() if "head" in table or "like" in table), "gemma3_text")
+"""Encoders by model_type that are written down."""
 REFUSED: Mapping[str, str] = _TABLES["refused"]
 """Encoders that transformers has and this engine has not, and why."""
+_POOLINGS: Mapping[str, Any] = {"cls": "first", "bos": "first", "mean": "mean", "late": "late"}
 
 
 def is_encoder_config(config: Any) -> bool:
@@ -58,16 +57,51 @@ def is_encoder_config(config: Any) -> bool:
 
 
 def encoder_config_of(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """The encoder's configuration. Raises `UnsupportedModel` naming the family and what of it is not written down."""
+    """The encoder's configuration. `length`: the longest sequence; None: the model's own. Raises `UnsupportedModel`
+    naming the family and what of it is not written down."""
     family = config.model_type
-    file = ENCODERS.get(family)
-    if file is None:
+    if family not in ENCODERS:
         raise UnsupportedModel(f"encoder family {family!r} {REFUSED.get(family, 'is not written down')}")
     kind = getattr(config, "position_embedding_type", None) or "absolute"
     if kind not in ("absolute", "rope", "rotary"):
         raise UnsupportedModel(f"encoder family {family!r} with position_embedding_type {kind!r} is not written down")
-    read: EncoderConfigOf = import_module(f"{__package__}.{file}").encoder_config
-    return read(config, length, classifies)
+    if family == "gemma3_text":
+        return _gemma(config, length or config.max_position_embeddings, classifies)
+    parts = parts_of(_FAMILIES, config)
+    own = parts.pop("encoder", {})
+    if own.get("distance_bias") and config.relative_attention_num_buckets != DISTANCES:
+        raise UnsupportedModel(f"relative_attention_num_buckets is not {DISTANCES}, of which transformers has its code")
+    padding = own.get("padding")
+    longest = length or config.max_position_embeddings - (0 if padding is None else padding + 1)
+    if not own.get("num_segments"):
+        own |= {"segments": None, "num_segments": 0}
+    head, headless = parts.pop("head"), parts.pop("headless")
+    pooling = _POOLINGS[head.pop("pooling", "cls")]
+    stack = decoder_of(config, longest, parts, tied=False)
+    first = replace(stack.layers[0], before_attention=None) if "embedding_norm" in own else stack.layers[0]
+    stack = _both_ways(replace(stack, layers=(first, *stack.layers[1:])), () if classifies else tuple(headless))
+    made = SequenceHeadConfig(config.num_labels, pooling=pooling, **head)
+    return EncoderConfig(stack, longest, head=made if classifies else None, **own)
+
+
+def _gemma(config: Any, length: int, classifies: bool) -> EncoderConfig:
+    """EmbeddingGemma (Vera et al. 2025): Gemma 3 with `use_bidirectional_attention`."""
+    if classifies:
+        raise UnsupportedModel("family 'gemma3_text' with a classifier in both directions is not written down")
+    if config.attn_logit_softcapping is not None:
+        raise UnsupportedModel("family 'gemma3_text' with attn_logit_softcapping is not written down")
+    heads = (r"lm_head\..*", r"dense\..*", r"classifier\..*")
+    return EncoderConfig(_both_ways(decoder_config(config, length), heads), length)
+
+
+def _both_ways(stack: DecoderConfig, ignored: tuple[str, ...]) -> DecoderConfig:
+    """The same without a causal mask. `ignored`: further tensors that nobody needs."""
+
+    def both(layer: LayerConfig) -> LayerConfig:
+        assert isinstance(layer.attention, AttentionConfig)
+        return replace(layer, attention=replace(layer.attention, both=True))
+
+    return replace(stack, layers=tuple(map(both, stack.layers)), ignored=(*stack.ignored, *ignored))
 
 
 def spelling_of(family: str) -> Spelling:

@@ -10,7 +10,7 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.execution.models.families import mixtures
+from asyncengine.execution.models.families import tables
 from asyncengine.execution.models.families.common import layer_types_of, llama_like, rotary_of, with_states
 
 KINDS = ("linear_attention", "full_attention")
@@ -50,7 +50,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         kinds = [
             "full_attention" if kind == "attention" else kind for kind in layer_types_of(config, (*KINDS, "attention"))
         ]
-        return with_states(mixtures.decoder_config(config, length), kinds, mixer(config))
+        return with_states(tables.decoder_config(config, length), kinds, mixer(config))
     bias = bool(config.attention_bias)
     made = llama_like(
         config, length,

@@ -10,7 +10,7 @@ from asyncengine.execution.layers.mlp import MoEConfig
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import MTPConfig, head_layers
-from asyncengine.execution.models.families import mixtures
+from asyncengine.execution.models.families import tables
 from asyncengine.execution.models.families.common import alternate, layer_types_of, with_states
 from asyncengine.execution.models.families.mamba import check_silu
 
@@ -30,7 +30,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         key_dim=config.linear_key_head_dim, value_dim=config.linear_value_head_dim,
         taps=config.linear_conv_kernel_dim, epsilon=config.rms_norm_eps, interleaved=config.model_type == "qwen3_next",
     )  # fmt: skip
-    made = mixtures.decoder_config(config, length)
+    made = tables.decoder_config(config, length)
     last = made.layers[-1]
     # the head has experts wherever the model has, though its last layer may be dense
     mlp = next((layer.mlp for layer in made.layers if isinstance(layer.mlp, MoEConfig)), last.mlp)

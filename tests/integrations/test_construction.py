@@ -38,19 +38,6 @@ def ask(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_constructing_loads_nothing(kind: Any, model_path: str) -> None:
-    settings = {**CONFIG, "max_num_seqs": 61}  # of no engine that another test may have left in memory
-    probe = shared_engine(model_path, keep_alive=0, **settings)
-    models = [kind(model=model_path, engine_config=settings, max_tokens=2, keep_alive=0) for _ in range(10)]
-    assert not probe.loaded
-    ask(models[3])
-    assert probe.loaded
-    del models
-    gc.collect()
-    probe.close()
-
-
-@pytest.mark.parametrize("kind", CLASSES)
 def test_the_engine_lives_as_long_as_a_model_object(kind: Any, model_path: str) -> None:
     first, second = (kind(model=model_path, engine_config=OWN, max_tokens=2, keep_alive=0) for _ in range(2))
     engine = first.get_engine().aengine
@@ -220,20 +207,3 @@ def test_a_model_object_made_in_each_call_loads_the_model_once(kind: Any, model_
     ask(kind(model=model_path, engine_config=OWN, max_tokens=2, keep_alive=0))  # the last one says how long
     gc.collect()
     assert not engines[0].alive
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_copies_share_the_engine(kind: Any, model_path: str) -> None:
-    model = kind(model=model_path, engine_config=OWN, max_tokens=2, seed=1)
-    engine = model.get_engine().aengine
-    copies = [
-        model.model_copy(update={"seed": 2}),
-        copy.copy(model),
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-    ]
-    del model
-    gc.collect()
-    assert engine.alive
-    assert all(twin.get_engine().aengine is engine for twin in copies)
-    assert [twin.seed for twin in copies] == [2, 1, 1, 1]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ from langchain_core.load import dumps, loads
 from llama_index.core.schema import BaseComponent
 from pydantic import BaseModel, ValidationError
 
-from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, SamplingParams, shared_engine
+from asyncengine import EngineConfig, EngineHandle, shared_engine
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_source import EngineChoice
-from asyncengine.integrations.fleet import FleetConfig
 from asyncengine.integrations.langchain import (
     AsyncEngineDecisions,
     AsyncEngineEmbeddings,
@@ -177,34 +174,8 @@ def test_no_field_of_a_framework_is_taken_for_a_setting(kind: Any) -> None:
     assert kind.setting_names == NAMES - own
 
 
-@pytest.mark.parametrize("kind", [LlamaIndexLLM, AsyncEngineEmbeddings, AsyncEngineEmbedding, AsyncEngineRerank])
-def test_the_schema_has_the_settings_with_their_types(kind: Any) -> None:
-    known = kind.model_json_schema()["properties"]
-    assert known["quantization"]["anyOf"][0] == {"enum": ["int8", "int4"], "type": "string"}
-    assert known["max_num_seqs"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
-
-
 def test_a_progress_bar_of_embeddings_is_no_setting() -> None:
     shown = AsyncEngineEmbeddings(model="m", show_progress=True)
     assert spec(shown) == spec(AsyncEngineEmbeddings(model="m"))
     quiet = AsyncEngineEmbeddings(model="m", show_progress=True, engine_config={"show_progress": False})
     assert spec(quiet)[1].show_progress is False
-
-
-CALLS: list[tuple[Callable[..., Any], str, str]] = [
-    *((call, "max_modl_len", "max_model_len") for call in (
-        EngineConfig, EngineConfig().replace, lambda **given: EngineConfig.from_dict(given),
-        lambda **given: Engine.from_pretrained("m", **given), lambda **given: shared_engine("m", **given),
-        lambda **given: asyncio.run(AsyncEngine.from_pretrained("m", **given)),
-    )),
-    *((call, "max_token", "max_tokens") for call in (
-        SamplingParams, SamplingParams().replace, lambda **given: SamplingParams.from_dict(given),
-    )),
-    (FleetConfig, "replica", "replicas"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "misspelt", "right"), CALLS)
-def test_misspelt_names_of_the_engine_itself(call: Callable[..., Any], misspelt: str, right: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"{misspelt}: unknown parameter; did you mean '{right}'"):
-        call(**{misspelt: 5})

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, ToolMessage
 from langgraph.checkpoint.memory import InMemorySaver
-from pydantic import BaseModel
-from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from asyncengine import EngineHandle
 from asyncengine.integrations.langchain import ChatAsyncEngine
-
-from .test_langchain_structured import MARTA, Person, PersonData
-from .test_langchain_structured import TEXT as REQUEST
 
 WEATHER = "What is the weather in Oslo?"
 
@@ -29,14 +23,6 @@ def get_weather(city: str) -> str:
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
-
-
-class PersonDict(TypedDict):
-    """Information about a person."""
-
-    name: str
-    age: int
-    job: str
 
 
 def make(**fields: Any) -> ChatAsyncEngine:
@@ -64,20 +50,6 @@ async def test_an_agent_uses_two_tools_one_after_the_other_and_answers(chat: Cha
         assert [m.content for m in messages if isinstance(m, ToolMessage)] == ["7 degrees and rainy in Oslo", "42"]
         assert "42" in messages[-1].text
         assert "7 degrees" in messages[-1].text
-
-
-@pytest.mark.parametrize("profile", [None, {"structured_output": False}], ids=["with profile", "without"])
-@pytest.mark.parametrize("tools", [[], [add]], ids=["no tools", "tools"])
-@pytest.mark.parametrize("schema", [Person, PersonData, PersonDict, Person.model_json_schema()])
-async def test_a_response_format(demo: EngineHandle, profile: Any, tools: Any, schema: Any) -> None:
-    """With the profile the model's answer is the object; without it LangChain has the model call a tool."""
-    result = await agent(make(profile=profile), tools, schema).ainvoke({"messages": [("user", REQUEST)]})
-    answer = result["structured_response"]
-    as_dict = dict(answer) if isinstance(answer, (dict, BaseModel)) else asdict(answer)
-    assert as_dict == MARTA
-    assert isinstance(answer, dict if isinstance(schema, dict) or schema is PersonDict else schema)
-    first = result["messages"][1]
-    assert bool(first.tool_calls) is (profile is not None)
 
 
 async def test_a_thread_of_langgraph_is_a_session(demo: EngineHandle) -> None:

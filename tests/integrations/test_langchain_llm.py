@@ -5,28 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from langchain_core.exceptions import ContextOverflowError, ModelTimeoutError
+from langchain_core.exceptions import ContextOverflowError
 
-from asyncengine import EngineHandle
-from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM
 
 from .conftest import LONG, Watch
-from .peak import peak_running, slowed
 
 Make = Callable[..., AsyncEngineLLM]
-
-
-async def test_lists_of_prompts_run_as_one_batch(make_llm: Make, handle: EngineHandle) -> None:
-    llm = make_llm(max_tokens=100)
-    prompts = [f"Once {i}" for i in range(16)]
-    with peak_running(handle, 7) as peak:
-        answers = llm.batch(prompts)
-    assert peak.rows > 6
-    assert answers[7] == llm.invoke(prompts[7])
-    with peak_running(handle, 7) as peak:
-        assert await llm.abatch(prompts) == answers
-    assert peak.rows > 6
 
 
 async def test_generations_and_output(make_llm: Make) -> None:
@@ -40,19 +25,6 @@ async def test_generations_and_output(make_llm: Make) -> None:
         assert result.llm_output is not None
         assert result.llm_output["model_name"] == llm.model
         assert result.llm_output["token_usage"]["completion_tokens"] == 16
-
-
-async def test_deadline_and_refusals(make_llm: Make, handle: EngineHandle) -> None:
-    llm = make_llm(**LONG, timeout=0.05)
-    with slowed(handle):
-        with pytest.raises(ModelTimeoutError):
-            llm.invoke("Once")
-        with pytest.raises(ModelTimeoutError):
-            [piece async for piece in llm.astream("Once")]
-    with pytest.raises(InvalidParameter, match="nonsense"):
-        llm.invoke("Once", nonsense=1)
-    with pytest.raises(InvalidParameter, match="template_kwargs"):
-        llm.invoke("Once", template_kwargs={"a": 1})
 
 
 async def test_one_refused_prompt_leaves_nothing_running(make_llm: Make, watch: Watch) -> None:

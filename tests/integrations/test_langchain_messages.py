@@ -159,10 +159,3 @@ def test_reasoning_that_is_no_text_is_named(given: AIMessage, field: str) -> Non
     with pytest.raises(InvalidParameter) as caught:
         to_openai([given])
     assert caught.value.field == field
-
-
-def test_v1_content_blocks_read_like_the_message_they_come_from() -> None:
-    message = AIMessage("so", tool_calls=[CALL])
-    blocks = AIMessage(content_blocks=message.content_blocks)
-    assert isinstance(blocks.content, list)
-    assert to_openai([blocks]) == to_openai([message])

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar
 import pydantic.v1
 import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter
 from support.long import by_turns
 
@@ -218,15 +218,6 @@ def test_a_grammar_is_a_sampling_keyword_of_both_models(chat: ChatAsyncEngine) -
     assert keyed[0] == keyed[1] != keyed[2]
     with pytest.raises(ValueError, match="grammar"):
         ChatAsyncEngine(model="demo", grammar="a string")
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("schema", [Person, PersonV1, PersonDict, Person.model_json_schema()])
-def test_tracers_are_told_the_schema(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
-    bound: Any = chat.with_structured_output(schema, method=method).first  # type: ignore[attr-defined]
-    told = bound.kwargs["ls_structured_output_format"]
-    assert told == {"kwargs": {"method": method}, "schema": convert_to_json_schema(schema)}
-    assert convert_to_json_schema(told["schema"]) == told["schema"]
 
 
 Content = TypeVar("Content")

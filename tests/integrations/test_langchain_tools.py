@@ -13,7 +13,7 @@ from langchain_core.tools import tool as as_langchain_tool
 from pydantic import BaseModel, NaiveDatetime
 
 from asyncengine import EngineHandle
-from asyncengine.errors import GrammarUnsupported, InvalidParameter
+from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 from asyncengine.integrations.langchain.structured import response_format
 from asyncengine.integrations.langchain.tools import openai_tools
@@ -35,9 +35,6 @@ def made(message: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call["name"], call["args"]) for call in message.tool_calls]
 
 
-# -- calls
-
-
 def test_streamed_pieces_name_the_call_once_and_are_json_together(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
     # with guesses a step may give several tokens, and so a piece may be a whole call
     with paced(demo):
@@ -51,16 +48,6 @@ def test_streamed_pieces_name_the_call_once_and_are_json_together(chat: ChatAsyn
         assert json.loads("".join(piece["args"] or "" for piece in mine)) == arguments
         assert len(mine) > 3
     assert made(added(chunks)) == [("add", {"a": 12, "b": 30}), ("multiply", {"a": 6, "b": 7})]
-
-
-def test_choices_decide_whatever_the_model_would_do(chat: ChatAsyncEngine) -> None:
-    tools: list[Any] = [get_weather, add]
-    assert made(chat.bind_tools(tools, tool_choice="none").invoke(WEATHER)) == []
-    assert len(made(chat.bind_tools(tools, tool_choice="any").invoke("Hello"))) == 1
-    forced = made(chat.bind_tools(tools, tool_choice="add").invoke(WEATHER))
-    assert [name for name, _ in forced] == ["add"]
-    assert {type(value) for value in forced[0][1].values()} == {int}
-    assert made(chat.bind_tools([]).invoke("Hello")) == []
 
 
 class Visit(BaseModel):
@@ -84,12 +71,6 @@ def test_times_without_a_zone_have_none_for_the_engine_either() -> None:
     assert answer["properties"]["at"]["format"] == "date-time-local"
 
 
-# -- events and content blocks
-
-
-# -- the rest
-
-
 def test_counting_tokens_with_tools(chat: ChatAsyncEngine) -> None:
     messages: list[BaseMessage] = [HumanMessage(WEATHER)]
     counted = chat.get_num_tokens_from_messages(messages, tools=[get_weather, add])
@@ -105,12 +86,3 @@ def test_text_completion_refuses_what_is_for_chats(make_llm: Callable[..., Async
     value: Any = {"tools": TOOLS, "parallel_tool_calls": True}.get(keyword, "auto")
     with pytest.raises(InvalidParameter, match=f"^{keyword}: "):
         make_llm().invoke("Hello", **{keyword: value})
-
-
-def test_strict(chat: ChatAsyncEngine) -> None:
-    """A schema that the library cannot enforce is refused, or left out; schemas are open only where asked."""
-    odd = {"title": "odd", "type": "object", "properties": {"n": {"type": "integer", "not": {"multipleOf": 3}}}}
-    for strict in (None, True):
-        with pytest.raises(GrammarUnsupported, match="in tool 'odd'"):
-            chat.bind_tools([odd], tool_choice="odd", strict=strict).invoke("odd")
-    assert made(chat.bind_tools([odd], tool_choice="odd", strict=False).invoke("odd"))[0][0] == "odd"

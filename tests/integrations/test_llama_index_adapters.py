@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,6 @@ from asyncengine.integrations.llama_index import AsyncEngineLLM
 from .conftest import CONFIG, TOKENS
 
 HELLO = [ChatMessage("Hello")]
-OWN = {**CONFIG, "max_num_seqs": 6}
-"""Settings of an engine that no other test shares."""
 Make = Callable[..., AsyncEngineLLM]
 
 pytestmark = pytest.mark.usefixtures("loaded_adapters")
@@ -54,9 +51,3 @@ def test_what_observers_are_told(make: Make) -> None:
     llm = make(adapter="first", context_window=500, is_chat_model=True, is_function_calling_model=False)
     assert llm.model_name == llm.metadata.model_name == "first"
     assert llm.to_payload()["model_name"] == "first"
-
-
-def test_serialization_keeps_the_adapter(adapter_folders: dict[str, str]) -> None:
-    llm = AsyncEngineLLM(model="m", adapters=adapter_folders, adapter="first")
-    twin = AsyncEngineLLM.from_dict(json.loads(llm.to_json()))
-    assert (twin.adapters, twin.adapter) == (adapter_folders, "first")

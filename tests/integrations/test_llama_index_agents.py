@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.llms import ChatMessage
-from llama_index.core.prompts import PromptTemplate
-from pydantic import BaseModel
 
 from asyncengine import EngineHandle
 from asyncengine.integrations.llama_index import AsyncEngineLLM
@@ -42,25 +39,3 @@ async def test_an_agent_uses_two_tools(llm: AsyncEngineLLM, watch: Watch, stream
     assert used(result) == [("add", {"a": 12, "b": 30}), ("multiply", {"a": 7, "b": 8})]
     assert str(result) == "12 plus 30 is 42. 7 times 8 is 56."
     await watch.assert_all_given_back()
-
-
-class Town(BaseModel):
-    population: int
-
-
-def get_population(city: str) -> int:
-    """Get the population of a city."""
-    return 1304
-
-
-async def test_structured_results(llm: AsyncEngineLLM) -> None:
-    question = "What is the population of Oslo?"
-    result = await FunctionAgent(tools=[get_population], llm=llm, output_cls=Town).run(user_msg=question)
-    assert result.get_pydantic_model(Town) == Town(population=1304)
-
-    async def last_answer(messages: list[ChatMessage]) -> dict[str, Any]:
-        town = await llm.astructured_predict(Town, PromptTemplate("{text}"), text=messages[-1].content)
-        return town.model_dump()
-
-    agent = FunctionAgent(tools=[get_population], llm=llm, structured_output_fn=last_answer)
-    assert (await agent.run(user_msg=question)).structured_response == {"population": 1304}

@@ -76,18 +76,23 @@ async def test_parallel_calls_only_where_allowed(llm: AsyncEngineLLM) -> None:
         assert called(response) == [("add", {"a": 12, "b": 30})]
 
 
-@pytest.mark.parametrize("choice", [{"tool_required": True}, {"tool_choice": "required"}, {"tool_choice": "any"}])
-async def test_a_required_call(llm: AsyncEngineLLM, choice: dict[str, Any]) -> None:
-    assert not called(llm.chat_with_tools([ADD], "Hello!"))
-    for response in await four_ways(llm, [ADD], "Hello!", **choice):
-        [(name, arguments)] = called(response)
-        assert (name, list(arguments)) == ("add", ["a", "b"])
+NAMED = {"type": "function", "function": {"name": "multiply"}}
 
 
-@pytest.mark.parametrize("choice", ["multiply", {"type": "function", "function": {"name": "multiply"}}])
-async def test_a_named_call(llm: AsyncEngineLLM, choice: Any) -> None:
-    for response in await four_ways(llm, TOOLS, SUM, tool_choice=choice):
-        assert [name for name, _ in called(response)] == ["multiply"]
+@pytest.mark.parametrize(
+    ("choice", "message", "names"),
+    [
+        ({"tool_required": True}, "Hello!", ["add"]), ({"tool_choice": "required"}, "Hello!", ["add"]),
+        ({"tool_choice": "any"}, "Hello!", ["add"]), ({"tool_choice": "multiply"}, SUM, ["multiply"]),
+        ({"tool_choice": NAMED}, SUM, ["multiply"]), ({"tool_choice": "none"}, SUM, []),
+    ],
+)  # fmt: skip
+async def test_the_choice_of_tools_holds(
+    llm: AsyncEngineLLM, choice: dict[str, Any], message: str, names: list[str]
+) -> None:
+    for response in await four_ways(llm, TOOLS if message == SUM else [ADD], message, **choice):
+        assert [name for name, _ in called(response)] == names
+        assert names or response.message.content
 
 
 async def test_refusals_name_the_field(llm: AsyncEngineLLM) -> None:
@@ -187,9 +192,3 @@ def test_how_a_tool_is_offered(llm: AsyncEngineLLM) -> None:
     assert list(openai_tool(ADD)["function"]) == ["name", "description", "parameters"]
     dotted = FunctionTool.from_defaults(add, name="math.add", description="Add two numbers.")
     assert llm.predict_and_call([dotted], SUM, tool_required=True).response == "42"
-
-
-async def test_no_call_where_none_is_wanted(llm: AsyncEngineLLM) -> None:
-    for response in await four_ways(llm, TOOLS, SUM, tool_choice="none"):
-        assert not called(response)
-        assert response.message.content

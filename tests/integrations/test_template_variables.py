@@ -65,11 +65,6 @@ def plain(engine: AsyncEngine) -> int:
     return engine.count_tokens(CHAT)
 
 
-@pytest.mark.parametrize(("keywords", "more"), CASES)
-async def test_of_the_engine(keywords: dict[str, Any], more: int, engine: AsyncEngine, plain: int) -> None:
-    assert (await engine.chat(CHAT, ONE, **keywords)).usage.prompt_tokens == plain + more
-
-
 async def test_what_may_be_set_is_told_and_counted(engine: AsyncEngine, plain: int) -> None:
     assert engine.info.template_variables == ("enable_thinking", "reasoning_effort")
     assert engine.count_tokens(CHAT, template_kwargs={"enable_thinking": True}) == plain + 3
@@ -188,14 +183,3 @@ async def test_a_budget_of_thoughts_over_http(thinker: str) -> None:
         asked = {"input": "Hello", "max_output_tokens": 30, "temperature": 0, "reasoning": {"max_tokens": 4}}
         items = (await client.post("/v1/responses", json=asked)).json()["output"]
         assert items[-1]["content"][0]["text"] == message["content"]
-
-
-async def test_a_budget_of_thoughts_of_a_model_without_any_is_refused(engine: AsyncEngine) -> None:
-    with pytest.raises(
-        InvalidParameter, match="max_thinking_tokens: cannot be kept: this model's chat template has no"
-    ):
-        await engine.chat(CHAT, ONE, max_thinking_tokens=4)
-    with pytest.raises(InvalidParameter, match="did you mean 'max_thinking_tokens'"):
-        await engine.chat(CHAT, ONE, thinking_budget=4)  # type: ignore[call-arg]
-    with pytest.raises(InvalidParameter, match="max_thinking_tokens"):
-        await engine.generate("Hello", ONE, max_thinking_tokens=4)  # type: ignore[call-arg]

@@ -130,10 +130,3 @@ def test_llama_index_calls_it_model_name() -> None:
     assert [(made.model, made.model_name) for made in by_either] == [("m", "m")] * 2
     assert AsyncEngineEmbedding.from_dict(by_either[0].to_dict()).model == "m"
     assert by_either[0].to_payload()["model_name"] == "m"
-
-
-def test_one_call_however_many_texts() -> None:
-    """LlamaIndex hands over ten at a time unless it is told otherwise."""
-    made, source = noting(AsyncEngineEmbedding)
-    assert len(made.get_text_embedding_batch([f"text {i}" for i in range(1500)])) == 1500
-    assert [len(call["texts"]) for call in source.calls] == [1500]

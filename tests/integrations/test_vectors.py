@@ -4,7 +4,6 @@ parts as programs use them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,8 +136,3 @@ async def test_rerankers_of_both_frameworks(reranker: str) -> None:
     ):
         assert [node.node.get_content() for node in ranked] == [TEXTS[i] for i in best]
         assert [node.score for node in ranked] == pytest.approx([expected[i] for i in best], abs=1e-5)
-
-
-def test_the_reranker_is_no_embedder(reranker: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rerank"):
-        AsyncEngineEmbeddings(model=reranker, engine_config=EMBEDDER).embed_query("a")

@@ -12,15 +12,11 @@ import fastapi
 import httpx
 import pytest
 from fastapi.responses import StreamingResponse
-from langchain.agents import create_agent
-from langchain_core.tools import tool
-from llama_index.core.agent.workflow import FunctionAgent
 from support.fake_engine import until
 
 from asyncengine import Engine, SamplingParams, submitted
 from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
 from asyncengine.integrations.langchain import ChatAsyncEngine
-from asyncengine.integrations.llama_index import AsyncEngineLLM
 from asyncengine.testing import FakeChat, assert_nothing_held
 
 QUESTION = [{"role": "user", "content": "Will it rain in Oslo?"}]
@@ -56,20 +52,6 @@ async def test_texts_calls_and_functions_in_process() -> None:
     echo = FakeChat(lambda messages: messages[-1]["content"].upper())
     assert Engine(echo).chat(QUESTION).text == "WILL IT RAIN IN OSLO?"
     await echo.aclose()
-
-
-async def test_agents_of_both_frameworks() -> None:
-    script = [CALL, "Two days of rain.", CALL, "Take a coat."]
-    async with FakeChat(script) as engine:
-        agent = create_agent(ChatAsyncEngine(engine=engine), [tool(weather)])
-        said = await agent.ainvoke({"messages": QUESTION})
-        assert [message.text for message in said["messages"][2:]] == ["rain in Oslo for 2 days", "Two days of rain."]
-        assert said["messages"][1].tool_calls[0]["args"] == CALL["arguments"]
-        llm = AsyncEngineLLM(engine=engine)
-        answer = await FunctionAgent(tools=[weather], llm=llm, streaming=True).run("Will it rain in Oslo?")
-        assert str(answer) == "Take a coat."
-        assert engine.asked[-1][-1]["content"] == "rain in Oslo for 2 days"
-        assert len(engine.asked) == 4
 
 
 async def test_a_full_queue_is_known_before_an_event_stream_begins() -> None:

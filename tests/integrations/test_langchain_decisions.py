@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
-from asyncengine import AsyncEngine, EngineHandle
+from asyncengine import EngineHandle
 from asyncengine.errors import InvalidParameter
-from asyncengine.integrations.langchain import ChatAsyncEngine
 
 decisions = pytest.importorskip("langchain_core.decisions")
 middleware = pytest.importorskip("langchain.agents.middleware.auto_mode")
 
-from langchain.agents.middleware import AutoModeMiddleware, ModelChoice, ModelRouterMiddleware  # noqa: E402
 from langchain_core.decisions import Box, Choice, Noul, Score  # noqa: E402
 
 from asyncengine.integrations.langchain import AsyncEngineDecisions  # noqa: E402
@@ -99,35 +96,3 @@ async def test_media_and_boxes_are_refused_by_name(
     with pytest.raises(InvalidParameter) as refused:
         await classifier.ainvoke({"state": state, "questions": questions})
     assert named in str(refused.value)
-
-
-@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
-async def test_one_engine_routes_an_agent_guards_its_tools_and_answers(demo: EngineHandle) -> None:
-    ran: list[str] = []
-
-    def get_weather(city: str) -> str:
-        """Get the current weather for a city."""
-        ran.append(city)
-        return f"7 degrees and rainy in {city}"
-
-    engine: AsyncEngine = await demo.aget()
-    chat = ChatAsyncEngine(engine=engine, temperature=0, max_tokens=80)
-    classifier = AsyncEngineDecisions(engine=engine)
-    router = ModelRouterMiddleware(
-        choices={"sums": ModelChoice(chat, "adding numbers"), "weather": ModelChoice(chat, "the weather of a city")},
-        instructions="What is it about?",
-        classifier=classifier,
-    )
-    guard = AutoModeMiddleware(tools=[get_weather.__name__], classifier=classifier)
-    agent = create_agent(chat, [get_weather], middleware=[router, guard]).with_config(recursion_limit=12)
-    question = HumanMessage("What is the weather in Oslo?")
-    done = await agent.ainvoke({"messages": [question]})
-    asked = {"model_route": Choice(instructions="What is it about?", criteria={
-        "sums": "adding numbers", "weather": "the weather of a city",
-    })}  # fmt: skip
-    assert done["model_route"].probabilities == (await engine.decide(question.text, asked))["model_route"].probabilities
-    [called] = [call for message in done["messages"] if isinstance(message, AIMessage) for call in message.tool_calls]
-    [result] = [message for message in done["messages"] if isinstance(message, ToolMessage)]
-    assert called["name"] == "get_weather"
-    assert bool(ran) == (result.status == "success")
-    assert ("was blocked" in result.text) == (not ran)

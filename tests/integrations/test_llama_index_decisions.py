@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from llama_index.core import Response, Settings
+from llama_index.core import Response
 from llama_index.core.evaluation import BatchEvalRunner
-from llama_index.core.query_engine import CustomQueryEngine, RouterQueryEngine
 from llama_index.core.schema import NodeWithScore, TextNode
-from llama_index.core.tools import QueryEngineTool, ToolMetadata
+from llama_index.core.tools import ToolMetadata
 
 from asyncengine import EngineHandle, InvalidParameter
 from asyncengine.integrations.llama_index import (
     AsyncEngineFaithfulnessEvaluator,
-    AsyncEngineLLM,
     AsyncEngineMultiSelector,
     AsyncEngineRelevance,
     AsyncEngineRelevancyEvaluator,
@@ -24,13 +20,6 @@ from asyncengine.integrations.llama_index import (
 QUERY = "What is the weather in Oslo?"
 CHOICES = [ToolMetadata(name="sums", description="adding numbers"), ToolMetadata(name="rain", description="weather")]
 TEXTS = ["Velmora is led by mayor Ida Lund.", "Oslo: 7 degrees and rainy.", "Server polaris listens on port 8443."]
-
-
-class Saying(CustomQueryEngine):
-    text: str
-
-    def custom_query(self, query_str: str) -> str:
-        return f"{self.text}: {query_str}"
 
 
 async def test_a_single_selector_takes_the_likeliest(demo: EngineHandle) -> None:
@@ -61,19 +50,6 @@ async def test_a_multi_selector_takes_what_reaches_the_threshold(demo: EngineHan
     assert AsyncEngineMultiSelector(model="demo", threshold=values[1]).select(CHOICES, QUERY).inds == found.inds
     for fields in ({"threshold": values[0]}, {"threshold": 1}, {"threshold": 0, "max_outputs": 1}):
         assert AsyncEngineMultiSelector(model="demo", **fields).select(CHOICES, QUERY).inds == found.inds[:1]
-
-
-@pytest.mark.parametrize("kind", [AsyncEngineSingleSelector, AsyncEngineMultiSelector])
-async def test_a_router_query_engine_asks_the_engine_that_was_selected(kind: Any, demo: EngineHandle) -> None:
-    Settings.llm = AsyncEngineLLM(model="demo", max_tokens=8, temperature=0)
-    tools = [QueryEngineTool(query_engine=Saying(text=each.name or ""), metadata=each) for each in CHOICES]
-    selector = kind(model="demo")
-    router = RouterQueryEngine(selector=selector, query_engine_tools=tools)
-    chosen = selector.select(CHOICES, QUERY)
-    for response in (router.query(QUERY), await router.aquery(QUERY)):
-        assert response.metadata["selector_result"] == chosen
-        if len(chosen.inds) == 1:
-            assert str(response) == f"{CHOICES[chosen.ind].name}: {QUERY}"
 
 
 async def test_nodes_are_scored_by_probability(demo: EngineHandle) -> None:

@@ -93,22 +93,6 @@ def test_an_object_out_of_growing_text() -> None:
     assert [part.pages for part in parts if part.pages is not None][:4] == [[], [1], [12], [12, 3]]
 
 
-@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
-async def test_as_structured_llm(llm: AsyncEngineLLM) -> None:
-    structured = llm.as_structured_llm(Person)
-    messages = [ChatMessage(TEXT)]
-    whole = structured.chat(messages)
-    assert whole.raw == ADA
-    assert Person.model_validate_json(whole.message.content or "") == ADA
-    assert (await structured.achat(messages)).raw == ADA
-    assert list(structured.stream_chat(messages))[-1].raw == ADA
-    assert [part async for part in await structured.astream_chat(messages)][-1].raw == ADA
-    assert structured.complete(TEXT).raw == ADA
-    assert (await structured.acomplete(TEXT)).raw == ADA
-    braces = [ChatMessage('The values are {"city": "Fenwick"}. ' + TEXT)]
-    assert isinstance(structured.chat(braces).raw, Person)
-
-
 class Line(BaseModel):
     item: str = Field(max_length=12)
     count: int = Field(ge=1, le=9)

@@ -103,8 +103,3 @@ def test_chat_changes_adapters(
         "loaded: a, late; /adapter NAME uses it, /adapter NAME=PATH loads it first, /adapter demo uses none"
     ]
     assert "error: path: has no adapter_config.json" in shown.err
-
-
-def test_figures_name_the_adapter(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASK, "--stats", "--adapter", f"mine={root / 'a'}"]) == 0
-    assert "demo with mine" in capsys.readouterr().err

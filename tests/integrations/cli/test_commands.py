@@ -220,10 +220,3 @@ def test_model_output_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatc
     text.write(evil, pipe)
     assert screen.getvalue() == "a]0;title2Jb\n\tc"
     assert pipe.getvalue() == evil
-
-
-def test_chat_says_why_an_answer_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.integrations.cli.options.MOST_TOKENS", 5)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
-    _, err = run("chat", "demo", "--ignore-eos", *SMALL)
-    assert err == "stopped after 5 tokens (--max-tokens)\n"

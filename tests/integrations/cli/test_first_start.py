@@ -59,25 +59,3 @@ def test_the_main_thread_imports_nothing_beside_others() -> None:
     """A Ctrl-C within such an import was lost now and then, with the lock that all imports wait for."""
     found = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=120, check=False)
     assert found.stdout == "True True []\n", found.stderr
-
-
-_GARBAGE = """
-import gc
-from types import SimpleNamespace
-from asyncengine import EngineConfig
-from asyncengine.integrations.cli import loading
-def load():
-    print(gc.isenabled(), end=" ")
-    return SimpleNamespace(close=lambda: None)
-loading.shared_engine = lambda *_, **__: SimpleNamespace(get=load, close=lambda: None)
-with loading.open_engine("demo", EngineConfig()):
-    print(gc.isenabled(), gc.get_freeze_count() > 1000)
-"""
-
-
-def test_what_a_load_leaves_is_never_looked_through_for_garbage() -> None:
-    """A command's first full collection came before its first answer and took a sixth of a second."""
-    found = subprocess.run(
-        [sys.executable, "-c", _GARBAGE], capture_output=True, text=True, timeout=120, check=False
-    )  # fmt: skip
-    assert (found.stdout, found.stderr) == ("False True True\n", "")

@@ -83,38 +83,6 @@ async def test_openais_client_reads_the_engines_numbers(engine: AsyncEngine, url
     assert usage.output_tokens == usage.output_tokens_details.reasoning_tokens == 0
 
 
-async def test_openais_client_sends_all_that_its_types_name(engine: AsyncEngine) -> None:
-    """Fields without a meaning here are taken, or refused by name where they would change an answer; an error names
-    its question as `param` of the client's own exception, and a question that can be asked is answered after it."""
-    transport = httpx.ASGITransport(app(engine))
-    wanted = await engine.decide(STATE, OURS)
-    given: Any = [
-        {"type": "message", **INPUT[0]},
-        {**INPUT[1], "id": "f", "status": "completed"},
-        {**INPUT[2], "id": "o", "status": "completed"},
-    ]
-    async with openai.AsyncOpenAI(
-        base_url="http://app/v1", api_key="none", max_retries=0, http_client=httpx.AsyncClient(transport=transport)
-    ) as client:  # fmt: skip
-        for wrong, param in (
-            ({**QUESTIONS[1], "choices": MANY}, "questions[3]"),
-            ({"type": "box"}, "questions[3].type"),
-        ):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.decisions.create(model="demo", input=given, questions=[*QUESTIONS, wrong])
-            assert (refused.value.param, refused.value.type) == (param, "invalid_request_error")
-            assert param in refused.value.message
-        made = await client.decisions.create(
-            model="demo", input=given, questions=QUESTIONS, prompt_cache_key="k", safety_identifier="s",
-            prompt_cache_options={"mode": "implicit", "ttl": "30m"},
-        )  # fmt: skip
-        with pytest.raises(openai.NotFoundError):
-            await client.decisions.create(model="other", input=given, questions=QUESTIONS)
-    assert [each.type for each in made.answers] == ["predicate", "choice", "score"]
-    assert made.answers[0].type == "predicate"
-    assert made.answers[0].probability == wanted["refund"].value
-
-
 async def test_langchains_client_of_openais_form_reads_the_engines_numbers(engine: AsyncEngine) -> None:
     decisions = pytest.importorskip("langchain_openai.decisions")
     from langchain_core.messages import AIMessage, HumanMessage
@@ -171,9 +139,6 @@ async def test_systemone_has_the_form_of_transformers(engine: AsyncEngine, url: 
         ):
             refused = await client.post("/v1/systemone", json={**body, **more})
             assert (refused.status_code, refused.json()["error"]["param"]) == (status, field)
-
-
-MANY = [{"value": str(each)} for each in range(27)]
 
 
 async def test_who_leaves_leaves_nothing(engine: AsyncEngine, url: str) -> None:

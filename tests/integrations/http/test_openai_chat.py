@@ -63,19 +63,6 @@ def test_every_frame_may_tell_the_usage_so_far(client: openai.OpenAI) -> None:
     assert {chunk.usage for chunk in silent} == {None}
 
 
-def test_a_chat_is_scored_and_its_tokens_are_named_by_id(client: openai.OpenAI) -> None:
-    ask = partial(client.chat.completions.create, model="demo", messages=QUESTION, temperature=0, max_tokens=3)
-    answer = ask(extra_body={"prompt_logprobs": 2, "return_token_ids": True}).model_dump()
-    ids, scores = answer["prompt_token_ids"], answer["prompt_logprobs"]
-    assert scores[0] is None
-    assert [next(iter(entry)) for entry in scores[1:]] == [str(token) for token in ids[1:]]
-    assert answer["choices"][0]["logprobs"] is None
-    both = ask(logprobs=True, top_logprobs=1, extra_body={"prompt_logprobs": 3, "return_tokens_as_token_ids": True})
-    assert [len(entry.top_logprobs) for entry in both.choices[0].logprobs.content] == [1] * 3
-    named = [int(entry.token.removeprefix("token_id:")) for entry in both.choices[0].logprobs.content]
-    assert named == answer["choices"][0]["token_ids"][:3]
-
-
 def test_an_answer_may_begin_with_the_message_that_it_goes_on_from(client: openai.OpenAI) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "Good "}]}]
     going_on: Any = {"continue_final_message": True, "echo": True}

@@ -301,10 +301,3 @@ async def test_a_client_that_leaves_takes_its_texts_along(url: str, engines: Eng
         await asyncio.sleep(0.01)
     assert engine.stats().finished.get("abort", 0) > 0
     assert sum(engine.stats().finished.values()) - before < len(texts)
-
-
-def test_a_chat_has_a_vector(url: str, engines: Engines) -> None:
-    chat = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
-    answer = post(url, "/v1/embeddings", model="embedder", messages=chat)
-    wanted = engines["embedder"].embed([engines["embedder"].tokenize(chat)]).vectors[0]
-    assert np.array_equal(np.array(answer.json()["data"][0]["embedding"], np.float32), wanted)

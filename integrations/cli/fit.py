@@ -16,7 +16,7 @@ from asyncengine.integrations.cli.loading import on_thread
 from asyncengine.integrations.cli.options import engine_config
 from asyncengine.integrations.cli.text import write, write_json
 from asyncengine.integrations.placement import Claim, Cluster, Device, Node, Placement, place
-from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of, size
+from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of, on_each, size
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.memory.needs import ModelNeeds
@@ -43,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
         as_integer("kv_tokens", args.kv_tokens, 1)
     needs, machine = on_thread(lambda: _read(args.model, config)).result()
     tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
-    processes = machine.process * config.processes
-    claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes
+    machines = 1 + len(config.stage_hosts)
+    processes = machine.process * config.processes // machines
+    claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes * machines
     free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
     devices = tuple(Device(index=index, memory=count) for index, count in free)
     node = Node(name="this machine", host_memory=min(machine.host_free, MAX_MEMORY), devices=devices)
@@ -52,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
     on = where(found) if isinstance(found, Placement) else None
     if args.json:
         known = {"process_bytes": machine.process, "kv_tokens": tokens, "total_bytes": total, "claim": asdict(claim)}
+        known |= {"machines": machines}
         verdict = {"fits": on is not None, "on": on, "why_not": str(found) if on is None else None}
         write_json({**asdict(needs), **known, "machine": machine._asdict(), **verdict})
     else:
-        _show(needs, tokens, total, claim, machine)
+        _show(needs, tokens, total, claim, machine, machines)
         instead = ': pass device="cpu"' if on == "cpu" and machine.devices_free else ""  # else it would take a device
         write(f"It does not fit here: {found}.\n" if on is None else f"It fits on {on}{instead}.\n")
     return FAILED if on is None else 0
@@ -79,12 +81,13 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
 
 
 def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings, processes: int = 0) -> Claim:
-    """The claim of one engine, which runs on a device for each rank or on the host's processors. `processes`: bytes of
-    its processes."""
+    """The claim of one engine, which runs on a device for each rank or on the host's processors; where other machines
+    have stages of it, that of each. `processes`: bytes of its processes there."""
     ranks = config.tensor_parallel
     copied = needs.step_bytes // ranks if ranks > 1 else 0
     device = "cpu" if config.pipeline_parallel > 1 else config.device  # stages compute on processors alone
-    claim = claim_of(needs.name, needs.total(tokens), ranks, copied, device)
+    memory = on_each(1 + len(config.stage_hosts), needs.total(tokens), needs.step_bytes)
+    claim = claim_of(needs.name, memory, ranks, copied, device)
     on_host = None if claim.cpu_bytes is None else claim.cpu_bytes + processes
     return replace(claim, cpu_bytes=on_host, host_bytes=0 if claim.device_bytes is None else processes)
 
@@ -95,7 +98,7 @@ def where(found: Placement) -> str:
     return " and ".join(f"cuda:{index}" for share in found.shares for index, *_ in share.devices)
 
 
-def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine) -> None:
+def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine, machines: int) -> None:
     columns = Column(), Column(justify="right"), Column(style="dim")
     table = Table(*columns, title=f"{needs.name} ({needs.dtype})", title_justify="left", show_header=False)
     table.add_row("weights", size(needs.weight_bytes), "")
@@ -112,6 +115,9 @@ def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Mac
     each = "Python, libraries, kernels, tokenizer; on the host, in each process of a model, partly shared"
     table.add_row("the process", size(machine.process), each)
     table.add_row("together", size(total), "", style="bold", end_section=True)
+    if machines > 1:
+        each = f"about, of {machines}: this one and those of stage_hosts"
+        table.add_row("each machine", size(claim.cpu_bytes or 0), each, style="bold", end_section=True)
     if claim.device_bytes is not None:
         for index, free in enumerate(machine.devices_free):
             table.add_row(f"cuda:{index}", size(free), "free now")

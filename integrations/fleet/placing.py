@@ -31,7 +31,7 @@ from asyncengine.integrations.placement import (
     place,
     rank_for_removal,
 )
-from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of
+from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of, on_each
 
 DEVICE_MEMORY = "asyncengine/device-memory"
 """Label of a Ray node: the memory of each of its GPUs, "80GiB"."""
@@ -55,9 +55,8 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig, stages: 
         memory, copied = settings.replica_memory, 0
     else:
         memory, copied = needed_memory(model, config, device)
-    if stages > 1:  # the working memory of a step each of them has
-        step = copied * config.tensor_parallel
-        memory = -((step - memory) // stages) + step
+    if stages > 1:
+        memory = on_each(stages, memory, copied * config.tensor_parallel)
     claim = claim_of(model.rstrip("/").rsplit("/", 1)[-1], memory, ranks, copied, device)
     # of a device that Ray divides, a replica takes its part
     return claim.replace(cpus=settings.num_cpus * ranks, labels=settings.labels, utilization=settings.num_gpus)

@@ -285,6 +285,11 @@ def rule_of_thumb(weight_bytes: int) -> int:
     return int(as_memory("weight_bytes", weight_bytes, 1, MAX_TOTAL // 2) * 1.2) + 2 * 2**30
 
 
+def on_each(machines: int, memory: int, step: int) -> int:
+    """Bytes on each of several machines that divide `memory` evenly, but for what a step takes, which each has."""
+    return -((step - memory) // machines) + step
+
+
 def claim_of(model: str, memory: int, ranks: int, copied: int, device: str) -> Claim:
     """The claim of an engine whose ranks take `memory` bytes together: on a `device` each ("cuda"), on one host's
     processors ("cpu"), or on either ("auto"). `copied`: bytes of `memory` that each rank has of its own."""

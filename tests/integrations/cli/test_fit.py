@@ -56,6 +56,11 @@ def test_figures_add_up_and_flags_change_them(
     assert report(capsys, 0, "--device", "cpu")["claim"]["device_bytes"] is None
     assert report(capsys, 0, "--pipeline-parallel", "2")["claim"]["device_bytes"] is None
     assert report(capsys, 0, "--tensor-parallel", "2", "--device", "cpu")["claim"]["copied_bytes"] == 0
+    three = report(capsys, 0, "--pipeline-parallel", "3", "--stage-hosts", "10.0.0.2:7070,10.0.0.3:7070")
+    assert three["machines"] == 3
+    divided, each = plain["weight_bytes"] + plain["kv_tokens"] * plain["kv_bytes_per_token"], plain["step_bytes"]
+    assert three["claim"]["cpu_bytes"] == -(-divided // 3) + each + three["process_bytes"]
+    assert three["total_bytes"] == divided + each + 3 * three["process_bytes"]
     ranks = report(capsys, 0, "--tensor-parallel", "2")["claim"]
     model = plain["total_bytes"] - plain["process_bytes"]
     assert ranks["device_bytes"] == model, "what a step takes is counted once, and copied"

@@ -15,14 +15,16 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
-from importlib.metadata import version
+from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
+import asyncengine
 from asyncengine.errors import EngineError
 from asyncengine.execution.device.child import Child, end_children, start_child
 from asyncengine.execution.device.shared_gather import make_memory
+from asyncengine.execution.models.identity import digest_of_code
 
 logger = logging.getLogger("asyncengine")
 
@@ -51,6 +53,12 @@ def stage_key() -> bytes:
     return key.encode()
 
 
+@cache
+def release() -> str:
+    """The version and the code of this installation, which both ends must have in common to compute alike."""
+    return f"{asyncengine.__version__} of code {digest_of_code()[:12]}"
+
+
 def connect_stage(address: str, first_rank: int, size: int, stages: int) -> HostedStage:
     """Have the host at "HOST:PORT" start the ranks of one stage, the first of which is given, of `size` of all
     `stages`. Raises `EngineError` that names the address."""
@@ -58,7 +66,7 @@ def connect_stage(address: str, first_rank: int, size: int, stages: int) -> Host
     with ExitStack() as undo:
         try:
             control = undo.enter_context(closing(_connect(address, key)))
-            control.send((version("asyncengine"), first_rank, size, stages))
+            control.send((release(), first_rank, size, stages))
             if refusal := control.recv():
                 raise EngineError(f"the stage's host at {address} refuses: {refusal}")
             connections = (_connect(address, key) for _ in range(size // stages + 1))
@@ -98,9 +106,9 @@ def serve_stages(listening: socket.socket, key: bytes) -> None:
 
 def _host(control: Connection, listening: socket.socket, key: bytes) -> None:
     """Start the ranks of a stage, and end them when one of them or the engine is gone."""
-    release, first_rank, size, stages = control.recv()
-    if release != version("asyncengine"):
-        control.send(f"it has asyncengine {version('asyncengine')}, and the engine {release}")
+    engines, first_rank, size, stages = control.recv()
+    if engines != release():
+        control.send(f"it has asyncengine {release()}, and the engine {engines}")
         return
     control.send("")
     listening.settimeout(_PATIENCE)

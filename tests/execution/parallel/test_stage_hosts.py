@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from typing import Any
 
@@ -90,7 +89,7 @@ async def test_what_cannot_be_hosted_elsewhere_is_named(
     assert "and the engine 0.0" in other.recv()
     other.close()
     half = stage_host._connect(hosts[0], stage_host.stage_key())
-    half.send((version("asyncengine"), 1, 2, 2))
+    half.send((stage_host.release(), 1, 2, 2))
     assert not half.recv()
     with pytest.raises(AuthenticationError):  # a stranger comes between an engine's connections
         stage_host._connect(hosts[0], b"another")

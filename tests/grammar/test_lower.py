@@ -9,7 +9,6 @@ import jsonschema
 import pytest
 
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.grammar.lower import fragment, inline_json
 from asyncengine.grammar.spec import Whitespace
 
@@ -131,13 +130,3 @@ def test_ignore_leaves_out_what_error_refuses(schema: dict[str, Any], value: Any
     lenient = Grammar.json_schema(schema, unsupported=unsupported)
     assert complaint(lenient) == ""
     assert accepts(lenient, json.dumps(value))
-
-
-def test_lowering_is_deterministic() -> None:
-    for grammar in (
-        Grammar.json_schema(SCHEMA),
-        Grammar.choice(OPTIONS),
-        Grammar.regex("a"),
-        Grammar.lark("start: /a/"),
-    ):
-        assert with_rules(grammar)[0] == with_rules(grammar)[0]

@@ -63,33 +63,6 @@ async def test_a_reader_is_woken_for_so_many_tokens_or_the_end(many: int) -> Non
     assert mailbox.put(Chunk("", [], "stop")) is not None
 
 
-@pytest.mark.parametrize("many", [1, 5, MANY])
-def test_nothing_is_lost_between_two_threads(many: int) -> None:
-    mailbox, tokens = Mailbox(), 20_000
-    found: list[int] = []
-
-    def read() -> None:
-        while True:
-            for chunk in mailbox.receive_blocking(many):
-                found.extend(chunk.token_ids)
-                if chunk.finish_reason is not None:
-                    return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for token in range(tokens):
-        waiter = mailbox.put_token("", token, 0)
-        if waiter is not None:
-            assert isinstance(waiter, threading.Event)
-            waiter.set()
-    waiter = mailbox.put(Chunk("", [], "stop"))
-    if waiter is not None:
-        assert isinstance(waiter, threading.Event)
-        waiter.set()
-    reader.join(120)
-    assert found == list(range(tokens))
-
-
 class Alarm(threading.Event):
     """An event for which nobody can wait in vain."""
 

@@ -123,13 +123,9 @@ async def test_copies_of_streams_are_refused_and_end_nothing(copied: Callable[[A
 @pytest.mark.parametrize("copied", COPIES)
 def test_copies_of_engines_are_refused(copied: Callable[[Any], Any]):
     """An engine is not copied before it is started either: two objects would start it twice."""
-    engine: AsyncEngine = make_engine()
+    engine: AsyncEngine = make_engine(hosted=True)
     with pytest.raises(TypeError, match="an engine cannot be copied or pickled"):
         copied(engine)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-async def test_copies_of_blocking_engines_are_refused(copied: Callable[[Any], Any]):
-    async with make_engine(hosted=True) as engine:
+    if copied is not copy.copy:  # which makes another name for the same engine
         with pytest.raises(TypeError, match="an engine cannot be copied or pickled"):
             copied(Engine(engine))

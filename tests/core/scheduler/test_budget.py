@@ -1,5 +1,6 @@
 """The work that a step may compute: decodes first, prompts in chunks, the cap on shared steps."""
 
+import pytest
 from support.fake_engine import Steps, rows
 
 from asyncengine.scheduler.rows import Plan
@@ -40,23 +41,24 @@ def test_every_running_request_decodes_in_every_step_whatever_prompts_arrive():
         assert sum(batch.values()) <= 4
 
 
-def test_no_step_exceeds_the_budget():
-    steps = Steps(max_num_batched_tokens=5, max_num_seqs=16, pages=200)
+@pytest.mark.parametrize(
+    ("settings", "rows", "tokens"),
+    [
+        ({"max_num_batched_tokens": 5, "max_num_seqs": 16}, 5, 5),
+        ({"max_num_batched_tokens": 3, "max_num_seqs": 100}, 3, 3),
+        ({"max_num_seqs": 3}, 3, 66),
+    ],
+)
+def test_no_step_exceeds_the_budget_nor_runs_more_than_could_decode(settings: dict[str, int], rows: int, tokens: int):
+    steps = Steps(pages=200, **settings)
     for i in range(20):
         steps.add(range(i, i + 3 + i), 5)
-    steps.run()
-    assert max(batch.num_tokens for batch in steps.batches) == 5
-    steps.assert_right()
-
-
-def test_more_running_than_the_budget_could_decode_is_never_admitted():
-    steps = Steps(max_num_batched_tokens=3, max_num_seqs=100)
-    for i in range(9):
-        steps.add([i + 2], 6)
     while steps.scheduler.requests:
         steps.step()
-        assert len(steps.scheduler.running) <= 3
+        assert len(steps.scheduler.running) <= rows
+    assert rows <= max(batch.num_tokens for batch in steps.batches) <= tokens
     steps.assert_right()
+    steps.assert_empty()
 
 
 def test_the_prefill_cap_holds_in_shared_steps_and_not_for_a_lone_prompt():
@@ -106,14 +108,3 @@ def test_the_cap_never_holds_back_a_decode():
     assert plan.grant(7) == 1
     plan.left = 0
     assert plan.grant(1) == 0
-
-
-def test_max_num_seqs_bounds_what_runs():
-    steps = Steps(max_num_seqs=3)
-    for i in range(8):
-        steps.add([i + 2, 5], 4)
-    while steps.scheduler.requests:
-        steps.step()
-        assert len(steps.scheduler.running) <= 3
-    steps.assert_right()
-    steps.assert_empty()

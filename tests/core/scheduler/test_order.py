@@ -93,30 +93,24 @@ def adversary(policy: str, max_passes: int, seats: int, newcomer) -> tuple[Steps
     return steps, victim
 
 
+SHARED = list(range(10, 26))
+CHANCE = random.Random(1)
+NEWCOMERS = {
+    "priority": lambda steps: steps.add([5, 6], 2, priority=0),
+    "shortest-remaining": lambda steps: steps.add([5], 1),
+    "longest-prefix-match": lambda steps: steps.add([*SHARED, CHANCE.randrange(2, 90)], 2),
+}
+"""What each policy likes better than the victim."""
+
+
 @pytest.mark.parametrize("max_passes", [1, 5, 40])
-@pytest.mark.parametrize("seats", [1, 4])
-def test_priority_ages(max_passes: int, seats: int):
-    steps, victim = adversary("priority", max_passes, seats, lambda s: s.add([5, 6], 2, priority=0))
+@pytest.mark.parametrize(
+    ("policy", "seats"), [("priority", 1), ("priority", 4), ("shortest-remaining", 2), ("longest-prefix-match", 2)]
+)
+def test_the_victim_of_a_policy_ages(policy: str, max_passes: int, seats: int):
+    steps, victim = adversary(policy, max_passes, seats, NEWCOMERS[policy])
     assert steps.ended[victim] == "length"
     assert 1 <= passed_over(steps, victim) <= max_passes + seats
-
-
-@pytest.mark.parametrize("max_passes", [1, 5, 40])
-def test_shortest_remaining_ages(max_passes: int):
-    steps, victim = adversary("shortest-remaining", max_passes, 2, lambda s: s.add([5], 1))
-    assert steps.ended[victim] == "length"
-    assert 1 <= passed_over(steps, victim) <= max_passes + 2
-
-
-@pytest.mark.parametrize("max_passes", [1, 5, 40])
-def test_longest_prefix_match_ages(max_passes: int):
-    rng = random.Random(1)
-    shared = list(range(10, 26))
-    steps, victim = adversary(
-        "longest-prefix-match", max_passes, 2, lambda s: s.add([*shared, rng.randrange(2, 90)], 2)
-    )
-    assert steps.ended[victim] == "length"
-    assert 1 <= passed_over(steps, victim) <= max_passes + 2
 
 
 def test_fcfs_passes_nobody_over():

@@ -10,8 +10,7 @@ import pytest
 from support.fake_engine import Steps, make_engine, oracle
 
 from asyncengine import EngineConfig, InvalidParameter, Policy, SamplingParams, WeightedFair
-from asyncengine.policies import POLICIES
-from asyncengine.testing import FakeModel, Recording
+from asyncengine.testing import Recording
 
 
 class LastComeFirstServed(Policy):
@@ -137,22 +136,6 @@ async def test_an_engine_runs_by_an_object_and_by_tenant() -> None:
         assert [*completion.token_ids] == oracle(engine, [2, 3, 4], 3)
         with pytest.raises(InvalidParameter, match=r"^tenant: must be a str"):
             await engine.generate([2, 3, 4], params, tenant=3)  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("name", [*POLICIES])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_preemption_is_invisible_under_any(name: str, depth: int) -> None:
-    steps = Steps(
-        17, policy=name, max_steps_in_flight=depth, max_num_seqs=3, preempt_every=5, max_num_batched_tokens=16,
-        model=FakeModel(eos_every=30),
-    )  # fmt: skip
-    for i in range(14):
-        steps.add(range(i, i + 3 + i % 7), 11, priority=i % 3, tenant="ab"[i % 2], stop_ids=(1,))
-        steps.step()
-    steps.run()
-    steps.assert_right()
-    steps.assert_empty()
-    assert steps.scheduler.counters.preemptions
 
 
 def test_an_object_is_not_saved_in_a_recording(tmp_path: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from support.fake_engine import Steps
 
@@ -146,40 +144,6 @@ def test_who_waits_long_ranks_below_who_was_used_as_long_ago():
         steps.kv.pool.give(steps.kv.tree.evict(1))
         order += [name for name, each in chats.items() if name not in order and not cached(steps, each[:4])]
     assert order == ["late", "plain", "soon"]
-
-
-@pytest.mark.parametrize("states", [0, 12])
-def test_every_page_comes_back_from_sessions_left_anywhere(states: int):
-    rng = random.Random(7)
-    steps = Steps(pages=96, num_states=states, max_num_seqs=8, check_every=7)
-    histories: dict[str, list[int]] = {}
-    for _ in range(1000):
-        name = f"s{rng.randrange(40)}"
-        history = histories.get(name, SYSTEM)
-        cut = rng.choice((len(history), len(history), rng.randrange(8, len(history) + 1)))
-        prompt = [*history[:cut], *(rng.randrange(20, 96) for _ in range(rng.randrange(1, 9)))][:160]
-        ticket = steps.add(prompt, 6, session=rng.choice((name, name, None)))
-        for _ in range(rng.randrange(4)):
-            steps.step()
-        if rng.random() < 0.2 and ticket in steps.scheduler.requests:
-            steps.abort(ticket)
-            del steps.expected[ticket]
-        histories[name] = [*prompt, *steps.tokens[ticket]]
-        steps.now += rng.random()
-        event = rng.random()
-        if event < 0.1:
-            steps.apply(SessionEvent(name, "waiting", steps.now, rng.expovariate(0.2)))
-        elif event < 0.2:
-            close(steps, name)
-            del histories[name]
-        elif event < 0.25:
-            steps.apply(SessionEvent(name, "open", steps.now, 5.0))
-    steps.run()
-    steps.assert_right()
-    for name in list(steps.scheduler.roster.sessions._branches):
-        close(steps, name)
-    steps.assert_empty()
-    assert not [node for node in steps.kv.tree.nodes() if node.tips or (node.private and not node.passed)]
 
 
 def test_a_session_expires_after_its_patience(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.tables import table
 
-from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlanner, OutputParser, Reasoning
+from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlanner, OutputParser
 
 from .families import FAMILIES
 from .models import ADD, Oracle, tokenizer
@@ -65,15 +65,6 @@ def test_long_arguments_before_the_name_take_linear_time() -> None:
     text = '<|tool_call|>[{"arguments": {"s": "' + "x" * 5000 + '"}, "name": "f"}]'
     assert read(parser, list(text)) == ([["f", {"s": "x" * 5000}]], "")
     assert looks < 100
-
-
-@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "glm", "kimi_k2"])
-def test_a_call_in_thoughts_is_only_thought_of(form: str) -> None:
-    own = TOOL_FORMATS[form]
-    call = f"{own.trigger}{own.opening}{own.name_open}f{own.name_close}{{}}{own.call_close}".replace("{#}", "0")
-    for pieces in cuts(f"I could {call}, but no.</think>No."):
-        parser = OutputParser(own, ("f",), reasoning=Reasoning("<think>", "</think>"), state="open")
-        assert read(parser, pieces) == ([], "No.")
 
 
 @pytest.mark.parametrize(

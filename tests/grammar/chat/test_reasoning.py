@@ -73,22 +73,6 @@ def test_calls_after_reasoning(model: Model) -> None:
         model.judge(none.grammar, [f"{thought}\n\ntext"], [f"{thought}\n\n{CALL}"])
 
 
-def test_a_call_in_the_midst_of_reasoning_is_only_thought_of(model: Model) -> None:
-    """No agent runs what a model ponders."""
-    for tail, begin in ((OPEN, ""), (UNDECIDED, "<think>")):
-        thought = f"{begin}I could\n{CALL}\nor not.\n"
-        shown = thought.removeprefix(begin).rstrip()
-        for choice in ("auto", "required"):
-            plan = model.planner.plan(tail, tools=[ADD], tool_choice=choice)
-            model.judge(plan.grammar, [f"{thought}</think>{CALL}"], [f"{begin}so {CALL}", thought])
-            assert read(plan, f"{thought}</think>{CALL}") == (
-                thought.removeprefix(begin).rstrip(),
-                "",
-                ['{"a": 1, "b": 2}'],
-            )
-        assert read(plan, f"{thought}</think>") == (shown, "", [])
-
-
 def test_an_undecided_answer_cannot_hide_reasoning_in_its_text(model: Model) -> None:
     """Text that the parser would take for reasoning is reasoning for the grammar too."""
     plan = model.planner.plan(UNDECIDED, tools=[ADD])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 from support.long import LONG, TIMES
 from worlds.image_fuzz import ImageLife
+from worlds.plants import in_place_of
 from worlds.schedule_fuzz import Life, Tally
 
 from asyncengine.errors import InvariantViolation
@@ -48,42 +50,31 @@ def shorten_ids(count: int, at: int = 0) -> Callable[[pytest.MonkeyPatch], None]
     return plant
 
 
-def combine_halves(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(ImageSpan, "ids")
+def combine_halves(_: Any, self: ImageSpan) -> list[int]:
     """8 bytes that all 16 have gone into (SGLang #8342: hashes that were joined by XOR)."""
-
-    def broken(self: ImageSpan) -> list[int]:
-        digest = self.image.digest
-        base = -((int.from_bytes(digest[:8]) ^ int.from_bytes(digest[8:])) + 1 << 32) - self.offset
-        return list(range(base, base - self.length, -1))
-
-    patch.setattr(ImageSpan, "ids", broken)
+    digest = self.image.digest
+    base = -((int.from_bytes(digest[:8]) ^ int.from_bytes(digest[8:])) + 1 << 32) - self.offset
+    return list(range(base, base - self.length, -1))
 
 
 def drop_what_is_cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EncodedImages, "cut", lambda self: ())
 
 
-def drop_what_this_step_needs(patch: pytest.MonkeyPatch) -> None:
-    fit = EncodedImages.fit
-
-    def broken(self: EncodedImages, request: Request, count: int) -> int:
-        self.used.clear()
-        return fit(self, request, count)
-
-    patch.setattr(EncodedImages, "fit", broken)
+@in_place_of(EncodedImages, "fit")
+def drop_what_this_step_needs(fit: Any, self: EncodedImages, request: Request, count: int) -> int:
+    self.used.clear()
+    return fit(self, request, count)
 
 
 def encode_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EncodedImages, "take", lambda self: None)
 
 
-def cut_what_is_whole(patch: pytest.MonkeyPatch) -> None:
-    fit = EncodedImages.fit
-
-    def broken(self: EncodedImages, request: Request, count: int) -> int:
-        return min(fit(self, request, count), count)
-
-    patch.setattr(EncodedImages, "fit", broken)
+@in_place_of(EncodedImages, "fit")
+def cut_what_is_whole(fit: Any, self: EncodedImages, request: Request, count: int) -> int:
+    return min(fit(self, request, count), count)
 
 
 BUGS = {

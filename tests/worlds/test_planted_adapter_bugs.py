@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.long import LONG
 from worlds.adapter_fuzz import AdapterLife
+from worlds.plants import Plant, in_place_of
 
 from asyncengine.engine.loop_client import LoopClient
 from asyncengine.errors import AdapterNotFound, EngineError
@@ -19,9 +19,6 @@ from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.slots import Slots
 from asyncengine.seams import AdapterDone
 from asyncengine.step import AdapterSwap
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
 
 # ---------------------------------------------------------------- slots
 
@@ -73,29 +70,21 @@ def keep_the_old_slot_after_preemption(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "acquire", acquired)
 
 
-def keep_the_adapter_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "preempt")
+def keep_the_adapter_of_who_is_preempted(preempt: Any, self: Roster, request: Any) -> None:
     """Its slot is taken once more at every admission."""
-    preempt = Roster.preempt
-
-    def broken(self: Roster, request: Any) -> None:
-        if request.adapter_digest:
-            self.slots.adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
-        preempt(self, request)
-
-    patch.setattr(Roster, "preempt", broken)
+    if request.adapter_digest:
+        self.slots.adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
+    preempt(self, request)
 
 
-def evict_an_adapter_in_use(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(AdapterSlots, "release")
+def evict_an_adapter_in_use(release: Any, self: AdapterSlots, digest: str) -> None:
     """Only one of several requests keeps its slot."""
-    release = AdapterSlots.release
-
-    def broken(self: AdapterSlots, digest: str) -> None:
-        users = self._users.get(digest, 0)
-        if users > 1:
-            self._idle[digest] = None
-        release(self, digest)
-
-    patch.setattr(AdapterSlots, "release", broken)
+    users = self._users.get(digest, 0)
+    if users > 1:
+        self._idle[digest] = None
+    release(self, digest)
 
 
 # ---------------------------------------------------------------- cache
@@ -109,19 +98,15 @@ def share_prefixes_across_adapters(patch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- claims and memory
 
 
-def let_go_when_the_adapter_is_there(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(AdapterRegistry, "start")
+def let_go_when_the_adapter_is_there(start: Any, self: AdapterRegistry, ticket: int, done: AdapterDone) -> None:
     """The claim ends when the request leaves the adapter queue: what it will copy may be dropped under it."""
 
-    start = AdapterRegistry.start
+    def told(ticket: int, outcome: str | Exception) -> None:
+        done(ticket, outcome)
+        self.cancel(ticket)
 
-    def broken(self: AdapterRegistry, ticket: int, done: AdapterDone) -> None:
-        def told(ticket: int, outcome: str | Exception) -> None:
-            done(ticket, outcome)
-            self.cancel(ticket)
-
-        start(self, ticket, told)
-
-    patch.setattr(AdapterRegistry, "start", broken)
+    start(self, ticket, told)
 
 
 def hold_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -130,15 +115,11 @@ def hold_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostStore, "let_go", lambda self, digest: None)
 
 
-def forget_claims_of_who_leaves(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Claims, "remove")
+def forget_claims_of_who_leaves(remove: Any, self: Claims, ticket: int) -> str | None:
     """One that leaves before its adapter is in memory gives nothing back."""
-    remove = Claims.remove
-
-    def broken(self: Claims, ticket: int) -> str | None:
-        claim = self.by_ticket.get(ticket)
-        return remove(self, ticket) if claim is None or claim.granted else None
-
-    patch.setattr(Claims, "remove", broken)
+    claim = self.by_ticket.get(ticket)
+    return remove(self, ticket) if claim is None or claim.granted else None
 
 
 def claim_for_the_first_sample_only(patch: pytest.MonkeyPatch) -> None:
@@ -146,70 +127,54 @@ def claim_for_the_first_sample_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdapterRegistry, "claim", lambda self, tickets, name: claim(self, tickets[:1], name))
 
 
-def tell_only_the_first_that_a_load_failed(patch: pytest.MonkeyPatch) -> None:
-    reloaded = Claims.reloaded
-
-    def broken(self: Claims, digest: str, adapter: Any, error: Any, calls: Calls) -> None:
-        reloaded(self, digest, adapter, error, every := Calls())
-        calls += every[:1]
-
-    patch.setattr(Claims, "reloaded", broken)
+@in_place_of(Claims, "reloaded")
+def tell_only_the_first_that_a_load_failed(
+    reloaded: Any, self: Claims, digest: str, adapter: Any, error: Any, calls: Calls
+) -> None:
+    reloaded(self, digest, adapter, error, every := Calls())
+    calls += every[:1]
 
 
-def copy_what_the_name_means_now(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(AdapterRegistry, "get")
+def copy_what_the_name_means_now(get: Any, self: AdapterRegistry, digest: str) -> Any:
     """Requests that claimed the old content get the new one."""
-    get = AdapterRegistry.get
-
-    def broken(self: AdapterRegistry, digest: str) -> Any:
-        adapter = get(self, digest)
-        now = self._names.get(adapter.name)
-        return adapter if now is None else self.store.resident.get(now.digest, adapter)
-
-    patch.setattr(AdapterRegistry, "get", broken)
+    adapter = get(self, digest)
+    now = self._names.get(adapter.name)
+    return adapter if now is None else self.store.resident.get(now.digest, adapter)
 
 
-def drop_replaced_content_under_its_requests(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: AdapterRegistry, digest: str) -> bool:
-        return any(of.pinned for of in self._names.values() if of.digest == digest)
-
-    patch.setattr(AdapterRegistry, "stays", broken)
+@in_place_of(AdapterRegistry, "stays")
+def drop_replaced_content_under_its_requests(_: Any, self: AdapterRegistry, digest: str) -> bool:
+    return any(of.pinned for of in self._names.values() if of.digest == digest)
 
 
-def let_the_first_load_win(patch: pytest.MonkeyPatch) -> None:
-    load = AdapterRegistry._load
-
-    def broken(self: AdapterRegistry, name: str, read: Any, path: str, pinned: bool, order: int) -> Any:
-        return load(self, name, read, path, pinned, 10**6 - order)
-
-    patch.setattr(AdapterRegistry, "_load", broken)
+@in_place_of(AdapterRegistry, "_load")
+def let_the_first_load_win(
+    load: Any, self: AdapterRegistry, name: str, read: Any, path: str, pinned: bool, order: int
+) -> Any:
+    return load(self, name, read, path, pinned, 10**6 - order)
 
 
-def bring_back_what_was_unloaded(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(AdapterRegistry, "unload")
+def bring_back_what_was_unloaded(unload: Any, self: AdapterRegistry, name: str, *, wait: bool = False) -> Any:
     """A load that was asked for before the unload and ends after it takes effect."""
-    unload = AdapterRegistry.unload
-
-    def broken(self: AdapterRegistry, name: str, *, wait: bool = False) -> Any:
-        gone = unload(self, name, wait=wait)
-        self._changed_by.pop(name, None)
-        return gone
-
-    patch.setattr(AdapterRegistry, "unload", broken)
+    gone = unload(self, name, wait=wait)
+    self._changed_by.pop(name, None)
+    return gone
 
 
-def take_changed_files_for_the_same(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Claims, "reloaded")
+def take_changed_files_for_the_same(
+    reloaded: Any, self: Claims, digest: str, adapter: Any, error: Any, calls: Calls
+) -> None:
     """An adapter that is read again goes under the digest that was asked for, whatever its content is."""
-    reloaded = Claims.reloaded
-
-    def broken(self: Claims, digest: str, adapter: Any, error: Any, calls: Calls) -> None:
-        if adapter is None or error is None:
-            return reloaded(self, digest, adapter, error, calls)
-        real = adapter.digest
-        object.__setattr__(adapter, "digest", digest)
-        reloaded(self, digest, adapter, None, calls)
-        object.__setattr__(adapter, "digest", real)  # what its weights really are
-        return None
-
-    patch.setattr(Claims, "reloaded", broken)
+    if adapter is None or error is None:
+        return reloaded(self, digest, adapter, error, calls)
+    real = adapter.digest
+    object.__setattr__(adapter, "digest", digest)
+    reloaded(self, digest, adapter, None, calls)
+    object.__setattr__(adapter, "digest", real)  # what its weights really are
+    return None
 
 
 def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
@@ -231,17 +196,13 @@ def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Claims, "pump", broken)
 
 
-def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
-    post = LoopClient.post
-
-    def broken(self: LoopClient, group: Any) -> None:
-        try:
-            post(self, group)
-        except AdapterNotFound:
-            self.loop.queue_limit.leave(-group.samples, -group.num_tokens)
-            raise
-
-    patch.setattr(LoopClient, "post", broken)
+@in_place_of(LoopClient, "post")
+def keep_the_places_of_who_is_refused_late(post: Any, self: LoopClient, group: Any) -> None:
+    try:
+        post(self, group)
+    except AdapterNotFound:
+        self.loop.queue_limit.leave(-group.samples, -group.num_tokens)
+        raise
 
 
 SELDOM_SHOWN: list[Plant] = [

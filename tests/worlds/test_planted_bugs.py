@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from worlds.plants import Plant, in_place_of
 from worlds.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
@@ -17,27 +17,19 @@ from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.slots import Slots
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 
-
-def publish_what_was_never_computed(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "publish")
+def publish_what_was_never_computed(_: Any, self: Roster, request: Any) -> None:
     """The last sampled token has no keys and values yet, but its page goes into the cache as if it had."""
-
-    def broken(self: Roster, request: Any) -> None:
-        if self.kv.prefix_caching and len(request.tokens) // self.kv.page_size > request.table.num_shared:
-            computed = min(len(request.tokens), len(request.table.pages) * self.kv.page_size)
-            self.kv.publish(request.table, request.tokens, computed, request.last_step)
-
-    patch.setattr(Roster, "publish", broken)
+    if self.kv.prefix_caching and len(request.tokens) // self.kv.page_size > request.table.num_shared:
+        computed = min(len(request.tokens), len(request.table.pages) * self.kv.page_size)
+        self.kv.publish(request.table, request.tokens, computed, request.last_step)
 
 
-def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Retiring, "add")
+def free_under_a_running_step(_: Any, self: Retiring[Any], thing: Any, fence: int) -> None:
     """Pages return although a launched step still names them (mini-sglang #89)."""
-
-    def broken(self: Retiring[Any], thing: Any, fence: int) -> None:
-        self._give_back(thing)
-
-    patch.setattr(Retiring, "add", broken)
+    self._give_back(thing)
 
 
 def match_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -45,16 +37,12 @@ def match_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "match_limit", lambda self, request: len(request.tokens))
 
 
-def keep_the_duplicate_page(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(KVCache, "publish")
+def keep_the_duplicate_page(publish: Any, self: KVCache, table: Any, *args: Any) -> None:
     """Duplicates of a page another request published first are freed, but still used (mini-sglang #142)."""
-    publish = KVCache.publish
-
-    def broken(self: KVCache, table: Any, *args: Any) -> None:
-        pages = table.pages
-        publish(self, table, *args)
-        table.pages = pages
-
-    patch.setattr(KVCache, "publish", broken)
+    pages = table.pages
+    publish(self, table, *args)
+    table.pages = pages
 
 
 def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
@@ -62,16 +50,12 @@ def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "unlock", lambda *args, **more: None)
 
 
-def leak_one_page_of_who_leaves(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(KVCache, "close")
+def leak_one_page_of_who_leaves(close: Any, self: KVCache, table: Any, fence: int) -> None:
     """The last page of a request that ends is lost."""
-    close = KVCache.close
-
-    def broken(self: KVCache, table: Any, fence: int) -> None:
-        if len(table.own_pages()) > 1:
-            table.pages = table.pages[:-1]
-        close(self, table, fence)
-
-    patch.setattr(KVCache, "close", broken)
+    if len(table.own_pages()) > 1:
+        table.pages = table.pages[:-1]
+    close(self, table, fence)
 
 
 def evict_pages_in_use(patch: pytest.MonkeyPatch) -> None:
@@ -88,15 +72,11 @@ def evict_pages_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "check", lambda self, tables: None)  # the tokens must show it, not only the books
 
 
-def believe_results_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "preempt")
+def believe_results_of_an_earlier_life(preempt: Any, self: Roster, request: Any) -> None:
     """A result launched before a preemption counts as computed after it (vLLM #41951)."""
-    preempt = Roster.preempt
-
-    def broken(self: Roster, request: Any) -> None:
-        preempt(self, request)
-        request.epoch -= 1
-
-    patch.setattr(Roster, "preempt", broken)
+    preempt(self, request)
+    request.epoch -= 1
 
 
 def hand_out_a_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -110,40 +90,28 @@ def hand_out_a_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "check", lambda self, running: None)
 
 
-def forget_tokens_when_preempted(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "preempt")
+def forget_tokens_when_preempted(preempt: Any, self: Roster, request: Any) -> None:
     """A preempted request starts its output again."""
-    preempt = Roster.preempt
-
-    def broken(self: Roster, request: Any) -> None:
-        preempt(self, request)
-        request.tokens = request.tokens[: request.spec.prompt_len]
-
-    patch.setattr(Roster, "preempt", broken)
+    preempt(self, request)
+    request.tokens = request.tokens[: request.spec.prompt_len]
 
 
-def end_twice(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "end_ticket")
+def end_twice(end_ticket: Any, self: Roster, ticket: int, reason: Any) -> None:
     """An abort of a request that has just ended ends it again."""
-    end_ticket = Roster.end_ticket
+    if ticket not in self.requests:
+        from asyncengine.scheduler import Output
 
-    def broken(self: Roster, ticket: int, reason: Any) -> None:
-        if ticket not in self.requests:
-            from asyncengine.scheduler import Output
-
-            self.outputs.append(Output(ticket, reason=reason))
-        end_ticket(self, ticket, reason)
-
-    patch.setattr(Roster, "end_ticket", broken)
+        self.outputs.append(Output(ticket, reason=reason))
+    end_ticket(self, ticket, reason)
 
 
-def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "preempt")
+def lose_who_is_preempted(preempt: Any, self: Roster, request: Any) -> None:
     """A preempted request is in no queue."""
-    preempt = Roster.preempt
-
-    def broken(self: Roster, request: Any) -> None:
-        preempt(self, request)
-        self.waiting.remove(request)
-
-    patch.setattr(Roster, "preempt", broken)
+    preempt(self, request)
+    self.waiting.remove(request)
 
 
 PLANTS = [plant for plant in [*vars().values()] if "patch" in getattr(plant, "__annotations__", ())]

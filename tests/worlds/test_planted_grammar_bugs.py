@@ -2,107 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.long import LONG
 from worlds.grammar_fuzz import Breaking, GrammarLife
+from worlds.plants import Plant, in_place_of
 
 from asyncengine.errors import EngineError
 from asyncengine.grammar.closing.closing import Closing
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.scheduler import results, rows
+from asyncengine.scheduler import results
 from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.results import InFlight, Results
 from asyncengine.scheduler.roster import Roster
 from asyncengine.step import StepResult
 from asyncengine.testing import FakeExecutor
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+
+@in_place_of(Results, "apply")
+def append_forced_tokens_twice(apply: Any, self: Results, flown: InFlight, result: StepResult, now: float) -> None:
+    result.further = {row: (*forced, *forced) for row, forced in result.further.items()}
+    apply(self, flown, result, now)
 
 
-def append_forced_tokens_twice(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
-        result.further = {row: (*forced, *forced) for row, forced in result.further.items()}
-        apply(self, flown, result, now)
-
-    apply = Results.apply
-    patch.setattr(Results, "apply", broken)
+@in_place_of(Results, "apply")
+def lose_the_last_forced_token(apply: Any, self: Results, flown: InFlight, result: StepResult, now: float) -> None:
+    result.further = {row: forced[:-1] for row, forced in result.further.items()}
+    apply(self, flown, result, now)
 
 
-def lose_the_last_forced_token(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
-        result.further = {row: forced[:-1] for row, forced in result.further.items()}
-        apply(self, flown, result, now)
-
-    apply = Results.apply
-    patch.setattr(Results, "apply", broken)
-
-
-def believe_forced_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Results, "apply")
+def believe_forced_tokens_are_computed(
+    apply: Any, self: Results, flown: InFlight, result: StepResult, now: float
+) -> None:
     """Their keys and values were not computed yet."""
-
-    def broken(self: Results, flown: InFlight, result: StepResult, now: float) -> None:
-        apply(self, flown, result, now)
-        for request in (flown.requests[row] for row in result.further):
-            if request.table is not None and self._roster.kv.grow(request.table, len(request.tokens)):
-                request.num_computed = request.num_launched = len(request.tokens) - 1
-
-    apply = Results.apply
-    patch.setattr(Results, "apply", broken)
+    apply(self, flown, result, now)
+    for request in (flown.requests[row] for row in result.further):
+        if request.table is not None and self._roster.kv.grow(request.table, len(request.tokens)):
+            request.num_computed = request.num_launched = len(request.tokens) - 1
 
 
-def go_on_after_a_matcher_failed(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(FakeExecutor, "sample")
+def go_on_after_a_matcher_failed(sample: Any, self: FakeExecutor, index: int, row: Any, result: Any) -> None:
     """The row whose matcher raised, and which may have moved, is given what the model sampled."""
-    sample = FakeExecutor.sample
-
-    def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
-        sample(self, index, row, result)
-        if index in result.errors:
-            del result.errors[index]
-            result.tokens[index] = self.model.next_token(self.context(row), row.spec.seed)
-
-    patch.setattr(FakeExecutor, "sample", broken)
+    sample(self, index, row, result)
+    if index in result.errors:
+        del result.errors[index]
+        result.tokens[index] = self.model.next_token(self.context(row), row.spec.seed)
 
 
-def move_the_matcher_before_the_row_fails(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(FakeExecutor, "execute")
+def move_the_matcher_before_the_row_fails(execute: Any, self: FakeExecutor, batch: Any) -> Any:
     """A matcher that was moved for a row without a token is one token ahead of its request for ever."""
-    execute = FakeExecutor.execute
-
-    def broken(self: FakeExecutor, batch: Any) -> Any:
-        for row in batch.rows:
-            if row.grammar is not None and not row.samples and not isinstance(row.grammar, Breaking):
-                row.grammar.accept(self.constrain(row.grammar, 5), False)
-        return execute(self, batch)
-
-    patch.setattr(FakeExecutor, "execute", broken)
+    for row in batch.rows:
+        if row.grammar is not None and not row.samples and not isinstance(row.grammar, Breaking):
+            row.grammar.accept(self.constrain(row.grammar, 5), False)
+    return execute(self, batch)
 
 
 def apply_no_mask(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FakeExecutor, "constrain", lambda self, grammar, token: token)
 
 
-def forget_the_mask_of_prompts(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(FakeExecutor, "sample")
+def forget_the_mask_of_prompts(constrain: Any, self: FakeExecutor, index: int, row: Any, result: Any) -> None:
     """The first token, sampled by a row of several positions, is free."""
-    constrain = FakeExecutor.sample
-
-    def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
-        constrain(self, index, row._replace(grammar=None) if row.num_scheduled > 1 else row, result)
-
-    patch.setattr(FakeExecutor, "sample", broken)
+    constrain(self, index, row._replace(grammar=None) if row.num_scheduled > 1 else row, result)
 
 
-def count_no_forced_tokens(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Matcher, "accept")
+def count_no_forced_tokens(accept: Any, self: Matcher, token: int, jump: bool = True, others: Any = None) -> list[int]:
     """The way to the end is thought to fit because forced tokens are left out of the budget."""
-
-    def broken(self: Matcher, token: int, jump: bool = True, others: Any = None) -> list[int]:
-        tokens = accept(self, token, jump, others)
-        self._left += len(tokens) - 1
-        return tokens
-
-    accept = Matcher.accept
-    patch.setattr(Matcher, "accept", broken)
+    tokens = accept(self, token, jump, others)
+    self._left += len(tokens) - 1
+    return tokens
 
 
 def close_one_token_late(patch: pytest.MonkeyPatch) -> None:
@@ -110,25 +84,17 @@ def close_one_token_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Closing, "advance", lambda self, token, at_most: advance(self, token, at_most + 1))
 
 
-def reset_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    preempt = Roster.preempt
-
-    def broken(self: Roster, request: Any) -> None:
-        preempt(self, request)
-        if request.matcher is not None and not isinstance(request.matcher, Breaking):
-            request.matcher = request.matcher.fresh()
-
-    patch.setattr(Roster, "preempt", broken)
+@in_place_of(Roster, "preempt")
+def reset_the_matcher_of_who_is_preempted(preempt: Any, self: Roster, request: Any) -> None:
+    preempt(self, request)
+    if request.matcher is not None and not isinstance(request.matcher, Breaking):
+        request.matcher = request.matcher.fresh()
 
 
-def lose_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    preempt = Roster.preempt
-
-    def broken(self: Roster, request: Any) -> None:
-        preempt(self, request)
-        request.matcher = None
-
-    patch.setattr(Roster, "preempt", broken)
+@in_place_of(Roster, "preempt")
+def lose_the_matcher_of_who_is_preempted(preempt: Any, self: Roster, request: Any) -> None:
+    preempt(self, request)
+    request.matcher = None
 
 
 def believe_what_was_launched_for_another_token(patch: pytest.MonkeyPatch) -> None:
@@ -136,57 +102,38 @@ def believe_what_was_launched_for_another_token(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Request, "discard_launched", lambda self: None)
 
 
-def compute_nothing_again_after_a_discarded_row(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Request) -> None:
-        launched = self.num_launched
-        discard(self)
-        self.num_launched = launched
-
-    discard = Request.discard_launched
-    patch.setattr(Request, "discard_launched", broken)
+@in_place_of(Request, "discard_launched")
+def compute_nothing_again_after_a_discarded_row(discard: Any, self: Request) -> None:
+    launched = self.num_launched
+    discard(self)
+    self.num_launched = launched
 
 
-def move_the_matcher_for_a_discarded_row(patch: pytest.MonkeyPatch) -> None:
-    sample = FakeExecutor.sample
-
-    def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
-        if row.grammar is not None and row.in_flight and not row.grammar.is_terminated():
-            self.confirmed[row.slot] = True
-        sample(self, index, row, result)
-
-    patch.setattr(FakeExecutor, "sample", broken)
+@in_place_of(FakeExecutor, "sample")
+def move_the_matcher_for_a_discarded_row(sample: Any, self: FakeExecutor, index: int, row: Any, result: Any) -> None:
+    if row.grammar is not None and row.in_flight and not row.grammar.is_terminated():
+        self.confirmed[row.slot] = True
+    sample(self, index, row, result)
 
 
-def ask_the_matcher_whether_it_is_done(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(results, "constrained_end")
+def ask_the_matcher_whether_it_is_done(end: Any, request: Any, token: Any, reason: Any) -> Any:
     """It may be past the token in question: the next step is launched."""
-
-    def broken(request: Any, token: Any, reason: Any) -> Any:
-        return end(request, token._replace(complete=request.matcher.is_terminated()), reason)
-
-    end = rows.constrained_end
-    patch.setattr(results, "constrained_end", broken)
+    return end(request, token._replace(complete=request.matcher.is_terminated()), reason)
 
 
-def start_before_the_grammar_is_there(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Roster, "leave_queue")
+def start_before_the_grammar_is_there(leave: Any, self: Roster, queue: Any, ticket: int, error: Any) -> None:
     """A request whose adapter is loaded starts, whether its grammar is compiled or not."""
-
-    def broken(self: Roster, queue: Any, ticket: int, error: Any) -> None:
-        if queue is self.adapter_queue:
-            self.grammar_queue.pop(ticket, None)
-        leave(self, queue, ticket, error)
-
-    leave = Roster.leave_queue
-    patch.setattr(Roster, "leave_queue", broken)
+    if queue is self.adapter_queue:
+        self.grammar_queue.pop(ticket, None)
+    leave(self, queue, ticket, error)
 
 
-def ignore_that_the_budget_ran_out(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(results, "constrained_end")
+def ignore_that_the_budget_ran_out(end: Any, matcher: Any, token: Any, reason: Any) -> Any:
     """`on_budget="error"` gives half an output and says nothing."""
-    end = rows.constrained_end
-
-    def broken(matcher: Any, token: Any, reason: Any) -> Any:
-        return end(matcher, token, reason) if token.complete else (reason, None)
-
-    patch.setattr(results, "constrained_end", broken)
+    return end(matcher, token, reason) if token.complete else (reason, None)
 
 
 def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from worlds.plants import Plant, in_place_of
 from worlds.schedule_fuzz import Life
 from worlds.speculation_fuzz import speculative_grammar_life, speculative_life
 
@@ -15,49 +16,32 @@ from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.step import StepResult
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 
-
-def publish_beyond_the_accepted(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Scheduler, "commit")
+def publish_beyond_the_accepted(commit: Any, self: Scheduler, result: StepResult, now: float) -> None:
     """All that a row computed is taken to hold."""
-    commit = Scheduler.commit
-
-    def broken(self: Scheduler, result: StepResult, now: float) -> None:
-        for index in result.accepted:
-            result.accepted[index] = len(self._in_flight[0].batch.rows[index].drafts)
-        commit(self, result, now)
-
-    patch.setattr(Scheduler, "commit", broken)
+    for index in result.accepted:
+        result.accepted[index] = len(self._in_flight[0].batch.rows[index].drafts)
+    commit(self, result, now)
 
 
-def count_one_too_many(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(StepResult, "put")
+def count_one_too_many(put: Any, self: StepResult, index: int, row: Any, produced: Any) -> None:
     """The token that was drawn last is taken to be computed as well."""
-    put = StepResult.put
-
-    def broken(self: StepResult, index: int, row: Any, produced: Any) -> None:
-        put(self, index, row, produced)
-        if row.drafts:
-            self.accepted[index] = min(len(row.drafts), self.accepted[index] + 1)
-
-    patch.setattr(StepResult, "put", broken)
+    put(self, index, row, produced)
+    if row.drafts:
+        self.accepted[index] = min(len(row.drafts), self.accepted[index] + 1)
 
 
-def believe_every_draft(patch: pytest.MonkeyPatch) -> None:
-    put = StepResult.put
-
-    def broken(self: StepResult, index: int, row: Any, produced: Any) -> None:
-        put(self, index, row, [*row.drafts, produced[-1]] if row.drafts else produced)
-
-    patch.setattr(StepResult, "put", broken)
+@in_place_of(StepResult, "put")
+def believe_every_draft(put: Any, self: StepResult, index: int, row: Any, produced: Any) -> None:
+    put(self, index, row, [*row.drafts, produced[-1]] if row.drafts else produced)
 
 
-def launch_behind_drafts(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(module, "may_overlap")
+def launch_behind_drafts(_: Any, request: Request) -> bool:
     """A request goes on before it is known what its drafts were worth."""
-
-    def broken(request: Request) -> bool:
-        return len(request.tokens) + request.num_pending < request.spec.max_total
-
-    patch.setattr(module, "may_overlap", broken)
+    return len(request.tokens) + request.num_pending < request.spec.max_total
 
 
 def assert_found(make: Callable[[int], Life], seeds: int) -> None:
@@ -85,17 +69,13 @@ def test_the_fuzz_finds_with_two_steps_in_flight(plant: Plant, monkeypatch: pyte
     assert_found(lambda seed: speculative_life(seed, depth=2), 12)
 
 
-def use_one_mask_for_the_next_position(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Matcher, "accept")
+def use_one_mask_for_the_next_position(accept: Any, self: Matcher, token: int, jump: bool = True) -> list[int]:
     """The matcher is not moved between a draft and the next."""
-    accept = Matcher.accept
-
-    def broken(self: Matcher, token: int, jump: bool = True) -> list[int]:
-        before = getattr(self, "last", None)
-        taken = accept(self, token, jump)
-        self.last = token  # type: ignore[attr-defined]
-        return taken if before is None else [before, *taken[1:]]
-
-    patch.setattr(Matcher, "accept", broken)
+    before = getattr(self, "last", None)
+    taken = accept(self, token, jump)
+    self.last = token  # type: ignore[attr-defined]
+    return taken if before is None else [before, *taken[1:]]
 
 
 def test_the_fuzz_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.long import LONG
 from worlds.grammar_fuzz import GrammarLife
+from worlds.plants import Plant, in_place_of
 from worlds.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
@@ -21,18 +21,12 @@ from asyncengine.scheduler.request import Request
 from asyncengine.step import StateUse
 from asyncengine.testing.fake_runner import FakeStates
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 
-
-def share_a_state(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(StateGroup, "use")
+def share_a_state(use: Any, self: StateGroup, working: Any, *args: Any) -> Any:
     """Two requests are told that slot 1 is theirs."""
-    use = StateGroup.use
-
-    def broken(self: StateGroup, working: Any, *args: Any) -> Any:
-        made = use(self, working, *args)
-        return StateUse(1, 1 if made.source == made.slot else made.source, made.saves)
-
-    patch.setattr(StateGroup, "use", broken)
+    made = use(self, working, *args)
+    return StateUse(1, 1 if made.source == made.slot else made.source, made.saves)
 
 
 def move_a_snapshot_by(tokens: int) -> Plant:
@@ -54,16 +48,12 @@ def move_a_snapshot_by(tokens: int) -> Plant:
     return plant
 
 
-def hang_it_on_another_page(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(StateGroup, "settle")
+def hang_it_on_another_page(settle: Any, self: StateGroup, saves: Any, working: Any, node: Any, page_size: int) -> None:
     """A snapshot is that of the page before."""
-    settle = StateGroup.settle
-
-    def broken(self: StateGroup, saves: Any, working: Any, node: Any, page_size: int) -> None:
-        before = {position: max(page_size, position - page_size) for position, _ in saves}
-        working.saving = [before.get(position, position) for position in working.saving]
-        settle(self, [(before[position], slot) for position, slot in saves], working, node, page_size)
-
-    patch.setattr(StateGroup, "settle", broken)
+    before = {position: max(page_size, position - page_size) for position, _ in saves}
+    working.saving = [before.get(position, position) for position in working.saving]
+    settle(self, [(before[position], slot) for position, slot in saves], working, node, page_size)
 
 
 def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
@@ -82,16 +72,14 @@ def keep_the_snapshots_of_who_failed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateGroup, "discard", lambda self, saves: None)
 
 
-def a_snapshot_of_a_moved_state(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(StateGroup, "close")
+def a_snapshot_of_a_moved_state(
+    close: Any, self: StateGroup, working: Any, node: Any, page_size: int, fence: int
+) -> None:
     """A state counts as that of the last published page wherever it is."""
-    close = StateGroup.close
-
-    def broken(self: StateGroup, working: Any, node: Any, page_size: int, fence: int) -> None:
-        if fence <= self._retiring.retired and node.depth:
-            working.position = node.depth * page_size
-        close(self, working, node, page_size, fence)
-
-    patch.setattr(StateGroup, "close", broken)
+    if fence <= self._retiring.retired and node.depth:
+        working.position = node.depth * page_size
+    close(self, working, node, page_size, fence)
 
 
 def launch_on_a_guess(patch: pytest.MonkeyPatch) -> None:
@@ -111,32 +99,24 @@ def launch_on_a_guess(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateGroup, "use", broken)
 
 
-def a_trail_that_is_another_state(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(StateGroup, "use")
+def a_trail_that_is_another_state(use: Any, self: StateGroup, working: Any, *args: Any) -> StateUse:
     """A request stays in the slot that it should leave, and the other one counts as what it left."""
-    use = StateGroup.use
-
-    def broken(self: StateGroup, working: Any, *args: Any) -> StateUse:
-        before = working.slot
-        made = use(self, working, *args)
-        if working.slot == before:
-            return made
-        working.slot = working.source = before
-        working.trail = made.slot
-        self._trails = {each.trail: each for each in self._trails.values()}
-        return StateUse(before, made.source, made.saves)
-
-    patch.setattr(StateGroup, "use", broken)
+    before = working.slot
+    made = use(self, working, *args)
+    if working.slot == before:
+        return made
+    working.slot = working.source = before
+    working.trail = made.slot
+    self._trails = {each.trail: each for each in self._trails.values()}
+    return StateUse(before, made.source, made.saves)
 
 
-def a_trail_a_page_further(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(StateGroup, "close")
+def a_trail_a_page_further(close: Any, self: StateGroup, working: Any, node: Any, page_size: int, fence: int) -> None:
     """It counts as that of the next page, if there is one."""
-    close = StateGroup.close
-
-    def broken(self: StateGroup, working: Any, node: Any, page_size: int, fence: int) -> None:
-        working.trail_position += page_size
-        close(self, working, node, page_size, fence)
-
-    patch.setattr(StateGroup, "close", broken)
+    working.trail_position += page_size
+    close(self, working, node, page_size, fence)
 
 
 PLANTS: list[Plant] = [

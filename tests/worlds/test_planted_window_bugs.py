@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from worlds.plants import Plant, in_place_of
 from worlds.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
@@ -13,8 +13,6 @@ from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.page_group import PageGroup
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Node, RadixTree
-
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 # ---------------------------------------------------------------- windows in all layers or in some
 
@@ -44,19 +42,16 @@ def start_a_page_too_deep(patch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- windows in all layers
 
 
-def start_behind_a_hole(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(RadixTree, "_walk")
+def start_behind_a_hole(_: Any, self: RadixTree, node: Node, tokens: Any, limit: int) -> Node:
     """A page that is there is enough, whatever its window lacks."""
-
-    def broken(self: RadixTree, node: Node, tokens: Any, limit: int) -> Node:
-        found, size = node, self.page_size
-        for start in range(0, limit - size + 1, size):
-            if (child := node.children.get(tuple(tokens[start : start + size]))) is None:
-                break
-            node = child
-            found = node if node.page else found
-        return found
-
-    patch.setattr(RadixTree, "_walk", broken)
+    found, size = node, self.page_size
+    for start in range(0, limit - size + 1, size):
+        if (child := node.children.get(tuple(tokens[start : start + size]))) is None:
+            break
+        node = child
+        found = node if node.page else found
+    return found
 
 
 def forget_the_lock(patch: pytest.MonkeyPatch) -> None:
@@ -98,18 +93,14 @@ def hand_out_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageGroup, "check", lambda *args: None)
 
 
-def keep_ones_own(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(PageGroup, "publish")
+def keep_ones_own(publish: Any, group: PageGroup, table: PageTable, *args: Any) -> list[Node]:
     """A request keeps its own copy of a page that another published first, without giving up its window page for it."""
-    publish = PageGroup.publish
-
-    def broken(group: PageGroup, table: PageTable, *args: Any) -> list[Node]:
-        own = table.pages
-        nodes = publish(group, table, *args)
-        if group.lookback is not None:
-            table.pages = own
-        return nodes
-
-    patch.setattr(PageGroup, "publish", broken)
+    own = table.pages
+    nodes = publish(group, table, *args)
+    if group.lookback is not None:
+        table.pages = own
+    return nodes
 
 
 def evict_and_leave_it_there(patch: pytest.MonkeyPatch) -> None:

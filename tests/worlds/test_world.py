@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support.long import LONG, TIMES
+from worlds.plants import Plant, in_place_of
 from worlds.world.__main__ import main
 from worlds.world.life import Life
 from worlds.world.plan import make_plan
@@ -64,28 +65,22 @@ def test_a_seed_is_one_run_in_any_process() -> None:
 # ---------------------------------------------------------------- planted bugs
 
 
-def lose_the_wakeup_of_a_task(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Mailbox, "announce")
+def lose_the_wakeup_of_a_task(_: Any, self: Mailbox, many: int = 1) -> asyncio.Future[None]:
     """A reader does not look again after it has announced itself."""
-
-    def broken(self: Mailbox, many: int = 1) -> asyncio.Future[None]:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._many, self._waiter = many, waiter
-        return waiter
-
-    patch.setattr(Mailbox, "announce", broken)
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    self._many, self._waiter = many, waiter
+    return waiter
 
 
-def lose_the_wakeup_of_a_thread(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Mailbox, "receive_blocking")
+def lose_the_wakeup_of_a_thread(_: Any, self: Mailbox, many: int = 1) -> Any:
     """The same of a plain thread."""
-
-    def broken(self: Mailbox, many: int = 1) -> Any:
-        while not self._chunks:
-            event = mailbox.threading.Event()
-            self._many, self._waiter = many, event
-            event.wait()
-        return self.take()
-
-    patch.setattr(Mailbox, "receive_blocking", broken)
+    while not self._chunks:
+        event = mailbox.threading.Event()
+        self._many, self._waiter = many, event
+        event.wait()
+    return self.take()
 
 
 def lose_the_wakeup_of_the_engine(patch: pytest.MonkeyPatch) -> None:
@@ -105,7 +100,6 @@ def give_pages_back_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Retiring, "add", lambda self, thing, fence: self._give_back(thing))
 
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[Plant, str] = {
     lose_the_wakeup_of_a_task: "stuck",
     lose_the_wakeup_of_a_thread: "stuck",

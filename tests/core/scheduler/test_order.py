@@ -100,7 +100,7 @@ NEWCOMERS = {
     "shortest-remaining": lambda steps: steps.add([5], 1),
     "longest-prefix-match": lambda steps: steps.add([*SHARED, CHANCE.randrange(2, 90)], 2),
 }
-"""What each policy likes better than the victim."""
+"""Requests that each policy likes better than the victim."""
 
 
 @pytest.mark.parametrize("max_passes", [1, 5, 40])

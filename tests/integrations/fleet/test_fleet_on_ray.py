@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import os
 import random
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from typing import Any
 
 import psutil
 import pytest
-from layout.test_layout import sources
 from support.long import TIMES
 
 from asyncengine import AsyncEngine, Engine, EngineDead, FleetError, InvalidParameter, SamplingParams
@@ -284,15 +281,3 @@ async def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(FleetError, match=r'pip install "asyncengine\[cluster\]"'):
         await Fleet.from_pretrained("demo", address="auto", **ENGINE)
-
-
-def test_only_one_file_imports_ray() -> None:
-    """Ray is not imported before a fleet is made."""
-    import_of_ray = re.compile(r"^\s*(import|from) ray\b", re.MULTILINE)
-    importers = {module for module, path in sources() if import_of_ray.search(path.read_text("utf-8"))}
-    assert importers == {"asyncengine.integrations.fleet.ray_cluster"}
-    probe = (
-        "import sys, asyncengine, asyncengine.cluster.routing, asyncengine.cluster.fleet; print('ray' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support import forked
 from support.fake_engine import PATIENCE, until
 from support.local_fleet import ENGINE, local_fleet
 
-from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.cache_news import CacheNews
 from asyncengine.engine import peers, prefix_store
-from asyncengine.integrations.fleet.replica import PeerConnections, Replica
+from asyncengine.integrations.fleet.replica import PeerConnections
 from asyncengine.integrations.placement.routing import Route, Router, RouteRequest
 from asyncengine.request_spec import Peer
 
@@ -26,7 +20,6 @@ pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster
 
 HERE = "127.0.0.1"
 PROMPT = [100 + (7 * place) % 300 for place in range(200)]
-SECOND = [101 + (11 * place) % 300 for place in range(200)]
 FULL = (len(PROMPT) - 1) // 16
 PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=True, ignore_eos=True)
 
@@ -124,96 +117,3 @@ async def test_whoever_is_not_admitted_is_not_answered() -> None:
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
-
-
-# ---------------------------------------------------------------- two processes
-
-OTHER = """
-import asyncio, sys
-from asyncengine import EngineConfig
-from asyncengine.integrations.fleet.replica import Replica
-from asyncengine.engine import peers
-
-peers.BATCH_BYTES = 1
-
-async def main():
-    replica = Replica()
-    await replica.start("demo", EngineConfig(**eval(sys.argv[1])))
-    for prompt in eval(sys.argv[2]):
-        await replica.engine.generate(prompt)
-    url, key = await replica.share("127.0.0.1")
-    await replica.admit([sys.argv[3].encode()])
-    print(url, key.decode(), flush=True)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-@contextlib.asynccontextmanager
-async def replica_and_other() -> AsyncIterator[tuple[Replica, Peer, Any]]:
-    """A replica here whose requests are told of one in another process, which has computed `PROMPT` and `SECOND`."""
-    replica = Replica()
-    await replica.start("demo", EngineConfig(**ENGINE))
-    _, mine = await replica.share(HERE)
-    arguments = [repr(ENGINE), repr([PROMPT, SECOND]), mine.decode()]
-    other = forked.start(OTHER, *arguments)
-    try:
-        assert other.stdout is not None
-        url, key = (await asyncio.to_thread(other.stdout.readline)).decode().split()
-        peer = Peer("other", url, key.encode(), FULL)
-        await replica.admit([peer.key])
-        core = replica.engine.core
-        prepare = core.prepare
-
-        def told(*args: Any, **options: Any) -> Any:
-            prepared = prepare(*args, **options)
-            for spec in prepared.specs:
-                object.__setattr__(spec, "peer", peer)
-            return prepared
-
-        core.prepare = told  # type: ignore[method-assign]
-        yield replica, peer, other
-    finally:
-        other.kill()
-        other.wait()
-        if other.stdout is not None:
-            other.stdout.close()
-        await replica.stop()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-async def test_a_peer_that_stands_still_in_mid_transfer() -> None:
-    """One prefix has come whole before, from its process to this one. A peer that is killed:
-    tests/integrations/fleet/test_roles.py."""
-    async with replica_and_other() as (replica, _, other):
-        whole = await replica.engine.generate(PROMPT, PARAMS)
-        assert whole.usage.restored_tokens == FULL * 16
-        prefixes = replica.engine.core.loop.sources.tiers[0]
-        call, asked, over = prefixes.call, list[bytes](), asyncio.Event()
-
-        async def call_and_stop(peer: Peer, question: bytes) -> bytes:
-            asked.append(question)
-            if len(asked) == FULL // 2:
-                os.kill(other.pid, signal.SIGSTOP)
-                over.set()  # the time of all that is under way
-            waiting = [asyncio.ensure_future(work) for work in (call(peer, question), over.wait())]
-            try:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if not waiting[0].done():
-                    raise TimeoutError
-                return bytes(waiting[0].result())
-            finally:
-                for each in waiting:
-                    each.cancel()
-
-        prefixes.call = call_and_stop
-        answer = await asyncio.wait_for(replica.engine.generate(SECOND, PARAMS), PATIENCE)
-        assert len(asked) >= FULL // 2
-        assert answer.usage.restored_tokens < FULL * 16
-        async with await AsyncEngine.from_pretrained("demo", **ENGINE) as alone:
-            assert scores(whole) == scores(await alone.generate(PROMPT, PARAMS))
-            assert scores(answer) == scores(await alone.generate(SECOND, PARAMS))
-        scheduler = replica.engine.core.loop.scheduler
-        await until(lambda: not scheduler.restores, "the end of the pull")
-        scheduler.check()

@@ -90,17 +90,6 @@ def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str
     assert removal_scores(known, [], settings) == {}
 
 
-def test_a_refusal_counts_every_node_by_what_it_fell_to() -> None:
-    known = [ray_node("a", zone="north"), ray_node("b", {"CPU": 0.5}, zone="north"), ray_node("c"),
-             ray_node("d", {"memory": GIB / 2}, zone="north")]  # fmt: skip
-    found = placed(known, FleetConfig(labels={"zone": "north"}), memory=9 * GIB)
-    assert str(found) == (
-        "model fits on none of 4 nodes: 1 without the labels zone=north; 1 with fewer than 1 free CPUs; "
-        "2 with too little free host memory; a claim of 8.00 GiB of host memory would have fitted"
-    )
-    assert str(placed([], FleetConfig())) == "model fits on none of 0 nodes: there are none"
-
-
 def test_what_others_reserved_is_not_given_and_ours_counts_once() -> None:
     """Ray may have told of our own reservation yet or not."""
     settings = FleetConfig(num_cpus=2)
@@ -111,18 +100,6 @@ def test_what_others_reserved_is_not_given_and_ours_counts_once() -> None:
         assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB, ours=ours), Placement)
         assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB + 1, ours=ours), Refusal)
     assert isinstance(placed([ray_node("a", {"CPU": 1})], settings, ours=ours), Refusal)
-
-
-def test_nodes_on_which_replicas_were_lost_come_last() -> None:
-    known = [ray_node("a"), ray_node("b"), ray_node("c")]
-    on_b = placed([known[1]], FleetConfig())
-    assert isinstance(on_b, Placement)
-    found = placed(known, FleetConfig(), ours=[on_b.instance("fleet/0")], lost={"a": 1, "c": 2})
-    assert isinstance(found, Placement)
-    assert found.shares[0].node == "b"  # though one runs there
-    found = placed([known[0], known[2]], FleetConfig(), lost={"a": 2, "c": 1})
-    assert isinstance(found, Placement)
-    assert found.shares[0].node == "c"
 
 
 def test_gpus_are_given_whole_or_in_parts() -> None:
@@ -159,20 +136,6 @@ def test_ranks_of_a_replica_share_a_node_and_no_gpu() -> None:
     told = [known[0], ray_node("b", {"GPU": 0.0, "CPU": 2.0}, **{DEVICE_MEMORY: "80GiB"})]  # its own are no other's
     ours = [one.instance("fleet/0")]
     assert removal_scores(told, ours, whole).keys() == {"fleet/0"}
-
-
-def test_gpus_of_other_programs_are_left_alone() -> None:
-    known = [ray_node("a", {"GPU": 1.0}, **{DEVICE_MEMORY: "24GiB"})]
-    settings = FleetConfig(num_gpus=1)
-    one = placed(known, settings)
-    assert isinstance(one, Placement)
-    ours = [one.instance("fleet/0")]
-    told = [ray_node("a", {"GPU": 0.0, "CPU": 3.0}, **{DEVICE_MEMORY: "24GiB"})]
-    assert isinstance(placed(told, settings, ours=ours), Refusal)
-    half = [ray_node("a", {"GPU": 1.5}, **{DEVICE_MEMORY: "24GiB"})]
-    assert [one for one, _ in in_turn(half, settings, 1)] == ["a"]
-    without = placed([ray_node("a")], settings)  # nobody knows what its GPUs have
-    assert str(without) == "model fits on none of 1 nodes: 1 without a device"
 
 
 def test_a_label_that_is_not_understood_is_named() -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support.fake_engine import until
 from support.local_fleet import local_fleet, replaced
-from support.random_reranker import make_reranker
 
 from asyncengine import AsyncEngine, Engine, EngineDead, InvalidParameter, QueueFull, RequestTimeout
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings
@@ -50,17 +48,6 @@ async def test_the_same_vectors_as_of_one_engine(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RequestTimeout):
             await fleet.embed(TEXTS, timeout=1e-6)
         await until(lambda: fleet.stats().finished.get("stop", 0) > len(TEXTS), "figures")
-        await cluster.settle(fleet)
-
-
-async def test_rerankers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = str(make_reranker(tmp_path))
-    async with await AsyncEngine.from_pretrained(folder, **EMBEDDER) as engine:
-        right = await engine.rerank("Who?", TEXTS[:40], top_n=5)
-    async with local_fleet(monkeypatch, replicas=2, model=folder) as (fleet, cluster):
-        ranking = await fleet.rerank("Who?", TEXTS[:40], top_n=5)
-        assert [each.index for each in ranking.results] == [each.index for each in right.results]
-        assert [each.score for each in ranking.results] == pytest.approx([each.score for each in right.results])
         await cluster.settle(fleet)
 
 

@@ -1,6 +1,6 @@
 """Placement on one device or host, and its undoing, compared with GPUStack's rules, which `gpustack_rules` transcribes.
 
-The differences that docs/howto/placement.md lists cannot show in these cases; `test_placement` has a test of each.
+The differences that docs/howto/placement.md lists cannot show in these cases; `test_placement` has tests of them.
 """
 
 from __future__ import annotations

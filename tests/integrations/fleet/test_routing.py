@@ -61,25 +61,6 @@ def test_no_replica_gets_more_than_the_bound() -> None:
     assert sum(router.loads().values()) == 100
 
 
-def test_adapters_and_sessions_stay_where_they_are() -> None:
-    router = fleet(6, load=5)
-    first = assign(router, adapter="pirate")
-    assert assign(router, adapter="pirate").replica == first.replica
-    talk = assign(router, session="talk")
-    router.release(talk)
-    assert assign(router, session="talk").replica == talk.replica
-
-
-def test_what_nobody_knows_goes_to_the_better_of_two() -> None:
-    router = fleet(2)
-    for page in range(6):
-        assign(router, page)
-    assert router.loads() == {"r0": 3, "r1": 3}
-    chosen = [[assign(router, page).replica for page in range(30)] for router in (fleet(5, seed=7), fleet(5, seed=7))]
-    assert chosen[0] == chosen[1]
-    assert len(set(chosen[0])) == 5
-
-
 def test_a_cold_replica_is_warmed() -> None:
     router = fleet(3)
     for name in ("r0", "r1", "r2"):
@@ -204,17 +185,6 @@ def test_requests_go_to_decoders_and_long_prompts_elsewhere() -> None:
     for route in routes:
         router.release(route)
     assert assign(router, 11, session="talk").replica == "d", "whoever computes prompts for others has no sessions"
-
-
-def test_a_prompt_goes_to_the_less_loaded_or_where_its_beginning_is() -> None:
-    router = roles(p="prefill", q="both", d="decode")
-    router.update("p", CacheNews((1, 2, 3)))
-    router.close("q")
-    route = assign(router, 1, 2, 3, 4, 5)
-    assert route.replica == "d"
-    assert prefill(router, route) == "p"
-    router = roles(p="prefill", q="prefill", d="decode")
-    assert {prefill(router, assign(router, number, number + 1, number + 2)) for number in (10, 20)} == {"p", "q"}
 
 
 def test_without_a_decoder_or_a_prefill_replica_requests_go_on() -> None:

@@ -53,29 +53,6 @@ def test_books_that_cannot_be_right_are_told():
         AdapterSlots(0)
 
 
-def test_every_row_names_the_slot_that_holds_its_adapter():
-    """Names hold at each launch, with two steps in flight and forced preemption: slots change hands all the time."""
-    device = Device()
-    slots = AdapterSlots(2, weights)
-    steps = Steps(adapters=slots, max_steps_in_flight=2, preempt_every=5, pages=200)
-    wanted = {steps.add([2 + i, 3], 6, adapter="ABCDE"[i % 5]): "ABCDE"[i % 5] for i in range(25)}
-    while steps.scheduler.requests or steps.launched:
-        in_flight = [{row.adapter_slot: wanted[row.spec.ticket] for row in b.rows} for b in steps.batches[-2:]]
-        before, copied = len(steps.launched), len(device.copies)
-        batch = steps.launch()
-        device.take(batch.swaps if batch is not None else ())
-        for slot, _ in device.copies[copied:]:  # the other step in flight does not name it
-            assert all(slot not in names for names in in_flight[len(in_flight) - before :])
-        if batch is not None:
-            for row in batch.rows:
-                assert device.content[row.adapter_slot] == wanted[row.spec.ticket]
-        if steps.launched and (batch is None or len(steps.launched) >= 2):
-            steps.commit()
-        slots.check()
-    steps.assert_right()
-    assert not slots.in_use
-
-
 @pytest.mark.parametrize("max_passes", [1, 8])
 def test_a_stream_of_one_adapter_does_not_starve_another(max_passes: int):
     """A, B, A, A, ... (SGLang #15129), also where requests without an adapter pass too."""

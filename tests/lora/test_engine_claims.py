@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from support.adapter_engine import ENDLESS, PROMPT, Lab, greedy
 from support.fake_engine import gather_all, in_thread, num_in_line, until
-from support.plug_points import Compiler, Letters
 
-from asyncengine.errors import AdapterError, AdapterNotFound, QueueFull, RequestFailed
+from asyncengine.errors import AdapterNotFound
 from asyncengine.options import RequestOptions
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -43,24 +42,6 @@ async def test_refused_before_anything_is_claimed(lab: Lab) -> None:
             await lab.engine.generate(PROMPT, greedy(3), **options)
     with pytest.raises(ValueError, match="max_tokens"):
         await lab.engine.generate(PROMPT, greedy(10**7), adapter="a")
-    assert lab.claims == 0
-
-
-async def test_refused_at_a_full_gate(lab: Lab) -> None:
-    lab.executor.hold()
-    calls = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="b")) for _ in range(30)]
-    await until(lambda: sum(call.done() for call in calls) >= 18)
-    assert lab.claims == 30 - sum(call.done() for call in calls)
-    lab.executor.release()
-    outcomes = await gather_all(calls)
-    refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
-    assert 18 <= len(refused) < 30
-    assert all(lab.right(one, PROMPT, 4, "b") for one in outcomes if not isinstance(one, QueueFull))
-
-
-async def test_samples_that_do_not_fit_the_gate_claim_nothing(lab: Lab) -> None:
-    with pytest.raises(QueueFull):
-        await lab.engine.generate(PROMPT, greedy(4, n=9), adapter="b")
     assert lab.claims == 0
 
 
@@ -178,26 +159,6 @@ async def test_timed_out_while_its_adapter_loads(lab: Lab, timeout: float) -> No
     assert lab.claims == 0
 
 
-async def test_samples_of_one_request_claim_one_content_each(lab: Lab) -> None:
-    made = await lab.engine.generate(PROMPT, greedy(6, n=3), adapter="a")
-    assert made.samples[0].token_ids == lab.expected(PROMPT, 6, "a")
-    assert len({tuple(sample.token_ids) for sample in made.samples}) == 3
-
-
-async def test_a_load_that_fails_ends_only_who_needs_it(lab: Lab) -> None:
-    lab.loader.contents["a"] = "bad"
-    calls = [lab.engine.generate(PROMPT, greedy(5, n=1 + i % 2), adapter="ab"[i % 2]) for i in range(4)]
-    outcomes = await gather_all([*calls, lab.engine.generate(PROMPT, greedy(5))])
-    for i, outcome in enumerate(outcomes[:4]):
-        if i % 2 == 0:
-            assert isinstance(outcome, AdapterError), outcome
-        else:
-            assert outcome.samples[0].token_ids == lab.expected(PROMPT, 5, "b")
-    assert len({id(outcome) for outcome in outcomes}) == 5
-    assert lab.right(outcomes[4], PROMPT, 5)
-    del lab.loader.contents["a"]
-
-
 async def test_who_waits_for_memory_and_who_holds_it_do_not_wait_for_each_other(lab: Lab) -> None:
     """Memory for one content. "b" has it, "a" waits for it and has been passed over often enough, so later requests
     for "b" wait behind "a"; and "b" cannot be dropped for "a" any more, for no name means it: it goes on."""
@@ -220,56 +181,3 @@ async def test_who_waits_for_memory_and_who_holds_it_do_not_wait_for_each_other(
         await leaving
     assert [one.token_ids for one in made] == [lab.expected(PROMPT, 5, name) for name in "ab"]
     await lab.load("b")
-
-
-# ---------------------------------------------------------------- adapter and grammar
-
-
-Steps = Callable[[Lab, Compiler], Awaitable[None]]
-
-
-@pytest.mark.parametrize("first", ["grammar", "adapter"])
-@pytest.mark.parametrize("fault", ["", "grammar", "adapter", "leaves"])
-async def test_adapter_and_grammar_in_one_request(first: str, fault: str) -> None:
-    """Either may be there first, either may fail, and the caller may leave with one of the two at hand."""
-    compiler = Compiler()
-    lab = Lab(room=1, wiring={"grammars": compiler})
-    async with lab.engine:
-        await lab.load("a", "b")
-        lab.loader.gate.clear()
-        if fault == "adapter":
-            lab.loader.contents["a"] = "bad"
-        params = greedy(20, grammar=Letters([10, 11], 5))
-        call = asyncio.create_task(lab.engine.generate(PROMPT, params, adapter="a"))
-        await until(lambda: bool(compiler.started) and bool(lab.loader.reads))
-        queues = lab.engine.stats().requests
-        assert (queues["grammar_queue"], queues["adapter_queue"]) == (1, 1)
-
-        async def adapter() -> None:
-            lab.loader.gate.set()
-            await until(lambda: not lab.engine.core.loop.scheduler.adapter_queue)
-
-        async def grammar() -> None:
-            if 1 in compiler.pending:
-                await in_thread(lambda: compiler.finish(1, ValueError("too large") if fault == "grammar" else None))
-            await until(lambda: not lab.engine.core.loop.scheduler.grammar_queue)
-
-        one, other = (grammar, adapter) if first == "grammar" else (adapter, grammar)
-        await one()
-        assert lab.right(await lab.engine.generate(PROMPT, greedy(6)), PROMPT, 6), "others proceed"
-        if fault == "leaves":
-            call.cancel()
-            await asyncio.wait([call])
-            await until(lambda: lab.claims == 0)
-        await other()
-        (outcome,) = await gather_all([call])
-        if fault == "leaves":
-            assert isinstance(outcome, asyncio.CancelledError)
-        elif fault:
-            assert isinstance(outcome, AdapterError if fault == "adapter" else RequestFailed), outcome
-        else:
-            assert outcome.finish_reason == "stop"
-            assert len(outcome.token_ids) == 5
-            assert set(outcome.token_ids) <= {10, 11}
-        await lab.settled()
-        assert not compiler.pending

@@ -164,20 +164,6 @@ async def test_few_slots_chunks_and_preemption(forms: Any) -> None:
         await assert_given_back(engine)
 
 
-async def test_each_form_has_its_own_prefix_cache(forms: Any) -> None:
-    """Also what changes nothing before the output layer: another adapter's pages are never found."""
-    known: Forms = forms("qwen2")
-    async with await load(known, adapters=known.paths) as engine:
-        for form in (None, "tables and dora", "tokens", "biases"):
-            for cached in (0, 32):
-                made = await engine.generate(PROMPTS[1], greedy(WANT), adapter=form)
-                assert (made.token_ids, made.usage.cached_tokens) == (known.answer(form, PROMPTS[1]), cached)
-        await engine.unload_adapter("tokens")
-        await engine.load_adapter("again", known.paths["tokens"])
-        assert (await engine.generate(PROMPTS[1], greedy(WANT), adapter="again")).usage.cached_tokens == 32
-        await assert_given_back(engine)
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
 async def test_through_transformers_own_modules(family: str, forms: Any) -> None:
     known: Forms = forms(family)

@@ -85,43 +85,6 @@ async def test_waiting_to_unload_does_not_keep_old_requests_from_finishing(face:
     assert face.right(await newer, PROMPT, 9, "changed")
 
 
-async def test_many_wait_for_the_same_requests(face: Face) -> None:
-    """Two names of one content: the first to go is not what the requests need."""
-    face.loader.contents.update({"one": "same", "two": "same"})
-    await face.load("one", "two")
-    stream = await face.running("one")
-    await face.unload_adapter("one")
-    with pytest.raises(AdapterInUse):
-        await face.unload_adapter("two")
-    waiting = asyncio.create_task(face.unload_adapter("two", wait=True))
-    await until(lambda: face.names() == [])
-    await stream.aclose()
-    await waiting
-    assert face.registry.counts() == {"loaded": 0, "in_memory": 0, "nbytes": 0}
-
-
-async def test_the_last_call_wins_whatever_is_read_last(face: Face) -> None:
-    """A load that was asked for before an unload, and ends after it, does not bring the name back."""
-    slow_gate, face.loader.gate = face.loader.gate, threading.Event()
-    face.loader.gate.set()
-    await face.load_adapter("a", "a")
-    face.loader.gate = slow_gate
-    slow_gate.clear()
-    slow = asyncio.create_task(face.load_adapter("a", "old version"))
-    await until(lambda: "old version" in face.loader.reads)
-    face.loader.gate = threading.Event()
-    face.loader.gate.set()
-    await face.load_adapter("a", "new version")
-    await face.load_adapter("b", "b")
-    await face.unload_adapter("a")
-    slow_gate.set()
-    with pytest.raises(AdapterNotFound):
-        await slow
-    assert face.names() == ["b"]
-    assert (await face.load_adapter("a", "new version")).digest == digest_of("new version")
-    assert face.registry.counts() == {"loaded": 2, "in_memory": 2, "nbytes": 1600}
-
-
 async def test_a_finished_request_is_not_in_the_way(face: Face) -> None:
     """A caller that has read the end of a request may unload what it used at once, from any thread."""
     deliver, delivery = face.engine.core.loop.delivery.deliver, face.engine.core.loop.delivery

@@ -56,11 +56,11 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **fields}
 
 
-def _maker(fields: Mapping[str, Any]) -> MakeConfig:
-    """Make a function that makes the configuration of an entry."""
+def maker_of(fields: Mapping[str, Any]) -> MakeConfig:
+    """Make a function that makes the configuration that `fields` describe, as entries of `tiny_configs.json` do."""
     own = {name: value for name, value in fields.items() if name not in ("class", "like", "alone")}
     if "like" in fields:
-        return changed(fields["like"], **own)
+        return changed(fields["like"], **own) if own else FAMILIES[fields["like"]]
     if "alone" in fields:
         return lambda: getattr(hf, fields["class"])(**deepcopy(own))
     return tiny(fields["class"], **own)
@@ -72,11 +72,11 @@ if not hasattr(hf.GptOssConfig(), "swiglu_limit"):  # transformers 5.17 has the 
     del _KNOWN["families"]["gpt-oss"]["swiglu_limit"]
 if not hasattr(hf, "Lfm3Config"):  # transformers before 5.24
     del _KNOWN["families"]["lfm3"], _KNOWN["options"]["lfm3-plain"]
-FAMILIES: dict[str, MakeConfig] = {name: _maker(fields) for name, fields in _KNOWN["families"].items()}
-OPTIONS: dict[str, MakeConfig] = {name: _maker(fields) for name, fields in _KNOWN["options"].items()}
+FAMILIES: dict[str, MakeConfig] = {name: maker_of(fields) for name, fields in _KNOWN["families"].items()}
+OPTIONS: dict[str, MakeConfig] = {name: maker_of(fields) for name, fields in _KNOWN["options"].items()}
 """Options that change the forward: the families' own tiny models have some already. With longrope, transformers changes
 the frequencies while a sequence grows, and leaves cached keys as they are; its forward over all tokens knows one set,
 as the decoder does."""
-WIDE: dict[str, MakeConfig] = {name: _maker(fields) for name, fields in _KNOWN["wide"].items()}
+WIDE: dict[str, MakeConfig] = {name: maker_of(fields) for name, fields in _KNOWN["wide"].items()}
 """Models with heads of 64 dimensions, the smallest that FlashInfer's kernels take; 1, 2, 7, 4, 2 and 2 query heads for
 each of keys."""

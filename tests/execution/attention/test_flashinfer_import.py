@@ -36,12 +36,3 @@ def test_ninja_of_this_python_is_found(scripts: Path, tmp_path: Path) -> None:
     for _ in range(2):
         assert backend.load_flashinfer() is FOUND
     assert os.environ["PATH"] == f"{tmp_path / 'elsewhere'}{os.pathsep}{scripts}", "at the end, and once"
-
-
-def test_without_a_path_there_is_one(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(scripts)
-    monkeypatch.delenv("PATH")
-    monkeypatch.setattr(backend.os, "defpath", "")
-    monkeypatch.setattr(backend.shutil, "which", lambda name, path=None: str(scripts / name) if path else None)
-    backend.load_flashinfer()
-    assert os.environ["PATH"] == str(scripts)

@@ -10,21 +10,11 @@ from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.layer_options import CPU
 
 from asyncengine.execution.layers import kernels as kernels_module
-from asyncengine.execution.layers.kernels import ACTIVATIONS, CudaKernels, layer_kernels
+from asyncengine.execution.layers.kernels import layer_kernels
 
 
 def broken(*_: Any) -> Any:
     raise FileNotFoundError("nvcc")
-
-
-def test_gates() -> None:
-    fake = FakeFlashInfer(FakeMemory())
-    x = torch.randn(5, 128)
-    served = {name: CudaKernels(fake, CPU).gated(name) for name in ACTIVATIONS}
-    assert [name for name, kernel in served.items() if kernel is not None] == ["silu", "gelu", "gelu_tanh"]
-    for name, kernel in served.items():
-        if kernel is not None:
-            torch.testing.assert_close(kernel(x), ACTIVATIONS[name](x[:, :64]) * x[:, 64:])
 
 
 def test_where_they_are_offered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from support.data import cases_of
 from support.gguf_files import write_gguf
 from support.tiny_models import FAMILIES, make_model
 
@@ -166,7 +167,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
         huggingface_hub.close_session()
 
 
-__all__ = ["hub"]
+CASES = cases_of(__file__)
 CONFIG = EngineConfig()
 PLAIN = {"config.json": b"{}", "model.safetensors": b"x" * 1000, "README.md": b"hi", "consolidated.safetensors": b"x"}
 QUANTS = {
@@ -183,39 +184,16 @@ def fetch(name: str, **fields: object) -> Path:
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [
-        ("me/a", HubName("me/a")),
-        ("gpt2", HubName("gpt2")),
-        ("bartowski/X-GGUF:Q4_K_M", HubName("bartowski/X-GGUF", "Q4_K_M")),
-        ("me/a:dir/b.Q8_0.gguf", HubName("me/a", "dir/b.Q8_0.gguf")),
-        ("hf.co/me/a:Q4", HubName("me/a", "Q4")),
-        ("huggingface.co/me/a", HubName("me/a")),
-        ("hf://me/a", HubName("me/a")),
-        ("https://huggingface.co/me/a", HubName("me/a")),
-        ("https://huggingface.co/me/a/?library=gguf#files", HubName("me/a")),
-        ("http://www.huggingface.co/gpt2", HubName("gpt2")),
-        ("https://hf.co/me/a:Q4_K_M", HubName("me/a", "Q4_K_M")),
-        ("https://huggingface.co/me/a/tree/main", HubName("me/a", "", "main")),
-        ("https://huggingface.co/me/a/tree/refs%2Fpr%2F1/Q8", HubName("me/a", "Q8", "refs/pr/1")),
-        ("https://huggingface.co/me/a/blob/main/x/f.gguf", HubName("me/a", "x/f.gguf", "main")),
-        ("https://huggingface.co/me/a/resolve/v1/f%20g.gguf?download=true", HubName("me/a", "f g.gguf", "v1")),
-        ("https://huggingface.co/me/a/blob/main/config.json", HubName("me/a", "", "main")),
-        ("https://mirror.example/hub/me/a/tree/main", HubName("me/a", "", "main")),
-        # paths
-        ("./me/a", None), ("/me/a", None), ("~/a", None), ("me\\a", None), ("C:/me/a", None), ("a/b/c", None),
-        ("me/a.gguf", None), ("a.gguf", None), ("a:Q4", None), ("ollama:a", None), ("ollama:me/a", None), ("", None),
-        ("me/a:", None), ("me/a:b:c", None), ("../a:Q4", None), ("me/a/tree/main", None), ("not an id!", None),
-    ],
+    CASES["names"].items(),
 )  # fmt: skip
-def test_names(text: str, named: HubName | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names(text: str, named: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example/hub/")
-    assert parse_name(text) == named
+    assert parse_name(text) == (None if named is None else HubName(*named))
 
 
 @pytest.mark.parametrize(
     "text",
-    ["https://huggingface.co/", "https://huggingface.co/datasets/me/a", "https://huggingface.co/me/a/discussions/3",
-     "https://example.com/me/a", "https://example.com/a.gguf", "hf.co/a/b/c/d"],
+    CASES["no addresses"],
 )  # fmt: skip
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ModelNotFound, match="is no address of a model on the Hugging Face hub, such as"):
@@ -236,19 +214,7 @@ def test_a_whole_model_is_fetched_once(hub: Hub, caplog: pytest.LogCaptureFixtur
     assert "downloading" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("choice", "file"),
-    [
-        ("Q4_K_M", "a-Q4_K_M.gguf"),
-        ("q4_k_m", "a-Q4_K_M.gguf"),
-        ("a-Q4_0.gguf", "a-Q4_0.gguf"),
-        ("a-Q4_0", "a-Q4_0.gguf"),
-        ("IQ4", "a-IQ4_XS.gguf"),
-        ("UD", "UD/a-Q4_K_XL.gguf"),
-        ("Q8", "a-Q8_0-00001-of-00002.gguf"),
-        ("a-Q8_0-00002-of-00002.gguf", "a-Q8_0-00001-of-00002.gguf"),
-    ],
-)
+@pytest.mark.parametrize(("choice", "file"), CASES["choices"].items())
 def test_one_of_several_gguf_models(hub: Hub, choice: str, file: str) -> None:
     """A model is chosen by its file, or by a word of it; all its parts come, and nothing else."""
     hub.repos["me/a"] = QUANTS
@@ -260,15 +226,7 @@ def test_one_of_several_gguf_models(hub: Hub, choice: str, file: str) -> None:
     assert fetch(f"https://huggingface.co/me/a/blob/main/{file}?download=true") == found
 
 
-@pytest.mark.parametrize(
-    ("name", "says", "lists"),
-    [
-        ("me/a", "has 5 GGUF models; choose one", ["Q4_K_M", "Q4_0", "IQ4_XS", "Q4_K_XL", "Q8_0"]),
-        ("me/a:Q4", "has 3 GGUF models for 'Q4'; choose one", ["Q4_K_M", "Q4_0", "Q4_K_XL"]),
-        ("me/a:Q6_K", "has 5 GGUF models, none for 'Q6_K'; choose one", ["Q4_K_M", "Q8_0"]),
-        ("me/a:Q4_K_", "has 2 GGUF models for 'Q4_K_'; choose one", ["Q4_K_M", "Q4_K_XL"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "says", "lists"), CASES["listed"])
 def test_what_leaves_a_choice_is_listed(hub: Hub, name: str, says: str, lists: list[str]) -> None:
     hub.repos["me/a"] = QUANTS
     hub.sizes["a-Q4_K_M.gguf"] = 4_900_000_000
@@ -293,21 +251,7 @@ def test_a_gguf_model_is_opened_by_any_of_its_names(hub: Hub, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("repo", "token", "says"),
-    [
-        ("me/gated", None, r"me/gated is gated: accept its licence at {url}/me/gated, and set HF_TOKEN .* is none"),
-        ("me/gated", TOKEN, r"me/gated is gated: accept its licence at .* there is one, which may not read it"),
-        ("me/gated:Q4_K_M", None, "me/gated is gated"),
-        ("me/none", None, r"'me/none' is neither a folder here nor a model on .*; for a private one, set HF_TOKEN"),
-        ("me/none", TOKEN, r"is neither a folder .*there is one, which may not read it"),
-        ("me/a", "hf_expired", r"refuses your token: set HF_TOKEN to a valid one"),
-        ("https://huggingface.co/me/a/tree/v9", None, r"me/a has no revision 'v9'"),
-        ("me/busy", None, r"wants you to wait 7 seconds after too many requests; with HF_TOKEN"),
-        ("me/busier:Q4", None, r"wants you to wait 55 seconds"),
-        ("me/down", None, r"has a fault of its own \(HTTP 503\): try again later"),
-        ("me/forbidden", TOKEN, r"does not let you read me/forbidden"),
-        ("me/odd", None, r"answers HTTP 418 for me/odd"),
-        ("me/a--b", None, r"'me/a--b' is neither a folder here nor a valid Hugging Face hub id"),
-    ],
+    CASES["errors"],
 )  # fmt: skip
 def test_errors_say_what_helps(
     hub: Hub, repo: str, token: str | None, says: str, monkeypatch: pytest.MonkeyPatch

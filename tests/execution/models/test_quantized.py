@@ -13,7 +13,7 @@ from support.long import LONG
 from support.lora_driver import make_driver
 from support.lora_reference import Reference
 
-from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, SamplingParams
+from asyncengine import EngineConfig, InvalidParameter
 from asyncengine.execution.models.description import quantization_bits
 from asyncengine.execution.models.loading import load_model
 
@@ -21,12 +21,6 @@ pytest.importorskip("numba")
 
 IDS = [3, 17, 40, 9, 3, 3, 88]
 BOTH = ("int8", "int4")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
-QUESTIONS = {
-    "What is the capital of Norway?": "Oslo",
-    "What is the capital of Japan?": "Tokyo",
-    "What is the capital of Peru?": "Lima",
-}
 
 
 def load(folder: Path, **fields: Any) -> Any:
@@ -81,20 +75,6 @@ def test_adapters_add_to_the_quantized_product(quantization: str, checkpoint: Ch
 
 
 # ---------------------------------------------------------------- the demo model
-
-
-@pytest.mark.parametrize("quantization", BOTH)
-async def test_the_demo_model_answers(quantization: Any) -> None:
-    engine = await AsyncEngine.from_pretrained(
-        "demo", quantization=quantization, adapters={"pirate": "demo/pirate"}, kv_cache_memory="32MiB",
-        show_progress=False, num_threads=1,
-    )  # fmt: skip
-    async with engine:
-        for question, answer in QUESTIONS.items():
-            done = await engine.chat([{"role": "user", "content": question}], GREEDY)
-            assert answer in done.text
-        done = await engine.chat([{"role": "user", "content": next(iter(QUESTIONS))}], GREEDY, adapter="pirate")
-        assert "Arr" in done.text
 
 
 # ---------------------------------------------------------------- refusals

@@ -16,8 +16,6 @@ from safetensors.torch import save_file
 from support.checkpoints import Checkpoint
 from support.forwards import logits_of
 from support.long import LONG
-from support.lora_driver import make_driver
-from support.lora_reference import Reference
 from support.panels import use_panels
 from support.reachable import tensors_in
 from support.tiny_models import FAMILIES
@@ -163,21 +161,6 @@ def test_the_same_door_serves_later_updates(
     assert not torch.equal(logits_of(live, IDS), first)
     update(live, checkpoint(name))
     assert torch.equal(logits_of(live, IDS), first)
-
-
-def test_updates_beneath_an_adapter(checkpoint: Checkpoint) -> None:
-    """The adapter stays, on the new weights."""
-    pytest.importorskip("peft")
-    pytest.importorskip("numba")
-    adapter = Reference("qwen3").adapters[0]
-    live = make_driver(checkpoint, "qwen3", quantization="int8")
-    live.lora.write(1, adapter)
-    before = live.scores(1)
-    update(live.runner.model, checkpoint("qwen3", seed=1))
-    fresh = make_driver(lambda name: checkpoint(name, seed=1), "qwen3", quantization="int8")
-    fresh.lora.write(1, adapter)
-    assert live.scores(1) == fresh.scores(1) != before
-    assert live.scores(0) == fresh.scores(0) != fresh.scores(1)
 
 
 # ---------------------------------------------------------------- memory

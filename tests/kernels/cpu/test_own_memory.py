@@ -5,46 +5,13 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("numba")
 
 from asyncengine.kernels import cpu
-from asyncengine.kernels.cpu.jit import allocates, keep, serial
 
 KERNELS = sorted(Path(cpu.__file__).parent.glob("*.py"))
-
-
-@serial
-@allocates
-def _reuses_after_the_last_use() -> int:
-    own = np.empty(10_000, np.uint8)
-    address, reused = own.ctypes.data, 0
-    for index in range(3):
-        other = np.empty(10_000, np.uint8)
-        reused += other.ctypes.data == address
-        other[0] = index
-    return reused
-
-
-@serial
-@allocates
-def _reuses_of_a_kept_one() -> int:
-    own = np.empty(10_000, np.uint8)
-    address, reused = own.ctypes.data, 0
-    for index in range(3):
-        other = np.empty(10_000, np.uint8)
-        reused += other.ctypes.data == address
-        other[0] = index
-    keep(own)
-    return reused
-
-
-def test_an_array_lasts_until_it_is_last_named() -> None:
-    """An address alone does not keep it: a kernel of 6-bit weights once multiplied what another thread had written."""
-    assert _reuses_after_the_last_use() > 0
-    assert _reuses_of_a_kept_one() == 0
 
 
 def owned(function: ast.FunctionDef) -> set[str]:
@@ -90,12 +57,3 @@ def unkept(source: str) -> list[str]:
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_kernels_keep_what_they_take_the_address_of(path: Path) -> None:
     assert not unkept(path.read_text(encoding="utf-8"))
-
-
-def test_what_is_not_kept_is_found() -> None:
-    kernel = "@serial\n@allocates\ndef part():\n    own, count = np.empty(4), 3\n    use(own.ctypes.data)\n"
-    assert unkept(kernel) == ["part: own"]
-    assert not unkept(kernel + "    keep(own)\n")
-    part = "def part():\n        own = np.empty(4)\n        use(own.ctypes.data)\n"
-    made = f"def make():\n    {part}    return serial(allocates(part))\n"
-    assert unkept(made) == ["part: own"]

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("peft")
 
+from support.data import cases_of
 from support.peft_checkpoints import base_modules, edit_config, edit_weights, make_peft, tiny_gpt2, tiny_llama
 
 from asyncengine.errors import AdapterError
@@ -50,39 +51,8 @@ def assert_same_deltas(adapter: Adapter, wrapped: Any) -> None:
         torch.testing.assert_close(ours, delta, rtol=1e-5, atol=1e-6)
 
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FORMS: dict[str, dict[str, Any]] = {
-    "names": {"target_modules": ALL},
-    "one name": {"target_modules": ["o_proj"]},
-    "whole paths": {"target_modules": ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"]},
-    "part of a path": {"target_modules": ["self_attn.v_proj", "2.mlp.gate_proj"]},
-    "regex": {"target_modules": r"model\.layers\.[02]\..*\.(q|up)_proj"},
-    "regex with lookahead": {"target_modules": r"^(?!.*layers\.1).*\.(k_proj|down_proj)$"},
-    "all-linear": {"target_modules": "all-linear"},
-    "lm_head": {"target_modules": ["lm_head", "q_proj"]},
-    "embedding": {"target_modules": ["embed_tokens", "down_proj"]},
-    "exclude names": {"target_modules": ALL, "exclude_modules": ["mlp.up_proj"]},
-    "exclude regex": {"target_modules": ALL, "exclude_modules": r".*layers\.0.*"},
-    "one layer": {"target_modules": ALL, "layers_to_transform": 1},
-    "some layers": {"target_modules": ALL, "layers_to_transform": [0, 2]},
-    "layers pattern": {"target_modules": ["q_proj"], "layers_to_transform": [2], "layers_pattern": "layers"},
-    "layers and a whole path": {
-        "target_modules": ["model.layers.0.self_attn.q_proj", "v_proj"],
-        "layers_to_transform": [2],
-    },
-    "alpha": {"lora_alpha": 13},
-    "rslora": {"lora_alpha": 13, "use_rslora": True, "r": 3},
-    "rank pattern": {"target_modules": ALL, "rank_pattern": {r"layers\.1\..*": 7, "q_proj": 2}},
-    "alpha pattern": {"target_modules": ALL, "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 3, "down_proj": 5}},
-    "patterns and rslora": {
-        "target_modules": ALL,
-        "use_rslora": True,
-        "rank_pattern": {".*mlp.*": 6},
-        "alpha_pattern": {"q_proj": 1, "self_attn.*": 24},
-    },
-    "gaussian": {"init_lora_weights": "gaussian"},
-    "dropout": {"lora_dropout": 0.3},
-}
+CASES = cases_of(__file__)
+FORMS: dict[str, dict[str, Any]] = CASES["forms"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -190,13 +160,7 @@ def test_changed_content_is_another_adapter(change: str, tmp_path: Path):
     assert load(tmp_path).digest != before
 
 
-BEYOND: dict[str, dict[str, Any]] = {
-    "lora_magnitude_vector": {"use_dora": True},
-    "base_layer.bias": {"bias": "lora_only"},
-    "lora_B.bias": {"lora_bias": True},
-    "trainable_tokens_delta": {"trainable_token_indices": [3, 5]},
-    "embed_tokens.weight": {"modules_to_save": ["embed_tokens"]},
-}
+BEYOND: dict[str, dict[str, Any]] = CASES["beyond"]
 
 
 @pytest.mark.parametrize("part", BEYOND)

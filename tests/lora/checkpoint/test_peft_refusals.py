@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("peft")
 
+from support.data import cases_of
 from support.peft_checkpoints import (
     CONFIG,
     WEIGHTS,
@@ -55,34 +56,7 @@ def refused(base: dict[str, ModuleDims], folder: Path, **settings: Any) -> Adapt
     return caught.value
 
 
-SETTINGS: dict[str, Any] = {
-    "peft_type": "LOHA",
-    "use_dora": True,
-    "bias": "some",
-    "lora_bias": True,
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [1, 2],
-    "target_parameters": ["experts.down_proj"],
-    "layer_replication": [[0, 2], [1, 3]],
-    "alora_invocation_tokens": "<call>",
-    "use_qalora": True,
-    "use_bdlora": {"nblocks": 2},
-    "megatron_config": {"a": 1},
-    "ensure_weight_tying": "yes",
-    "init_lora_weights": "olora",
-    "fan_in_fan_out": True,
-    "a_setting_from_the_future": True,
-    "arrow_config": {"top_k": 2},
-    "r": 0,
-    "lora_alpha": "16",
-    "use_rslora": "yes",
-    "rank_pattern": {"q_proj": -1},
-    "alpha_pattern": {"q_proj": True},
-    "target_modules": [],
-    "exclude_modules": 3,
-    "layers_to_transform": ["0"],
-    "layers_pattern": ["layers"],
-}
+SETTINGS: dict[str, Any] = cases_of(__file__)
 
 
 @pytest.mark.parametrize("field", SETTINGS)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 from support.gguf_files import PLAIN, QUANTIZED, checkpoint_of, model_of, write_gguf
-from support.gguf_models import IDS, YARN, make_model, pattern
-from support.tiny_configs import changed, rope
+from support.gguf_models import IDS, make_model, pattern
+from support.tiny_configs import changed, maker_of
 from support.tiny_models import FAMILIES
 
 from asyncengine.errors import ModelNotFound
@@ -23,41 +24,7 @@ from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
 
 from .gguf_reading import check_decoder, check_tensors, comes_back, median_error, values
 
-LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
-PHI_LONG = {"short_factor": LONG, "long_factor": [2 * each for each in LONG], "original_max_position_embeddings": 300}
-SIX = {"num_hidden_layers": 6, "layer_types": pattern(6, 6)}
-GEMMA_ROPE = {"sliding_attention": rope("default"), "full_attention": {**rope("linear", factor=8.0), "rope_theta": 1e6}}
-CASES: dict[str, Callable[[], Any]] = {
-    **{
-        name: FAMILIES[name]
-        for name in (
-            "llama", "llama3.1-rope", "qwen2", "qwen3", "gemma", "phi3", "granite", "olmo", "olmo2", "olmo3",
-            "exaone4", "glm4", "hunyuan", "ministral3", "seedoss", "starcoder2", "cohere", "nemotron", "stablelm",
-            "apertus",
-        )
-    },
-    "mistral": changed("mistral", sliding_window=None),
-    "gemma2": changed("gemma2", query_pre_attn_scalar=16),
-    "gemma3": changed("gemma3", query_pre_attn_scalar=16, **SIX),
-    "gemma3, linear": changed("gemma3", query_pre_attn_scalar=16, rope_parameters=GEMMA_ROPE, **SIX),
-    "cohere2": changed("cohere2", num_hidden_layers=4, layer_types=pattern(4, 4)),
-    "smollm3": changed("smollm3", num_hidden_layers=4, layer_types=["full_attention"] * 4, no_rope_layers=None),
-    "llama with biases": changed("llama", attention_bias=True, mlp_bias=True),
-    "llama 3 as it is": changed(
-        "llama3.1-rope", rope_parameters=rope("llama3", original_max_position_embeddings=8192, **LLAMA_3)
-    ),
-    "llama, linear": changed("llama", rope_parameters=rope("linear", factor=4.0)),
-    "qwen2, yarn": changed("qwen2", rope_parameters=YARN),
-    "phi3, long": changed(
-        "phi3", rope_parameters=rope("longrope", **PHI_LONG), original_max_position_embeddings=300
-    ),
-    "phi3, half": changed("phi3", rope_parameters=rope("default", partial_rotary_factor=0.5)),
-    "stablelm, normed": changed("stablelm", qk_layernorm=True),
-    "stablelm, in parallel": changed("stablelm", use_parallel_residual=True),
-    "cohere, normed": changed("cohere", use_qk_norm=True),
-    "exaone4 with windows": changed("exaone4", num_hidden_layers=4, sliding_window=24, layer_types=pattern(4, 4)),
-}  # fmt: skip
+CASES: dict[str, Callable[[], Any]] = {name: maker_of(fields) for name, fields in cases_of(__file__).items()}
 DIFFERENT = {"mistral": "llama"}
 """Model types that come back where llama.cpp's files do not tell a family from Llama."""
 

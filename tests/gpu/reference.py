@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +51,9 @@ class Reference:
 
         self._device, self._dtype = device, dtype
         self._adapters = dict(adapters or {})
-        with _quietly():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-            )
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
         self._models: dict[tuple[str | None, torch.dtype], Any] = {}
         self._base = model.eval().requires_grad_(False)
 
@@ -107,35 +104,8 @@ class Reference:
         if key not in self._models:
             model = copy.deepcopy(self._base)
             if adapter is not None:
-                merge_adapter(model, self._adapters[adapter])
+                import peft
+
+                model = peft.PeftModel.from_pretrained(model, self._adapters[adapter]).merge_and_unload()
             self._models[key] = model.to(dtype).to(self._device)
         return self._models[key]
-
-
-def merge_adapter(model: Any, folder: Path) -> None:
-    """Add a plain LoRA adapter in `folder` to the weights of `model`."""
-    from safetensors.torch import load_file
-
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    scaling = config["lora_alpha"] / config["r"]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name, a in tensors.items():
-        if name.endswith(".lora_A.weight"):
-            b = tensors[name.replace(".lora_A.", ".lora_B.")]
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            weight = model.get_submodule(module).weight
-            with torch.no_grad():
-                weight.add_((scaling * b.float() @ a.float()).to(weight.dtype))
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()

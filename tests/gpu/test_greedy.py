@@ -9,14 +9,14 @@ import pytest
 import torch
 from gpu.compare import Ask, compare
 from gpu.engines import LENGTHS, ON_GPU, SEED, WANT, generating, prompts, scores, small_engine
-from gpu.families import VOCAB, Family, families, make_checkpoint
+from gpu.families import FAMILIES, VOCAB, Family, family_called, make_checkpoint
 from gpu.reference import Reference
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CASES = [
-    *((family, dtype) for family in families() for dtype in ("float32", "bfloat16")),
-    (families()[0], "float16"),  # each further kind of layer would compile kernels of its own
+    *((family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16")),
+    (FAMILIES[0], "float16"),  # each further kind of layer would compile kernels of its own
 ]
 LENGTH = 300
 """Tokens of a long prompt, in chunks of 64."""
@@ -48,7 +48,7 @@ async def test_outputs_are_those_of_transformers(family: Family, dtype: str, tmp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
 async def test_two_gpus_answer_as_transformers(name: str, dtype: str, tmp_path: Path) -> None:
-    family = next(family for family in families() if family.name == name)
+    family = family_called(name)
     await check_family(family, dtype, tmp_path / "model", tensor_parallel=2)
 
 
@@ -56,7 +56,7 @@ async def test_two_gpus_answer_as_transformers(name: str, dtype: str, tmp_path: 
 async def test_prompts_longer_than_a_step(count: int, tmp_path: Path) -> None:
     """Steps that compute only the inner part of one want no logits at all: alone, so that no decode shares its steps,
     and several."""
-    qwen3 = next(family for family in families() if family.name == "qwen3")
+    qwen3 = family_called("qwen3")
     folder = make_checkpoint(qwen3.make(True), tmp_path, torch.bfloat16, SEED)
     reference = Reference(folder, torch.bfloat16, torch.device("cuda:0" if ON_GPU else "cpu"))
     asks = [Ask(tuple(prompt), 8) for prompt in prompts([LENGTH] * count, VOCAB, SEED)]

@@ -9,20 +9,23 @@ import pytest
 import torch
 from gpu.ladder.__main__ import NO_GPU, main
 from gpu.ladder.rungs import ENGINES, Ladder
-from gpu.ladder.session import Session, Settings
-from gpu.ladder.shapes import LARGE, SMALL, TINY, Shape
+from gpu.ladder.session import Session
+from gpu.ladder.shapes import SHAPES, TINY, Shape
 from support.fake_gpu import fake_gpu
 from support.long import LONG
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.models.fallback.model import count_elements
 
-CPU = Settings("cpu", "flashinfer", quick=True, seed=4)
 ALIKE = (
     "prompts", "chats", "documents", "linears", "large", "large_prompts", "large_kernels", "four_bits",
     "hybrid_prompts",
 )  # fmt: skip
-FEW = Shape("few", 32, 48, 2, 2, 1, tied=True, head_dim=16, vocab=128)
+SMALL, LARGE = SHAPES["small"], SHAPES["large"]
+FEW = Shape("few", "Qwen3Config", {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True,
+})  # fmt: skip
 
 
 def test_it_runs_from_end_to_end(
@@ -35,12 +38,14 @@ def test_it_runs_from_end_to_end(
     monkeypatch.setattr(Session, "left", 600.0)  # of a busy machine, too
     monkeypatch.setattr(Ladder, "_tokens", lambda self, count: max(2, count // 1024))
     file = tmp_path / "ladder.json"
-    code = main(["--quick", "--skip", *skipped, "--out", str(file)], CPU)
+    code = main(["--quick", "--seed", "4", "--skip", *skipped, "--out", str(file)], on_cpu=True)
     said = capsys.readouterr().out
     assert code == 0, said
     report = json.loads(file.read_text(encoding="utf-8"))
     assert report["complete"]
-    sections = [section.name for section in Ladder(Session(CPU, tmp_path)).sections() if section.name not in skipped]
+    sections = [
+        section.name for section in Ladder(Session(tmp_path, "cpu", "torch")).sections() if section.name not in skipped
+    ]
     assert list(report["facts"]["section_seconds"]) == sections
     absent = [figure["name"] for figure in report["figures"] if figure["value"] is None]
     assert all("kernels a step" in name for name in absent), "nothing launches a kernel here"
@@ -58,13 +63,13 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.count("\n") == 1
     assert main(["--list"]) == 0
     assert {"hybrid", "hybrid_prompts", "constrained", "gpt_oss", "host"} <= {*capsys.readouterr().out.split()}
-    assert main(["--only", "nothing"], CPU) == NO_GPU
+    assert main(["--only", "nothing"], on_cpu=True) == NO_GPU
 
 
-@pytest.mark.parametrize("shape", [FEW, SMALL, LARGE, TINY[SMALL.name]])
+@pytest.mark.parametrize("shape", [FEW, SMALL, LARGE, TINY["small"]])
 def test_weights_of_a_shape(shape: Shape) -> None:
     elements = count_elements(shape.config, EngineConfig(), torch.bfloat16)
-    unread = 0 if shape.tied else shape.vocab * shape.hidden
+    unread = 0 if shape.fields["tie_word_embeddings"] else shape.fields["vocab_size"] * shape.fields["hidden_size"]
     assert shape.weights_read == 2 * (elements - unread)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu.engines import GREEDY, ON_GPU, SEED, nothing_held, prompts, small_engine
-from gpu.families import VOCAB, families, make_checkpoint
+from gpu.families import VOCAB, family_called, make_checkpoint
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import OutOfMemory, RequestFailed
@@ -25,7 +25,7 @@ MARK = 1
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_checkpoint(families()[0].make(True), tmp_path, torch.bfloat16, SEED)
+    return make_checkpoint(family_called("llama").make(True), tmp_path, torch.bfloat16, SEED)
 
 
 async def test_more_kv_memory_than_there_is(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu.compare import Ask, compare
 from gpu.engines import DEVICE, GREEDY, ON_GPU, SEED, generating, nothing_held, prompts, small_engine
-from gpu.families import VOCAB, families, make_checkpoint
+from gpu.families import VOCAB, family_called, make_checkpoint
 from gpu.reference import Reference
 
 from asyncengine.async_engine import AsyncEngine
@@ -36,7 +36,7 @@ def allocated(device: torch.device) -> int:
 async def test_a_storm_leaves_nothing_behind(tmp_path: Path) -> None:
     """A thousand requests that are left and preempted at random; others, in the midst of it, are answered rightly."""
     device = torch.device(DEVICE)
-    qwen3 = next(family for family in families() if family.name == "qwen3")
+    qwen3 = family_called("qwen3")
     folder = make_checkpoint(qwen3.make(True), tmp_path, torch.bfloat16, SEED)
     reference, random_, want = Reference(folder, torch.bfloat16, device), random.Random(SEED), 24
     asks = [Ask(tuple(prompt), want) for prompt in prompts((7, 50, 90, 120), VOCAB, SEED + 1)]

@@ -10,13 +10,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from .machine import flashinfer_missing
 from .rungs import Ladder
-from .session import Report, Session, Settings, choose, flashinfer_missing
+from .session import Session, choose
 
 NO_GPU = 2
 """Exit status where there is nothing to measure."""
@@ -24,24 +24,24 @@ _GRACE = 20.0
 """Seconds after its time at which a run that hangs is ended: a kernel that never returns cannot be cancelled."""
 
 
-def main(argv: Sequence[str] | None = None, settings: Settings | None = None) -> int:
-    """The exit status: 0, 1 if a section failed, 2 without a GPU or for a wrong argument. `settings`: for tests."""
+def main(argv: Sequence[str] | None = None, *, on_cpu: bool = False) -> int:
+    """The exit status: 0, 1 if a section failed, 2 without a GPU or for a wrong argument. `on_cpu`: for tests, whose
+    stand-ins run there."""
     args = parse(argv)
-    chosen_settings = settings or Settings()
     with tempfile.TemporaryDirectory(prefix="ladder-") as folder:
         if args.list:
-            for section in Ladder(Session(Settings("cpu"), Path(folder))).sections():
+            for section in Ladder(Session(Path(folder), "cpu", "torch")).sections():
                 print(f"{section.name:16} {section.about}")
             return 0
-        if settings is None:
-            if not torch.cuda.is_available():
-                print(f"ladder: no NVIDIA GPU that torch {torch.__version__} can use; nothing was measured")
-                return NO_GPU
-            seed = secrets.randbelow(2**31) if args.seed is None else args.seed
-            backend = "flashinfer" if flashinfer_missing() is None else "torch"
-            chosen_settings = Settings(args.device, backend, seed=seed)
-            torch.cuda.set_device(args.device)
-        session = Session(replace(chosen_settings, quick=args.quick, seconds=args.seconds), Path(folder))
+        if not on_cpu and not torch.cuda.is_available():
+            print(f"ladder: no NVIDIA GPU that torch {torch.__version__} can use; nothing was measured")
+            return NO_GPU
+        device, backend = "cpu", "flashinfer"
+        if not on_cpu:
+            device, backend = args.device, "torch" if flashinfer_missing() else "flashinfer"
+            torch.cuda.set_device(device)
+        seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+        session = Session(Path(folder), device, backend, quick=args.quick, seed=seed, seconds=args.seconds)
         with Ladder(session) as ladder:
             try:
                 sections = choose(ladder.sections(), args.only, args.skip)
@@ -51,27 +51,17 @@ def main(argv: Sequence[str] | None = None, settings: Settings | None = None) ->
             hung = threading.Timer(args.seconds + _GRACE, _end_hung, [session, args.out])
             hung.daemon = True
             hung.start()
-            report = session.run(sections, args.out)
+            session.run(sections, args.out)
             hung.cancel()
-    _summarize(report, session.seconds)
-    return 1 if any("skipped: " not in each for each in report.failed) else 0
-
-
-def _summarize(report: Report, seconds: float) -> None:
-    """Facts, what failed once more, and counts."""
-    print("".join(f"{name}: {value}; " for name, value in report.facts.items()))
-    for each in report.failed:
-        print(each)
-    print(
-        f"{len(report.figures)} figures, {len(report.failed)} sections failed or skipped, in {seconds:.0f} s",
-        flush=True,
-    )
+    print("".join(f"{name}: {value}; " for name, value in session.facts.items()), *session.failed, sep="\n")
+    counts = f"{len(session.figures)} figures, {len(session.failed)} sections failed or skipped"
+    print(f"{counts}, in {session.seconds:.0f} s", flush=True)
+    return 1 if any("skipped: " not in each for each in session.failed) else 0
 
 
 def _end_hung(session: Session, file: Path | None) -> None:
     print(f"ladder: still in its last section {_GRACE:.0f} s after its time; ended", file=sys.stderr, flush=True)
-    if file is not None:
-        session.report.write(file)
+    session.write(file)
     os._exit(1)
 
 

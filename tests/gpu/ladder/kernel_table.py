@@ -24,12 +24,12 @@ async def kernel_table(session: Session, engine: AsyncEngine, name: str, lengths
 
     on_gpu = session.device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    await burst(engine, [(prompt, min(output, 8)) for prompt, output in lengths], session.settings.seed)
-    plain = await burst(engine, lengths, session.settings.seed + 1)
+    await burst(engine, [(prompt, min(output, 8)) for prompt, output in lengths], session.seed)
+    plain = await burst(engine, lengths, session.seed + 1)
     wait_for(session.device)
     with profile(activities=[activity]) as profiler:
         began = time.perf_counter()
-        await burst(engine, lengths, session.settings.seed + 2)
+        await burst(engine, lengths, session.seed + 2)
         wait_for(session.device)
         seconds = time.perf_counter() - began
     kinds: Any = torch.autograd

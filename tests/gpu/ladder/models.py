@@ -39,13 +39,13 @@ def make_adapters(shape: Shape, count: int, folder: Path, *, everywhere: bool) -
     """Random adapters of rank 16 on the attention of every layer, or on all its linears, as peft saves them."""
     from safetensors.torch import save_file
 
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    targets = {"self_attn.q_proj": (shape.hidden, query), "self_attn.k_proj": (shape.hidden, key),
-               "self_attn.v_proj": (shape.hidden, key), "self_attn.o_proj": (query, shape.hidden)}  # fmt: skip
+    hidden, inner, query, key = shape.sizes
+    targets = {"self_attn.q_proj": (hidden, query), "self_attn.k_proj": (hidden, key),
+               "self_attn.v_proj": (hidden, key), "self_attn.o_proj": (query, hidden)}  # fmt: skip
     if everywhere:
-        targets |= {"mlp.gate_proj": (shape.hidden, shape.inner), "mlp.up_proj": (shape.hidden, shape.inner),
-                    "mlp.down_proj": (shape.inner, shape.hidden)}  # fmt: skip
+        targets |= {"mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner), "mlp.down_proj": (inner, hidden)}
     modules = [target.partition(".")[2] for target in targets]
+    layers = range(shape.fields["num_hidden_layers"])
     config = {
         "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": modules,
         "base_model_name_or_path": "random",
@@ -54,7 +54,7 @@ def make_adapters(shape: Shape, count: int, folder: Path, *, everywhere: bool) -
     for index in range(count):
         generator = torch.Generator().manual_seed(index)
         tensors = {}
-        for layer, (target, (inputs, outputs)) in itertools.product(range(shape.layers), targets.items()):
+        for layer, (target, (inputs, outputs)) in itertools.product(layers, targets.items()):
             place = f"base_model.model.model.layers.{layer}.{target}"
             tensors[f"{place}.lora_A.weight"] = torch.randn((_RANK, inputs), generator=generator) * inputs**-0.5
             tensors[f"{place}.lora_B.weight"] = torch.randn((outputs, _RANK), generator=generator) * 0.02

@@ -26,7 +26,7 @@ from .kernel_table import kernel_table
 from .machine import BANDWIDTH
 from .models import SCHEMA, make_adapters, write_fp8, write_mxfp4, write_tokenizer
 from .session import Section, Session, Skipped, release
-from .shapes import GPT_OSS, HYBRID, LARGE, MIXTURE, SMALL, TINY, MixedShape, Shape
+from .shapes import SHAPES, TINY, Shape
 from .steps import PARTS, StepClock
 from .workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
 
@@ -36,29 +36,24 @@ LOADS = ((128, 128), (1193, 256), (4593, 512))
 ARRIVALS = (100.0, 10.0)
 """Requests a second, and for how many seconds."""
 AIMS = {
-    (SMALL.name, 1): 1000.0, (SMALL.name, 256): 60_000.0, (LARGE.name, 1): 215.0, (LARGE.name, 256): 20_000.0,
+    ("small", 1): 1000.0, ("small", 256): 60_000.0, ("large", 1): 215.0, ("large", 256): 20_000.0,
 }  # fmt: skip
-"""Output tokens per second of so many streams of `LOADS[0]` on an H200."""
+"""Output tokens per second of so many streams of `LOADS[0]` on an H200, by engine."""
 _ADAPTERS = 16
 _LONGEST = 5120
 _BASE: dict[str, Any] = {
     "max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": _LONGEST, "prefix_caching": False,
 }  # fmt: skip
 _MODEST = {**_BASE, "max_model_len": 2304}
-ENGINES: dict[str, tuple[Shape | MixedShape, dict[str, Any]]] = {
-    "small": (SMALL, _BASE),
-    "defaults": (SMALL, {"max_model_len": _LONGEST}),
-    "adapters": (SMALL, {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}),
-    "adapters everywhere": (SMALL, {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}),
-    "tokenizer": (SMALL, _MODEST),
-    "large": (LARGE, _MODEST),
-    "large, 4 bits": (LARGE, {**_MODEST, "quantization": "int4"}),
-    "large, FP8": (LARGE, _MODEST),
-    "mixture": (MIXTURE, _MODEST),
-    "hybrid": (HYBRID, {**_MODEST, "max_num_seqs": 64}),
-    "gpt-oss": (GPT_OSS, _MODEST),
-}
-"""Shape and settings by name; all compute in bfloat16."""
+_ADAPTED = {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "small": ("small", _BASE), "defaults": ("small", {"max_model_len": _LONGEST}), "tokenizer": ("small", _MODEST),
+    "adapters": ("small", _ADAPTED), "adapters everywhere": ("small", _ADAPTED),
+    "large": ("large", _MODEST), "large, 4 bits": ("large", {**_MODEST, "quantization": "int4"}),
+    "large, FP8": ("large", _MODEST), "mixture": ("mixture", _MODEST),
+    "hybrid": ("hybrid", {**_MODEST, "max_num_seqs": 64}), "gpt-oss": ("gpt-oss", _MODEST),
+}  # fmt: skip
+"""Shapes and settings by name; all compute in bfloat16."""
 STORED = {"large, FP8": write_fp8, "gpt-oss": write_mxfp4}
 """Writers of weights, by name of those engines that read some instead of making them up."""
 
@@ -68,7 +63,7 @@ class Ladder:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._quick, self._seed = session.settings.quick, session.settings.seed
+        self._quick, self._seed = session.quick, session.seed
         self._runner = asyncio.Runner()
         self._name = ""
         self._engine: AsyncEngine | None = None
@@ -85,10 +80,10 @@ class Ladder:
         """In the order of their worth."""
 
         def section(name: str, about: str, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> Section:
-            return Section(name, about, seconds, lambda _: self._run(work))
+            return Section(name, about, seconds, lambda: self._run(work))
 
         return [
-            Section("environment", "the machine", 15, machine.run),
+            Section("environment", "the machine", 15, lambda: machine.run(self._session)),
             section("prompt", "a prompt longer than a step, default settings", 60, self.long_prompt),
             section("streams", "0.6B, greedy, all at once, 128/128", 60, partial(self.streams, "small", STREAMS)),
             section("host", "where the host's time goes", 20, self.host),
@@ -139,24 +134,22 @@ class Ladder:
         if self._engine is not None and name == self._name:
             return self._engine
         await self._close()
-        shape, settings = ENGINES[name]
+        settings, shape = ENGINES[name][1], self._shape(name)
         on_gpu = self._session.device.type == "cuda"
-        shape = shape if on_gpu else TINY[shape.name]
         folder = shape.write(self._session.folder / name.replace(" ", "-"))
         options = {
-            "device": self._session.settings.device, "attention_backend": self._session.settings.backend,
+            "device": str(self._session.device), "attention_backend": self._session.backend,
             "dtype": "bfloat16", "load_format": "auto" if name in STORED else "dummy", "show_progress": False,
             **settings,
         }  # fmt: skip
         if not on_gpu:
             options = {**options, "kv_cache_memory": "64MiB", "attention_backend": "auto", "max_num_seqs": 8}
         if name.startswith("adapters"):
-            assert isinstance(shape, Shape)
             options["adapters"] = make_adapters(shape, _ADAPTERS, folder, everywhere=name != "adapters")
         if name in STORED:
             STORED[name](folder, self._session.device)
         if name == "tokenizer":
-            write_tokenizer(shape.config.vocab_size if isinstance(shape, Shape) else 512, folder)
+            write_tokenizer(shape.fields["vocab_size"], folder)
         began = time.perf_counter()
         try:
             engine = await AsyncEngine.from_pretrained(folder, **options)
@@ -171,6 +164,10 @@ class Ladder:
         self._session.figure(f"{shape.name}, {name}, loading", seconds, "s", note=note)
         await burst(engine, [(32, 8)] * self._rows(256), self._seed)
         return engine
+
+    def _shape(self, name: str) -> Shape:
+        """Shape of that engine, as large as this device can take."""
+        return (SHAPES if self._session.device.type == "cuda" else TINY)[ENGINES[name][0]]
 
     async def _close(self) -> None:
         engine, self._engine = self._engine, None
@@ -199,9 +196,9 @@ class Ladder:
 
     async def streams(self, name: str, counts: Sequence[int], load: tuple[int, int] = LOADS[0]) -> None:
         engine = await self.engine(name)
-        shape = ENGINES[name][0]
+        shape = self._shape(name)
         for count in dict.fromkeys(map(self._rows, counts)):
-            aim = AIMS.get((shape.name, count)) if load == LOADS[0] and name in ("small", "large") else None
+            aim = AIMS.get((name, count)) if load == LOADS[0] else None
             label = f"{shape.name}, {count} x {load[0]:,}/{load[1]}"
             if count == 1 and load == LOADS[0]:
                 rate = await single(engine, *self._lengths(1, load)[0], self._seed)
@@ -209,10 +206,10 @@ class Ladder:
             took = await burst(engine, self._lengths(count, load), self._seed)
             self._session.figure(label, took.rate, "tokens/s", aim=aim, note=f"{took}{self._share(shape, took)}")
 
-    def _share(self, shape: Shape | MixedShape, took: Burst) -> str:
+    def _share(self, shape: Shape, took: Burst) -> str:
         """Time that the bytes to be read take at the copy bandwidth of this run, over the time it took."""
-        bandwidth = self._session.report.figure(BANDWIDTH)
-        if bandwidth is None or self._quick or not isinstance(shape, Shape):
+        bandwidth = self._session.value_of(BANDWIDTH)
+        if bandwidth is None or self._quick or not shape.plain:
             return ""
         least = shape.bytes_read(took.steps, took.lengths) / (bandwidth * 1e9)
         return f"; {least / took.seconds:.0%} of what memory allows"
@@ -221,7 +218,7 @@ class Ladder:
         engine = await self.engine("small")
         lengths = [(self._tokens(a), self._tokens(b)) for a, b in random_lengths(self._rows(256), 100, 1024, 0)]
         took = await burst(engine, lengths, self._seed)
-        note = f"{took}{self._share(SMALL, took)}"
+        note = f"{took}{self._share(self._shape('small'), took)}"
         self._session.figure("256 x 100..1,024/100..1,024", took.rate, "tokens/s", aim=40_000.0, note=note)
 
     async def sampled(self) -> None:
@@ -254,7 +251,7 @@ class Ladder:
 
     async def prompts(self, name: str, aim: float | None = None) -> None:
         engine = await self.engine(name)
-        shape = ENGINES[name][0].name
+        shape = self._shape(name).name
         for count, rounds in ((1, 5), (8, 2)):
             took = min(
                 [await burst(engine, self._lengths(count, (2048, 1)), self._seed + turn) for turn in range(rounds)],
@@ -289,7 +286,7 @@ class Ladder:
             "a prompt of 2,048": self._lengths(1, (2048, 1)),
         }
         for label, lengths in loads.items():
-            await kernel_table(self._session, engine, f"{ENGINES[name][0].name}, {label}", lengths)
+            await kernel_table(self._session, engine, f"{self._shape(name).name}, {label}", lengths)
 
     async def arrivals(self) -> None:
         rate, seconds = ARRIVALS
@@ -367,7 +364,7 @@ class Ladder:
         if on_gpu and torch.cuda.device_count() < 2:
             raise Skipped(f"needs two GPUs, {torch.cuda.device_count()} visible")
         await self._close()
-        shape = LARGE if on_gpu else TINY[LARGE.name]
+        shape = self._shape("large")
         folder = shape.write(self._session.folder / "ranks")
         for size in (1, 2):
             async with small_engine(

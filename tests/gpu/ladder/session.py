@@ -7,36 +7,21 @@ run is up, and what it awaits is cancelled then.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from asyncengine.execution.attention.flashinfer import load_flashinfer
 from benchmarks.peers.table import number
 
 
 class Skipped(Exception):
     """Something cannot be measured here; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Choice of the device and of the load."""
-
-    device: str = "cuda:0"
-    backend: str = "flashinfer"
-    """Attention backend."""
-    quick: bool = False
-    seed: int = 0
-    seconds: float = 600.0
-    """Time of the whole run, in seconds."""
 
 
 class Section(NamedTuple):
@@ -46,7 +31,7 @@ class Section(NamedTuple):
     about: str
     seconds: float
     """At most, and within what the run has left."""
-    run: Callable[[Session], None]
+    run: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,39 +60,24 @@ class Figure:
         return f"{self.section}: {self.name}: {value}{aim}{'; ' if self.note else ''}{self.note}"
 
 
-@dataclass(slots=True)
-class Report:
-    """Everything one run found."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Versions, device, seed, date, seconds of each section."""
-    figures: list[Figure] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    """Sections that failed or were skipped, each with the reason."""
-    lines: list[str] = field(default_factory=list)
-    """Lines of tables: kernels of a step, the longest steps."""
-    complete: bool = False
-    """The run came to its end."""
-
-    def figure(self, name: str) -> float | None:
-        """Value of the figure called `name`; None if there is none."""
-        return next((figure.value for figure in self.figures if figure.name == name), None)
-
-    def write(self, file: Path) -> None:
-        plain = {**asdict(self), "figures": [{**asdict(each), "verdict": each.verdict} for each in self.figures]}
-        file.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-
-
 class Session:
-    """The object that sections get."""
+    """The object that sections get: where they run, and where they tell what they find."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        """`folder`: scratch space."""
-        self.settings, self.folder = settings, folder
-        self.device = torch.device(settings.device)
-        self.report = Report()
-        self._began = time.monotonic()
-        self._section, self._until = "", settings.seconds
+    def __init__(
+        self, folder: Path, device: str, backend: str, *, quick: bool = False, seed: int = 0, seconds: float = 600.0
+    ) -> None:
+        """`folder`: scratch space. `backend`: of attention. `seconds`: of the whole run."""
+        self.folder, self.backend, self.quick, self.seed = folder, backend, quick, seed
+        self.device = torch.device(device)
+        self.facts: dict[str, Any] = {}
+        """Versions, device, seed, date, seconds of each section."""
+        self.figures: list[Figure] = []
+        self.failed: list[str] = []
+        """Sections that failed or were skipped, each with the reason."""
+        self.lines: list[str] = []
+        """Lines of tables: kernels of a step, the longest steps."""
+        self.complete = False
+        self._began, self._section, self._seconds, self._until = time.monotonic(), "", seconds, seconds
 
     @property
     def seconds(self) -> float:
@@ -119,47 +89,56 @@ class Session:
         """Seconds that the section has left."""
         return self._until - self.seconds
 
-    def run(self, sections: Iterable[Section], file: Path | None = None) -> Report:
+    def run(self, sections: Iterable[Section], file: Path | None = None) -> None:
         """`file` is written after each section: a run that is killed was not for nothing."""
         for section in sections:
             began = self.seconds
-            self._section, self._until = section.name, min(self.settings.seconds, began + section.seconds)
+            self._section, self._until = section.name, min(self._seconds, began + section.seconds)
             if self.left <= 0:
                 self._fail("not begun: time was up")
                 continue
             print(f"--- {section.name}: {section.about}", flush=True)
             try:
-                section.run(self)
+                section.run()
             except Skipped as reason:
                 self._fail(f"skipped: {reason}")
             except Exception as error:
                 traceback.print_exception(error)
                 self._fail(f"failed: {type(error).__name__}: {error}")
             release(self.device)
-            self.report.facts.setdefault("section_seconds", {})[section.name] = round(self.seconds - began, 1)
-            if file is not None:
-                self.report.write(file)
-        self.report.complete = True
-        if file is not None:
-            self.report.write(file)
-        return self.report
+            self.facts.setdefault("section_seconds", {})[section.name] = round(self.seconds - began, 1)
+            self.write(file)
+        self.complete = True
+        self.write(file)
+
+    def write(self, file: Path | None) -> None:
+        """All that was found so far, as JSON; None: nowhere."""
+        if file is None:
+            return
+        figures = [{**asdict(each), "verdict": each.verdict} for each in self.figures]
+        found = {name: getattr(self, name) for name in ("facts", "failed", "lines", "complete")}
+        file.write_text(json.dumps({**found, "figures": figures}, indent=1) + "\n", encoding="utf-8")
 
     def figure(
         self, name: str, value: float | None, unit: str, *, aim: float | None = None, at_most: bool = False,
         note: str = "",
     ) -> None:  # fmt: skip
-        aim = None if self.settings.quick else aim  # of a whole load, not of a shortened one
-        self.report.figures.append(Figure(self._section, name, value, unit, aim, at_most, note))
-        print(self.report.figures[-1], flush=True)
+        aim = None if self.quick else aim  # of a whole load, not of a shortened one
+        self.figures.append(Figure(self._section, name, value, unit, aim, at_most, note))
+        print(self.figures[-1], flush=True)
+
+    def value_of(self, name: str) -> float | None:
+        """Value of the figure called `name`; None if there is none."""
+        return next((figure.value for figure in self.figures if figure.name == name), None)
 
     def line(self, text: str) -> None:
         """Print one line of a table."""
-        self.report.lines.append(text)
+        self.lines.append(text)
         print(f"    {text}", flush=True)
 
     def _fail(self, why: str) -> None:
-        self.report.failed.append(f"{self._section}: {why}")
-        print(self.report.failed[-1], flush=True)
+        self.failed.append(f"{self._section}: {why}")
+        print(self.failed[-1], flush=True)
 
 
 def choose(sections: Sequence[Section], only: Sequence[str], skip: Sequence[str]) -> list[Section]:
@@ -176,14 +155,3 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def flashinfer_missing() -> str | None:
-    """Say why FlashInfer cannot be imported; None: it can."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install 'asyncengine[cuda]'"
-    try:
-        load_flashinfer()
-    except Exception as error:  # it touches compilers, drivers and the home directory on import
-        return f"importing flashinfer failed: {type(error).__name__}: {error}"
-    return None

@@ -162,6 +162,11 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         if self._on_demand is not None:
             self._on_demand.models[model].asked = seconds
 
+    def closes_in(self, model: str) -> float | None:
+        """Seconds until a model is closed unless somebody uses it before; None: somebody does, or it stays."""
+        timer = None if self._on_demand is None else self._on_demand.models[model].timer
+        return None if timer is None else max(0.0, timer.when() - asyncio.get_running_loop().time())
+
     async def unload(self, model: str) -> None:
         """Close a model when those who use it are done; its next use loads it again. Does nothing to one that is not
         loaded. Raises `InvalidParameter` for a name that is none, and in a group whose models stay."""

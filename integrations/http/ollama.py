@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import anyio.to_thread
@@ -136,7 +136,9 @@ def _running(serving: Serving, name: str) -> dict[str, Any]:
     info = serving.models.group.loaded[name].info
     size = info.weight_bytes + info.kv_cache_bytes + info.num_states * info.state_bytes
     on_device = 0 if info.device == "cpu" else size
-    return {"size": size, "size_vram": on_device, "expires_at": NEVER, "context_length": info.max_model_len}
+    left = serving.models.group.closes_in(name)
+    end = NEVER if left is None else (datetime.now(UTC) + timedelta(seconds=left)).isoformat().replace("+00:00", "Z")
+    return {"size": size, "size_vram": on_device, "expires_at": end, "context_length": info.max_model_len}
 
 
 def _shown(serving: Serving, row: Mapping[str, Any]) -> dict[str, Any]:

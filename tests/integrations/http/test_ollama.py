@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,9 @@ def test_a_model_is_unloaded_when_nobody_wants_it_kept(url: str) -> None:
 
     assert lines(post(url, "chat", messages=[]))[0]["done_reason"] == "load"
     assert "demo" in running()
+    post(url, "generate", keep_alive="1h")
+    (ends,) = (each["expires_at"] for each in httpx.get(f"{url}/api/ps").json()["models"] if each["name"] == "demo")
+    assert timedelta(minutes=50) < datetime.fromisoformat(ends) - datetime.now(UTC) <= timedelta(hours=1)
     assert lines(post(url, "generate", keep_alive=0))[0]["done_reason"] == "unload"
     deadline = time.monotonic() + 30
     while "demo" in running():

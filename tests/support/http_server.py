@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -18,16 +20,25 @@ from asyncengine.integrations.http.settings import ServerSettings
 
 
 @contextmanager
-def request_log() -> Iterator[io.StringIO]:
-    """The log of requests, a JSON object on each line, while it lasts."""
+def request_log() -> Iterator[Callable[[int], list[dict[str, Any]]]]:
+    """The log of requests: a function that waits for so many lines and gives all. A request is logged behind its
+    answer, so that a client may be quicker."""
     stream, handler = io.StringIO(), logging.StreamHandler()
     handler.setStream(stream)
     handler.setFormatter(JsonLines())
     log = logging.getLogger("asyncengine.serve.requests")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+
+    def lines(count: int) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + 120
+        while stream.getvalue().count("\n") < count:
+            assert time.monotonic() < deadline, stream.getvalue()
+            time.sleep(0.01)
+        return [json.loads(line) for line in stream.getvalue().splitlines()]
+
     try:
-        yield stream
+        yield lines
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)

@@ -97,7 +97,7 @@ def test_a_batch_is_answered_row_by_row(tmp_path: Path) -> None:
 def test_a_batch_is_cancelled_and_keeps_its_answers(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         ours = client(url)
-        batch = begun(ours, rows(400, 200))
+        batch = begun(ours, rows(400, 3000))  # it must not end before it is cancelled
         while not ours.batches.retrieve(batch.id).request_counts.completed:
             time.sleep(0.02)
         batch = ours.batches.cancel(batch.id)

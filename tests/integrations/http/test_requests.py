@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,28 +37,25 @@ def url() -> Iterator[str]:
         yield found
 
 
+Lines = Callable[[int], list[dict[str, Any]]]
+
+
 @pytest.fixture
-def logged(url: str) -> Iterator[list[dict[str, Any]]]:
-    """The lines of the log, which are complete when a client has read its answer, or soon after."""
-    with request_log() as stream:
-
-        class Lines(list[dict[str, Any]]):
-            def __iter__(self) -> Iterator[dict[str, Any]]:
-                time.sleep(0.1)
-                return map(json.loads, stream.getvalue().splitlines())
-
-        yield Lines()
-    assert SECRET not in stream.getvalue()
+def logged(url: str) -> Iterator[Lines]:
+    """So many lines of the log."""
+    with request_log() as lines:
+        yield lines
+        assert SECRET not in json.dumps(lines(1))
 
 
-def test_a_line_tells_what_a_request_cost(url: str, logged: list[dict[str, Any]]) -> None:
+def test_a_line_tells_what_a_request_cost(url: str, logged: Lines) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     whole: Any = client.chat.completions.create(**CHAT)
     streamed = client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
     last: Any = list(streamed)[-1]
     vectors = client.embeddings.create(model="embedder", input=[SECRET])
     client.close()
-    one, other, embedding = logged
+    one, other, embedding = logged(3)
     assert (one["model"], one["path"], one["method"], one["status"]) == ("demo", "/v1/chat/completions", "POST", 200)
     assert one["id"] == whole._request_id
     assert [one[f"{kind}_tokens"] for kind in ("prompt", "completion")] == [
@@ -77,7 +73,7 @@ def test_a_line_tells_what_a_request_cost(url: str, logged: list[dict[str, Any]]
         assert timings["predicted_ms"] > 0
 
 
-def test_refusals_are_told_and_counted(url: str, logged: list[dict[str, Any]]) -> None:
+def test_refusals_are_told_and_counted(url: str, logged: Lines) -> None:
     def counted() -> dict[str, float]:
         lines = httpx.get(f"{url}/metrics").text.splitlines()
         return {line.split()[0]: float(line.split()[1]) for line in lines if line.startswith("http_requests_total{")}
@@ -91,7 +87,7 @@ def test_refusals_are_told_and_counted(url: str, logged: list[dict[str, Any]]) -
         httpx.get(chat).status_code,
     ]
     assert statuses == [400, 404, 404, 404, 405]
-    told = [(line["path"], line["status"], line.get("error")) for line in logged]
+    told = [(line["path"], line["status"], line.get("error")) for line in logged(6)]
     assert told[1:] == [
         ("/v1/chat/completions", 400, "invalid_value"),
         ("/v1/chat/completions", 404, "model_not_found"),

@@ -59,18 +59,6 @@ def in_turn(known: list[RayNode], settings: FleetConfig, count: int, **changes: 
     return [(one.shares[0].node, [index for index, _ in one.shares[0].devices]) for one in ours]
 
 
-def test_replicas_spread_or_fill_nodes_and_never_take_more_than_there_is() -> None:
-    known = [ray_node("a"), ray_node("b")]
-    assert [node for node, _ in in_turn(known, FleetConfig(), 4)] == ["a", "b", "a", "b"]
-    filled = in_turn(known, FleetConfig(placement="binpack", num_cpus=2), 4)
-    assert [node for node, _ in filled] == ["a", "a", "b", "b"]
-    assert len(in_turn(known, FleetConfig(), 8)) == 8
-    with pytest.raises(AssertionError, match=r"model fits on none of 2 nodes: 2 with fewer than 1 free CPUs"):
-        in_turn(known, FleetConfig(), 9)
-    with pytest.raises(AssertionError, match=r"2 with too little free host memory"):
-        in_turn(known, FleetConfig(num_cpus=0.5), 6, memory=3 * GIB)
-
-
 @pytest.mark.parametrize(
     ("placement", "where", "first"),
     [("spread", "aab", {"a"}), ("spread", "abbb", {"b"}), ("binpack", "aaab", {"b"}), ("spread", "abc", {"gone"})],
@@ -88,33 +76,6 @@ def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str
     least = min(scores.get(name, 0.0) for name in nodes)
     assert {node for name, node in nodes.items() if scores.get(name, 0.0) == least} == first
     assert removal_scores(known, [], settings) == {}
-
-
-def test_what_others_reserved_is_not_given_and_ours_counts_once() -> None:
-    """Ray may have told of our own reservation yet or not."""
-    settings = FleetConfig(num_cpus=2)
-    one = placed([ray_node("a")], settings, memory=3 * GIB)
-    assert isinstance(one, Placement)
-    ours = [one.instance("fleet/0")]
-    for free in ({}, {"CPU": 2, "memory": 5 * GIB}):
-        assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB, ours=ours), Placement)
-        assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB + 1, ours=ours), Refusal)
-    assert isinstance(placed([ray_node("a", {"CPU": 1})], settings, ours=ours), Refusal)
-
-
-def test_gpus_are_given_whole_or_in_parts() -> None:
-    known = [ray_node("a", **{DEVICE_MEMORY: "24GiB"}), ray_node("b", **{DEVICE_MEMORY: "80GiB"})]
-    whole = FleetConfig(num_gpus=1)
-    assert in_turn(known, whole, 4, memory=20 * GIB) == [("a", [0]), ("b", [0]), ("a", [1]), ("b", [1])]
-    assert in_turn(known, whole, 2, memory=40 * GIB) == [("b", [0]), ("b", [1])]
-    assert str(placed(known, whole, memory=90 * GIB)) == (
-        "model fits on none of 2 nodes: 2 with too little free memory on devices; "
-        "a claim of 80.00 GiB on devices would have fitted"
-    )
-    quarter = FleetConfig(num_gpus=0.25, num_cpus=0.1)
-    assert in_turn(known, quarter, 8, memory=20 * GIB) == [("b", [index % 2]) for index in range(8)]
-    with pytest.raises(AssertionError, match="too little free memory on devices"):
-        in_turn(known, quarter, 9, memory=20 * GIB)
 
 
 def test_ranks_of_a_replica_share_a_node_and_no_gpu() -> None:

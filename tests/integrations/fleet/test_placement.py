@@ -74,18 +74,6 @@ def test_spread_counts_an_instance_of_many_devices_once() -> None:
     assert nodes_of(place(claim(), [node("a", devices=8), node("b", devices=8)], instances=[wide, *narrow])) == ["a"]
 
 
-def test_every_node_of_an_instance_is_scored() -> None:
-    """GPUStack's spread looks at the first alone; its binpack multiplies the followers' sum by their number."""
-    rocm = (Device(index=0, memory=80 * GIB, kind="rocm"),)
-    nodes = [node("a", devices=1), node("b", devices=1), node("c", own=rocm), node("d", own=rocm)]
-    crowded = [instance(f"i{number}", "b", {0: GIB}, "other") for number in range(3)]
-    assert nodes_of(place(claim(120, several_nodes=True), nodes, instances=crowded)) == ["c", "d"]
-    full = [node(name, devices=1, gib=100) for name in "abcd"]
-    found = place(claim(400, utilization=1.0, several_nodes=True), full, strategy="binpack")
-    assert isinstance(found, Placement)
-    assert found.score == pytest.approx(100 * 2 / 3)  # no host memory is claimed
-
-
 def test_as_few_devices_as_suffice_and_the_first_of_equals() -> None:
     """GPUStack takes all devices of each node, and devices and hosts by what is free."""
     found = place(claim(400, several_nodes=True), [node(name, devices=4) for name in "ab"])

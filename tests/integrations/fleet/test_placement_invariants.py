@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from support.long import TIMES
 
-from asyncengine.integrations.placement import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place
+from asyncengine.integrations.placement import Claim, Cluster, Device, Node, Placement, Refusal, place
 
 from .gpustack_rules import Rules, filtered
 from .random_clusters import GIB, Case, random_case
@@ -196,30 +196,3 @@ def test_rows_that_move_together_take_everything_with_them() -> None:
     assert not table.used.any()
     assert not table.cpu_used.any()
     assert len(table.by_model) == 0
-
-
-def test_an_emptied_table_keeps_nothing() -> None:
-    """After many lives nothing is left of nodes and instances that have gone: no memory, no counts, no rows by name."""
-    table = Cluster()
-    for life in range(300):
-        names = [f"{life}-{place}" for place in range(4)]
-        for name in names:
-            table.add(
-                Node(name=name, host_memory=GIB, devices=[Device(index=0, memory=GIB)], labels={"host": name},
-                     files=[f"model-{life}"])
-            )  # fmt: skip
-        for name in names:
-            found = place(Claim(model=f"model-{life}", device_bytes=GIB // 4, cpu_bytes=GIB // 8, cpus=0.1), table)
-            assert isinstance(found, Placement)
-            table.start(found.instance(name))
-        if life % 2:
-            for name in names:
-                table.stop(name)
-        lost: list[Instance] = [instance for name in names for instance in table.remove(name)]
-        assert len(lost) == (0 if life % 2 else 4)
-    assert len(table) == len(table.instances) == len(table.named) == len(table.by_model) == 0
-    assert not table.used.any()
-    assert not table.host_used.any()
-    assert not table.cpu_used.any()
-    assert not any(counts.any() for counts in table.counts())
-    assert len(table.alive) < 200

@@ -29,19 +29,6 @@ def assign(router: Router, *pages: int, adapter: str = "", session: str = "", lo
     return route
 
 
-def test_the_longest_cached_prefix_wins() -> None:
-    router = fleet(3)
-    router.update("r1", CacheNews((1, 2)))
-    router.update("r2", CacheNews((1, 2, 3)))
-    route = assign(router, 1, 2, 3, 4)
-    assert (route.replica, route.matched) == ("r2", 3)
-    router.update("r2", CacheNews(removed=(3, 2)))
-    router.release(route)
-    assert assign(router, 1, 2, 3, 4).replica == "r1"
-    router.update("r1", CacheNews((9,), whole=True))
-    assert router.index.match((1, 2)) == {2: 2, 4: 1}  # r1 is about to have them
-
-
 def test_a_burst_of_equal_prompts_goes_where_the_first_went_before_a_page_is_published() -> None:
     router = fleet(8, load=10)
     routes = [assign(router, 1, 2, 3) for _ in range(3)]
@@ -50,15 +37,6 @@ def test_a_burst_of_equal_prompts_goes_where_the_first_went_before_a_page_is_pub
     for route in routes:
         router.release(route)
     assert not router.index.match((1,))
-
-
-def test_no_replica_gets_more_than_the_bound() -> None:
-    router = fleet(4)
-    router.update("r0", CacheNews((1, 2, 3)))
-    for count in range(1, 101):
-        assign(router, 1, 2, 3)
-        assert max(router.loads().values()) <= max(-(-1.2 * count // 4), count / 4 + 2)
-    assert sum(router.loads().values()) == 100
 
 
 def test_a_cold_replica_is_warmed() -> None:
@@ -185,17 +163,6 @@ def test_requests_go_to_decoders_and_long_prompts_elsewhere() -> None:
     for route in routes:
         router.release(route)
     assert assign(router, 11, session="talk").replica == "d", "whoever computes prompts for others has no sessions"
-
-
-def test_without_a_decoder_or_a_prefill_replica_requests_go_on() -> None:
-    router = roles(p="prefill", d="decode")
-    router.close("d")
-    route = assign(router, 1, 2, 3)
-    assert route.replica == "p"
-    assert prefill(router, route) is None
-    router = roles(p="prefill", d="decode", e="decode")
-    router.remove("p")
-    assert prefill(router, assign(router, 1, 2, 3)) is None
 
 
 def test_roles_change_but_somebody_takes_requests() -> None:

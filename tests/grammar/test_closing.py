@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammar_walks import text_of, walk
-from support.small_grammars import NODE, PERSON, closed
+from support.small_grammars import PERSON, closed
 from support.small_vocabulary import EOS
 from support.tables import table
 
@@ -20,9 +20,6 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
 OPTIONAL = closed({"xx": {"type": "string"}, "yy": PERSON})
-OPTIONALS = closed({f"p{i}": {"anyOf": [OPTIONAL, {"type": "null"}]} for i in range(4)})
-OR_NULL = {"anyOf": [NODE, {"type": "null"}]}
-PAIR = {"$defs": {"n": closed({"l": OR_NULL, "r": OR_NULL})}, **NODE}
 NUMBERS = closed({"a": {"type": "number", "minimum": 950, "maximum": 1050}, "b": {"type": "integer", "multipleOf": 7}})
 SCHEMAS: dict[str, dict[str, Any]] = table(__file__, "closing")
 
@@ -37,7 +34,6 @@ def matcher(template: LlgTemplate, budget: int) -> Matcher:
     return Matcher(template, budget, "close")
 
 
-ONE_NUMBER, OPTIONAL_NUMBER = closed({"a": {"type": "integer"}}), {"type": "integer"}
 WISHES: list[tuple[dict[str, Any], str, str, bool]] = table(__file__, "wishes")
 
 

@@ -17,7 +17,6 @@ def closed(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-CODE = {"type": "string", "pattern": "[0-9]{3}-[0-9]{4}"}
 SCHEMAS = table(__file__, "embedded")
 
 

@@ -20,13 +20,6 @@ from asyncengine.grammar.shapes.products import Product, State
 from asyncengine.grammar.shapes.schemas import leaf_shape
 from asyncengine.grammar.vocabulary import Vocabulary
 
-CHESS = r"""
-root   ::= "1. " move " " move "\n" ([1-9] [0-9]? ". " move " " move "\n")+
-move   ::= (pawn | nonpawn | castle) [+#]?
-nonpawn ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]
-pawn   ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?
-castle ::= "O-O" "-O"?
-"""
 SUM = """
 ?start: sum
 ?sum: product | sum "+" product | sum "-" product

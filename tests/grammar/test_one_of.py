@@ -24,7 +24,6 @@ def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False, **more}
 
 
-TAG_A, TAG_B = ({"properties": {"t": {"const": name}}, "required": ["t"]} for name in "ab")
 APART: dict[str, dict[str, Any]] = table(__file__, "branches apart")
 TOGETHER: dict[str, dict[str, Any]] = table(__file__, "branches together")
 VALUES: list[Any] = [

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-from collections.abc import Sequence
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,27 +51,6 @@ def _ranked() -> tuple[bytes, ...]:
     return tuple(by_rank[rank] for rank in range(LARGE - len(SPECIAL) - len(ADDED)))
 
 
-def letters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + index) for index, byte in enumerate(hidden)}
-    return [table[byte] for byte in range(256)]
-
-
-def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens whose merge makes `token`: what BPE leaves of it before its own rank is reached."""
-    last = ranks[token]
-    parts = [token[index : index + 1] for index in range(len(token))]
-    while len(parts) > 2:
-        scores = [ranks.get(one + two, last) for one, two in pairwise(parts)]
-        best = min(scores)
-        assert best < last, f"{token!r} cannot be built from tokens before it"
-        index = scores.index(best)
-        parts[index : index + 2] = [parts[index] + parts[index + 1]]
-    return parts[0], parts[1]
-
-
 class BigTokenizer:
     """A vocabulary of `size` entries: byte-level tokens in rank order, then SPECIAL, then ADDED."""
 
@@ -103,32 +80,6 @@ class BigTokenizer:
             except UnicodeDecodeError:
                 return list(self.encoding._encode_single_piece(text))
         return list(self.encoding.encode_ordinary(text))
-
-    def decode(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self.token_bytes[token] for token in ids)
-
-    @cached_property
-    def hf(self) -> Any:
-        """The same as a `transformers.PreTrainedTokenizerFast`. A few seconds at LARGE, once in a run."""
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
-        from tokenizers.models import BPE
-        from transformers import PreTrainedTokenizerFast
-
-        table = letters()
-        ranks = {token: rank for rank, token in enumerate(self.ranked)}
-        names = ["".join(map(table.__getitem__, token)) for token in self.ranked]
-        pairs = [halves(token, ranks) for token in self.ranked if len(token) > 1]
-        merges = [(names[ranks[one]], names[ranks[two]]) for one, two in pairs]
-        tokenizer = Tokenizer(BPE(vocab={name: rank for rank, name in enumerate(names)}, merges=merges))
-        split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
-        tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ADDED])
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token=EOS[0], pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
-        )
 
 
 @cache

@@ -19,10 +19,6 @@ CHAT = [
     {"role": "assistant", "content": "Yes?"},
     {"role": "user", "content": "Bye"},
 ]
-USUAL = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the user's questions."
-)
 HEAD = "<|start_header_id|>{}<|end_header_id|>\n\n"
 WRITTEN = table(__file__, "written by known templates")
 

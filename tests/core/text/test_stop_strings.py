@@ -79,15 +79,6 @@ def test_unarmed_text_ends_a_match_in_progress() -> None:
     ]
 
 
-def test_overlapping_starts() -> None:
-    matcher = StopStringMatcher(("aab",))
-    assert [matcher.push(char) for char in "aaab"] == [("", None), ("", None), ("a", None), ("", "aab")]
-
-
-def test_the_longest_of_those_ending_together_wins() -> None:
-    assert StopStringMatcher(("b", "ab")).push("xab!") == ("x", "ab")
-
-
 def test_text_after_the_match_is_dropped() -> None:
     matcher = StopStringMatcher(("END",), include_stop=True)
     assert matcher.push("one EN") == ("one ", None)

@@ -29,21 +29,11 @@ def read(strict: bool = False, **given: Any) -> tuple[Turn, Fields]:
 # -------------------------------------------------------------------- messages
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ([{"role": "developer", "content": "Be brief."}], [{"role": "system", "content": "Be brief."}]),
-        ([{"role": "assistant", "content": None, "refusal": "No."}], [{"role": "assistant", "content": "No."}]),
-        (
-            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "x"}]}],
-            [{"role": "assistant", "content": [{"type": "text", "text": "No."}, {"type": "text", "text": "x"}]}],
-        ),
-        (  # as the SDK's own `model_dump()` of an answer has it
-            [{"role": "assistant", "content": "a", "refusal": None, "audio": None, "tool_calls": []}],
-            [{"role": "assistant", "content": "a"}],
-        ),
-    ],
-)
+ROWS: dict[str, Any] = json.loads((Path(__file__).parent / "chat_fields.json").read_text(encoding="utf-8"))
+"""Fields as they are given, and what becomes of them."""
+
+
+@pytest.mark.parametrize(("given", "wanted"), ROWS["messages"])
 def test_older_and_newer_forms_become_the_engines(given: Any, wanted: Any) -> None:
     assert read(messages=given)[0].messages == wanted
 
@@ -65,28 +55,12 @@ def test_functions_go_unread_beside_tools() -> None:
 # -------------------------------------------------------------------- grammars
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ({"guided_json": {"type": "integer"}}, Grammar.json_schema({"type": "integer"})),
-        ({"guided_json": '{"type": "integer"}'}, Grammar.json_schema({"type": "integer"})),
-        ({"guided_regex": "[0-9]+"}, Grammar.regex("[0-9]+")),
-        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
-        ({"guided_grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
-        ({"grammar": 'root ::= "a"{5,5}'}, Grammar.ebnf('root ::= "a"{5,5}')),
-        ({"json_schema": {"const": "42"}}, Grammar.json_schema({"const": "42"})),
-        ({"structured_outputs": {"choice": ["a"], "json": None}}, Grammar.choice(["a"])),
-        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
-        ({"structured_outputs": {"json": {}}}, Grammar.json_schema({})),
-        ({"structured_outputs": {"regex": "", "json_object": False}}, Grammar.regex("")),
-        ({"regex": "[0-9]+"}, Grammar.regex("[0-9]+")),
-        ({"ebnf": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
-    ],
-)
-def test_every_name_of_a_grammar_is_taken(given: dict[str, Any], wanted: Grammar) -> None:
+@pytest.mark.parametrize(("given", "wanted"), [(given, wanted) for given, *wanted in ROWS["grammars"]])
+def test_every_name_of_a_grammar_is_taken(given: dict[str, Any], wanted: list[Any]) -> None:
     turn, _ = read(**given)
     assert turn.grammar is not None
-    assert turn.grammar() == wanted
+    kind, *of = wanted
+    assert turn.grammar() == getattr(Grammar, kind)(*of)
 
 
 # -------------------------------------------------------------------- the other fields
@@ -108,19 +82,7 @@ def test_a_field_without_meaning_is_told_or_refused(name: str) -> None:
     assert refused.value.field == name
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ({"n_predict": 7}, {"max_tokens": 7}),
-        ({"num_predict": 7, "max_tokens": 7}, {"max_tokens": 7}),
-        ({"max_tokens": -1}, {}),
-        ({"stop": ""}, {}),
-        ({"n": 2, "best_of": 2}, {"n": 2}),
-        ({"max_completion_tokens": 9, "logit_bias": {"5": 1}}, {"max_tokens": 9, "logit_bias": {"5": 1}}),
-        ({"allowed_token_ids": [3], "bad_words": ["a"]}, {"allowed_token_ids": [3], "bad_words": ["a"]}),
-    ],
-)
+@pytest.mark.parametrize(("given", "wanted"), ROWS["names"])
 def test_other_names_of_the_same_are_understood(given: dict[str, Any], wanted: dict[str, Any]) -> None:
     turn, fields = read(**given)
     assert (turn.params, fields.ignored) == (wanted, [])

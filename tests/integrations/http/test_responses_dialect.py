@@ -55,13 +55,13 @@ def entry(token: str, number: int) -> LogprobEntry:
 # -------------------------------------------------------------------- items
 
 
-ITEMS = json.loads((Path(__file__).parent / "responses_items.json").read_text(encoding="utf-8"))
+ROWS: dict[str, Any] = json.loads((Path(__file__).parent / "responses_items.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        *ITEMS,
+        *ROWS["items"],
         (
             [{"type": "reasoning", "summary": [], "encrypted_content": seal("hm")}, message("assistant", "a")],
             [{**message("assistant", "a"), "reasoning_content": "hm"}],
@@ -94,24 +94,7 @@ def test_a_result_without_its_call_is_named_by_its_place_in_the_request() -> Non
     assert refused.value.field == "input[1].call_id"
 
 
-@pytest.mark.parametrize(
-    ("given", "chat"),
-    [
-        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}}},
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": True}}},
-        ),
-        ({"tool_choice": "none"}, {"tool_choice": "none"}),
-        (
-            {"tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]},
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": False}}],
-                "parallel_tool_calls": True,
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "chat"), ROWS["options"])
 def test_options_become_those_of_a_chat(given: Any, chat: Any) -> None:
     assert read(**given).chat == chat
 

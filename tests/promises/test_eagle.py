@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from promises.test_mtp import ALWAYS, GRAMMARS, WAYS, NoLookups, made_by_head, save_adapter
+from promises.test_mtp import GRAMMARS, SETTINGS, WAYS, made_by_head, save_adapter
 from support.eagle_models import (
     FIRST,
     HEAD,
@@ -24,6 +24,7 @@ from support.eagle_models import (
     save_model,
 )
 from support.long import LONG
+from support.planted_guesses import plant, some_at_a_time
 
 from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.assembly.wiring import needed_memory
@@ -36,10 +37,8 @@ PROMPTS = ([8, 6, 9, 7], [11], [12, 12, 20], [FIRST + place * 7 % KNOWN for plac
 
 async def opened(folder: Path, head: Path | None = None, **settings: Any) -> AsyncEngine:
     draft = None if head is None else str(head)
-    engine = await AsyncEngine.from_pretrained(str(folder), **{**ALWAYS, "draft_model": draft, **settings})
-    planner = engine.core.loop.scheduler.roster.drafts
-    assert planner is not None, engine.info.no_speculation
-    planner.make = lambda *_: NoLookups()
+    engine = await AsyncEngine.from_pretrained(str(folder), **{**SETTINGS, "draft_model": draft, **settings})
+    plant(engine, [])
     return engine
 
 
@@ -47,9 +46,7 @@ async def asked(engine: AsyncEngine, every: int) -> list[Any]:
     """Answers to all prompts, `every` at a time: greedy, sampled, with penalties, log-probabilities and grammars."""
     ways = [SamplingParams(max_tokens=24, **WAYS[place]) for place in (1, 2, 4)]
     given = [(prompt, params) for params in (*ways, *GRAMMARS) for prompt in PROMPTS]
-    found: list[Any] = []
-    for first in range(0, len(given), every):
-        found += await asyncio.gather(*(engine.generate(*each) for each in given[first : first + every]))
+    found = await some_at_a_time(given, every, lambda each: engine.generate(*each))
     return [(one.token_ids, one.finish_reason, one.logprobs) for one in found]
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.long import LONG
 from support.mtp_models import WIDTH, planted, random_tensors, save
+from support.planted_guesses import ALWAYS, plant, some_at_a_time
 
 from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.assembly.wiring import needed_memory
@@ -21,14 +22,11 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.engine import prefix_store
 from asyncengine.grammar import Grammar
-from asyncengine.speculation.acceptance import NOTHING, Draft
 
 FAMILIES = ["glm4_moe", "qwen3_5_text", *(["deepseek_v3", "qwen3_5_moe_text", "qwen3_next"] if LONG else [])]
-ALWAYS: dict[str, Any] = {
-    "speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3, "speculation_with_adapters": True,
-    "page_size": 16, "kv_cache_memory": "4MiB",
+SETTINGS: dict[str, Any] = {
+    **ALWAYS, "speculation_with_adapters": True, "page_size": 16, "kv_cache_memory": "4MiB",
 }  # fmt: skip
-"""Guesses are always worth their time."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": True, "top_logprobs": 3},
@@ -40,18 +38,9 @@ WAYS: tuple[dict[str, Any], ...] = (
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [8], [7, 7, 7, 2], list(range(10, 55)))
 
 
-class NoLookups:
-    """A proposer that finds nothing: all guesses are the head's."""
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        return NOTHING
-
-
 async def opened(folder: Path, **settings: Any) -> AsyncEngine:
-    engine = await AsyncEngine.from_pretrained(str(folder), **{**ALWAYS, **settings})
-    planner = engine.core.loop.scheduler.roster.drafts
-    assert planner is not None, engine.info.no_speculation
-    planner.make = lambda *_: NoLookups()
+    engine = await AsyncEngine.from_pretrained(str(folder), **{**SETTINGS, **settings})
+    plant(engine, [])
     return engine
 
 
@@ -59,9 +48,7 @@ async def answers(engine: AsyncEngine, every: int, more: Sequence[SamplingParams
     """Answers to all prompts in all ways, `every` at a time."""
     ways = [*(SamplingParams(max_tokens=40, **way) for way in WAYS), *more]
     asked = [(prompt, params) for params in ways for prompt in PROMPTS]
-    found = []
-    for first in range(0, len(asked), every):
-        found += await asyncio.gather(*(engine.generate(*each) for each in asked[first : first + every]))
+    found = await some_at_a_time(asked, every, lambda each: engine.generate(*each))
     return [(one.token_ids, one.finish_reason, one.logprobs) for one in found]
 
 
@@ -103,7 +90,7 @@ async def test_answers_are_the_same(family: str, dtype: str, tmp_path: Path) -> 
         assert await answers(engine, 16, GRAMMARS) == expected
         assert engine.stats().preemptions > 0
         assert made_by_head(engine)[0] > 30
-    async with await AsyncEngine.from_pretrained(str(folder), **ALWAYS) as engine:
+    async with await AsyncEngine.from_pretrained(str(folder), **SETTINGS) as engine:
         assert await answers(engine, 4, GRAMMARS) == expected, "beside lookups"
 
 

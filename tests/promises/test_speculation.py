@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from support import small_grammars
 from support.long import LONG
+from support.planted_guesses import ALWAYS, GRAMMARS, plant, some_at_a_time
 
 from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
 from asyncengine.assembly.drafts import open_draft
@@ -21,8 +21,6 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import BudgetTooSmall, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.grammar import Grammar
-from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.acceptance import NOTHING, Draft, Source
 
 QUOTE = "The red lamp stands on the table. The old clock hangs on the wall. The red lamp stands on the table."
 CHATS = (
@@ -44,37 +42,6 @@ PARAMS: dict[str, dict[str, Any]] = {
     },
     "prompt scored": {"temperature": 0.0, "prompt_logprobs": True, "top_logprobs": 3},
 }  # fmt: skip
-GRAMMARS = {
-    "object": Grammar.json_schema(
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string", "maxLength": 12}, "ages": {"type": "array", "maxItems": 4,
-                "items": {"type": "integer", "minimum": 0, "maximum": 99}}},
-            "required": ["name", "ages"],
-        }
-    ),
-    "choice": Grammar.choice(["yes, of course", "yes", "no", "no, not at all"]),
-    "regex": Grammar.regex(r"[a-z]{3,9}( [a-z]{2,9}){2,5}\."),
-    "digits": Grammar.regex(r"(\d{3}-){2}\d{4}"),
-}  # fmt: skip
-
-
-ALWAYS: dict[str, Any] = {"speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3}
-"""Guesses are always worth their time."""
-
-
-class Planted:
-    """Guesses from the answers of a run without: right most of the time, and wrong in every way otherwise."""
-
-    def __init__(self, answers: Sequence[Sequence[int]], prompt_len: int) -> None:
-        self._answers, self._prompt_len = answers, prompt_len
-        self._rng = random.Random(3)
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        done = list(tokens[self._prompt_len :])
-        rest = next((known[len(done) :] for known in self._answers if list(known[: len(done)]) == done), [])
-        guess = [token if self._rng.random() < 0.85 else self._rng.randrange(2, 400) for token in rest[:limit]]
-        return Draft(tuple(guess), Source.OWN_TEXT, 3) if guess else NOTHING
 
 
 async def answers(engine: AsyncEngine, every: int) -> list[Any]:
@@ -87,10 +54,7 @@ async def answers(engine: AsyncEngine, every: int) -> list[Any]:
                 max_tokens=30, temperature=0.8, seed=number, grammar=grammar, logprobs=number % 2 == 0
             )
             asked.append(({"role": "user", "content": chat}, params))
-    found: list[Completion] = []
-    for first in range(0, len(asked), every):
-        part = asked[first : first + every]
-        found += await asyncio.gather(*(engine.chat([message], params=params) for message, params in part))
+    found = await some_at_a_time(asked, every, lambda one: engine.chat([one[0]], params=one[1]))
     return [
         (one.token_ids, one.text, one.finish_reason, one.logprobs, one.prompt_logprobs, one.usage.completion_tokens)
         for one in found
@@ -106,20 +70,14 @@ async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
         assert engine.stats().speculation is None
         steps = engine.stats().steps
     async with await AsyncEngine.from_pretrained("demo", **ALWAYS, draft_model="demo/draft", **settings) as engine:
-        planner = engine.core.loop.scheduler.roster.drafts
-        assert planner is not None
-
-        def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Planted:
-            return Planted([one[0] for one in expected], len(spec.prompt))
-
-        planner.make = make  # type: ignore[assignment]
+        plant(engine, [one[0] for one in expected])
         assert await answers(engine, 3) == expected, "planted"
         counts = engine.stats().speculation
         assert counts is not None
         assert counts.accepted > 300
         assert counts.drafted - counts.accepted > 100
         assert engine.stats().steps < steps
-        planner.make = lambda *_: Planted([], 0)  # type: ignore[assignment]
+        plant(engine, [])
         assert await answers(engine, 5) == expected, "by the draft model"
         later = engine.stats().speculation
         assert later is not None
@@ -153,10 +111,10 @@ async def test_fourteen_grammars_with_budgets_from_the_least_one_up() -> None:
             for more in (0, 1, 12)
             for name, grammar in SHAPES.items()
         ]
-        found: list[Completion] = []
-        for first in range(0, len(asked), every):
-            chat = [{"role": "user", "content": CHATS[first % 3]}]
-            found += await asyncio.gather(*(engine.chat(chat, params=one) for one in asked[first : first + every]))
+        given = [(CHATS[place % 3], one) for place, one in enumerate(asked)]
+        found = await some_at_a_time(
+            given, every, lambda one: engine.chat([{"role": "user", "content": one[0]}], params=one[1])
+        )
         return [(one.token_ids, one.text, one.finish_reason, one.logprobs) for one in found]
 
     async with await AsyncEngine.from_pretrained("demo", speculation="off") as engine:
@@ -180,18 +138,13 @@ async def test_adapters_in_float32() -> None:
     async def all_answers(engine: AsyncEngine, every: int) -> list[Any]:
         asked = [(adapter, params, chat) for adapter in (*adapters, None) for chat in CHATS[:2]
                  for params in (PARAMS["greedy"], PARAMS["warm"])]  # fmt: skip
-        found: list[Completion] = []
-        for first in range(0, len(asked), every):
-            found += await asyncio.gather(
-                *(
-                    engine.chat(
-                        [{"role": "user", "content": chat}],
-                        params=SamplingParams(max_tokens=30, logprobs=True, **params),
-                        adapter=adapter,
-                    )
-                    for adapter, params, chat in asked[first : first + every]
-                )
-            )
+
+        def ask(one: tuple[str | None, dict[str, Any], str]) -> Coroutine[Any, Any, Completion]:
+            adapter, fields, chat = one
+            params = SamplingParams(max_tokens=30, logprobs=True, **fields)
+            return engine.chat([{"role": "user", "content": chat}], params=params, adapter=adapter)
+
+        found = await some_at_a_time(asked, every, ask)
         return [(one.token_ids, one.finish_reason, one.logprobs) for one in found]
 
     async with await AsyncEngine.from_pretrained("demo", dtype="float32", speculation="off", **shared) as engine:

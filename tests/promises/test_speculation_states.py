@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import shutil
-from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from support.long import LONG
+from support.planted_guesses import ALWAYS, GRAMMARS, plant, some_at_a_time
 from support.tiny_models import HYBRID, VOCAB, make_checkpoint
 from support.worded_model import make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.grammar import Grammar
-from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.acceptance import NOTHING, Draft, Source
-from asyncengine.speculation.lookup import Namespace
 
 FAMILIES = (
     "qwen3.5",
@@ -34,37 +29,12 @@ FAMILIES = (
 )
 """Gated delta rule, short convolution, Mamba-2 with experts, between other layers, alone and beside attention in one
 layer, gated delta rule with experts, Kimi's delta attention beside latent pages."""
-COSTS: dict[str, Any] = {"speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3, "num_threads": 1}
-"""Guesses are always worth their time."""
+COSTS: dict[str, Any] = {**ALWAYS, "num_threads": 1}
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 1.0, "seed": 7, "logprobs": True, "top_logprobs": 2},
     {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.2, "seed": 9},
 )  # fmt: skip
 STEM = [3 + (7 * place) % (VOCAB - 3) for place in range(40)]
-
-
-class Planted:
-    """Guesses from the answers of a run without: right most of the time."""
-
-    def __init__(self, answers: Sequence[Sequence[int]], prompt: Sequence[int]) -> None:
-        self._answers, self._prompt_len = answers, len(prompt)
-        self._rng = random.Random(len(prompt))
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        done = list(tokens[self._prompt_len :])
-        rest = next((known[len(done) :] for known in self._answers if list(known[: len(done)]) == done), [])
-        guess = [token if self._rng.random() < 0.8 else self._rng.randrange(3, 90) for token in rest[:limit]]
-        return Draft(tuple(guess), Source.OWN_TEXT, 3) if guess else NOTHING
-
-
-def plant(engine: AsyncEngine, answers: Sequence[Sequence[int]]) -> None:
-    planner = engine.core.loop.scheduler.roster.drafts
-    assert planner is not None, engine.info.no_speculation
-
-    def make(spec: RequestSpec, tokens: Sequence[int], namespace: Namespace | tuple[Hashable, ...]) -> Planted:
-        return Planted(answers, spec.prompt)
-
-    planner.make = make  # type: ignore[assignment]
 
 
 async def answers(engine: AsyncEngine, every: int) -> list[Any]:
@@ -76,9 +46,7 @@ async def answers(engine: AsyncEngine, every: int) -> list[Any]:
     ]  # fmt: skip
     made: list[Any] = []
     for _ in range(2):
-        done = []
-        for first in range(0, len(asked), every):
-            done += await asyncio.gather(*(engine.generate(*each) for each in asked[first : first + every]))
+        done = await some_at_a_time(asked, every, lambda each: engine.generate(*each))
         made += [(one.token_ids, one.finish_reason, one.logprobs) for one in done]
         asked = [([*prompt, *one.token_ids, 5], params) for (prompt, params), one in zip(asked, done, strict=True)]
     return made
@@ -130,13 +98,7 @@ async def test_grammars_sleep_and_restored_prefixes(tmp_path: Path) -> None:
         tmp_path / "model", 16, transformers.Qwen3_5TextConfig, layer_types=HYBRID[:2], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     )  # fmt: skip
-    grammars = [
-        Grammar.regex(r"[a-z]{3,9}( [a-z]{2,9}){2,5}\."),
-        Grammar.json_schema({"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "ages": {
-            "type": "array", "maxItems": 4, "items": {"type": "integer", "minimum": 0, "maximum": 99}}},
-            "required": ["name", "ages"]}),
-        Grammar.choice(["yes, of course", "yes", "no", "no, not at all"]),
-    ]  # fmt: skip
+    grammars = [GRAMMARS[name] for name in ("regex", "object", "choice")]
 
     async def constrained(engine: AsyncEngine) -> list[Any]:
         params = [

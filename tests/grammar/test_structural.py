@@ -8,28 +8,14 @@ import re
 
 import jsonschema
 import pytest
+from support.tables import table
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"$ref": "#/$defs/n"}, "next": {"$ref": "#"}},
-                "required": ["a"],
-                "additionalProperties": False,
-                "$defs": {"n": {"type": "integer"}},
-            },
-        },
-    },
-    {"name": "stop"},
-]
+TOOLS = table(__file__, "tools")
 
 
 def test_tool_calls_against_the_schema_validator() -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, in_thread, make_core, make_engine, until
 from support.plug_points import Compiler
 
-from asyncengine import AsyncEngine, Engine
+from asyncengine import AsyncEngine, Engine, TokenStream
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.frontend import Frontend
 from asyncengine.errors import EngineClosed, WrongLoop
@@ -65,21 +65,24 @@ async def test_draining_finishes_what_there_is_and_refuses_the_rest(hosted: bool
         assert (await stream.result()).finish_reason in ("length", "stop")
 
 
-@pytest.mark.parametrize("hosted", HOSTINGS)
-async def test_draining_aborts_the_rest_after_its_time(hosted: bool):
+async def started_with_one_that_never_ends(hosted: bool = False) -> tuple[AsyncEngine, TokenStream]:
+    """An engine, and a stream whose grammar nobody compiles."""
     engine = make_engine(hosted=hosted, wiring={"grammars": Compiler()})
     await engine.start()
     never = engine.stream([2, 3], greedy(5, grammar="x"))
     await never.__aenter__()
+    return engine, never
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_draining_aborts_the_rest_after_its_time(hosted: bool):
+    engine, never = await started_with_one_that_never_ends(hosted)
     await engine.aclose(drain=True, timeout=0.05)
     assert (await never.result()).finish_reason == "abort"
 
 
 async def test_closing_at_once_ends_a_drain():
-    engine = make_engine(wiring={"grammars": Compiler()})
-    await engine.start()
-    never = engine.stream([2, 3], greedy(5, grammar="x"))
-    await never.__aenter__()
+    engine, never = await started_with_one_that_never_ends()
     draining = asyncio.create_task(engine.aclose(drain=True))
     await asyncio.sleep(0.01)
     assert not draining.done()
@@ -89,19 +92,13 @@ async def test_closing_at_once_ends_a_drain():
 
 
 async def test_a_later_drain_does_not_take_an_abort_back():
-    engine = make_engine(wiring={"grammars": Compiler()})
-    await engine.start()
-    never = engine.stream([2, 3], greedy(5, grammar="x"))
-    await never.__aenter__()
+    engine, _ = await started_with_one_that_never_ends()
     await asyncio.wait_for(asyncio.gather(engine.aclose(), engine.aclose(drain=True)), 120)
 
 
 async def test_a_cancelled_drain_stays_cancelled():
     """The caller's cancellation is its own, not the engine task's."""
-    engine = make_engine(wiring={"grammars": Compiler()})
-    await engine.start()
-    never = engine.stream([2, 3], greedy(5, grammar="x"))
-    await never.__aenter__()
+    engine, _ = await started_with_one_that_never_ends()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
             await engine.aclose(drain=True)

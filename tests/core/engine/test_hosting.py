@@ -361,14 +361,8 @@ async def test_stats_add_up_and_may_be_read_from_any_thread_while_running():
         assert stats.first_token.count == 20
         assert stats.inter_token.count == stats.generated_tokens - 20
         assert stats.step.count == stats.steps
-        assert stats.requests == {
-            "waiting": 0,
-            "running": 0,
-            "grammar_queue": 0,
-            "adapter_queue": 0,
-            "restore_queue": 0,
-            "suspended": 0,
-        }
+        assert {*stats.requests} > {"waiting", "running", "grammar_queue", "adapter_queue", "restore_queue"}
+        assert not any(stats.requests.values())
         pages = stats.pages
         assert pages.free + pages.cached + pages.shared + pages.held + pages.retiring == pages.total
 

@@ -56,7 +56,7 @@ def test_products_of_torch_are_not_computed_and_whole_numbers_are_in_range() -> 
         assert torch.zeros(1).index_select(0, torch.empty(1000, dtype=torch.int64)).eq(0).all()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma4", "olmo2", "lfm2", "nemotron-h"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "olmo2", "lfm2", "nemotron-h", "falcon-h1", "qwen3.5"])
 def test_what_a_model_calls_is_listed(family: str) -> None:
     decoder = Decoder(decoder_config_of(FAMILIES[family](), 64), options(torch.bfloat16, bits=8), 64)
     listed = kernels_of(decoder, EngineConfig(page_size=4), {}).needed
@@ -87,24 +87,4 @@ def test_no_other_process_is_waited_for() -> None:
     assert any(isinstance(linear.weight, ShardedWeight) for linear in decoder.layers[0].linears())
     assert kernels_of(decoder, EngineConfig(page_size=4), {}) == kernels_of(
         Decoder(described, alone, 64), EngineConfig(page_size=4), {}
-    )
-
-
-def test_decoders_of_one_form_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder of another form has a list of its own."""
-    described = decoder_config_of(FAMILIES["qwen3"](), 64)
-    forms = [(torch.float32, None, 4), (torch.bfloat16, None, 4), (torch.bfloat16, 8, 4), (torch.bfloat16, 8, 32)]
-
-    def lists() -> list[Any]:
-        return [
-            kernels_of(Decoder(described, options(dtype, bits=bits), 64), EngineConfig(page_size=size), {})
-            for dtype, bits, size in forms
-        ]
-
-    first = lists()
-    monkeypatch.setattr("asyncengine.execution.models.first_kernels._run", lambda *_: pytest.fail("it is known"))
-    assert lists() == first
-    assert len({tuple(sorted(each.needed)) for each in first[:3]}) == 3
-    assert (
-        kernels_of(Decoder(described, options(torch.float32), 64), EngineConfig(page_size=4), {"top_k": 5}) != first[0]
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 from support.drive import greedy_reference
 from support.lora_driver import make_driver
 from support.lora_reference import Weights
@@ -27,37 +28,10 @@ pytest.importorskip("peft")
 
 WANT = 6
 PROMPTS = random_prompts([5, 37, 37])
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SOME = [3, 40, 7, 11]
-"""Tokens whose rows are trained; the prompts have some of them."""
-
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {"target_modules": LINEARS},
-    "dora": {"target_modules": LINEARS, "use_dora": True, "use_rslora": True},
-    "dora of parts": {"target_modules": ["k_proj", "up_proj", "lm_head"], "use_dora": True, "r": 3},
-    "biases": {"target_modules": ["q_proj", "down_proj"], "bias": "all"},
-    "biases of targets": {"target_modules": ["v_proj", "o_proj"], "bias": "lora_only", "use_dora": True},
-    "lora_bias": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True},
-    "tokens": {"target_modules": ["q_proj", "v_proj"], "trainable_token_indices": SOME},
-    "tables": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-    "tables and dora": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"], "use_dora": True},
-    "table alone": {"target_modules": ["k_proj"], "modules_to_save": ["embed_tokens"]},
-    "one weight": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "one delta": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
-}
-CONV = {"fan_in_fan_out": True}
-FORMS |= {
-    "conv dora": {"target_modules": ["c_attn", "mlp.c_proj", "c_fc"], "use_dora": True, **CONV},
-    "conv biases": {"target_modules": ["c_attn", "c_fc"], "use_dora": True, "bias": "lora_only", **CONV},
-    "conv tokens": {"target_modules": ["c_attn"], "trainable_token_indices": SOME, **CONV},
-}
-OTHERS = ("one weight", "one delta", "conv dora", "conv biases", "conv tokens")
-FAMILIES: dict[str, list[str]] = {
-    "qwen2": [form for form in FORMS if form not in OTHERS],
-    "llama": ["plain", "dora", "dora of parts", "tokens", "tables"],
-    "gemma3": ["plain", "dora", "tokens", "tables", "table alone", "one weight", "one delta"],
-    "gpt2": ["conv dora", "conv biases", "conv tokens"],
-}
+CASES = cases_of(__file__)
+FORMS: dict[str, dict[str, Any]] = CASES["forms"]
+"""Settings of peft. Tokens whose rows are trained are some of the prompts'."""
+FAMILIES: dict[str, list[str]] = CASES["families"]
 """Gemma 3's output layer is its embedding, which is scaled, as is GPT-2's, whose matrices are transposed; Qwen 2 has
 biases."""
 

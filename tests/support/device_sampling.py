@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.data import cases_of
 
 from asyncengine.execution.sampling.device_sampler import DeviceSampler
 from asyncengine.execution.sampling.logit_processors import SlotParams
@@ -14,24 +15,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.4},
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 2000},
-    {"top_p": 0.3},
-    {"top_p": 0.9},
-    {"top_p": 1e-6},
-    {"temperature": 5.0, "top_p": 0.9999},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"top_k": 30, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
-    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
-    {"top_k": 700, "top_p": 0.9},
-    {"top_p": 0.9, "min_p": 0.01, "temperature": 0.05},
-]
+SETTINGS: list[dict[str, Any]] = cases_of(__file__)
 
 
 def rows_of(count: int, settings: list[dict[str, Any]] = SETTINGS) -> list[Row]:

@@ -2,79 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from asyncengine.execution.attention.base import LayerSpec, StepView
+from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.attention.flashinfer_plan import (
-    DeviceArrays,
     LayerGroup,
     float_workspace_bytes,
     graph_int_workspace_bytes,
-    pack_step,
-    uploaded_size,
     why_not,
 )
 
 SPEC = LayerSpec(index=0, num_heads=8, num_kv_heads=2, key_dim=128, value_dim=128, scale=0.1)
 MIB = 2**20
-
-
-def host(count: int) -> torch.Tensor:
-    return torch.full((count,), -7, dtype=torch.int32)
-
-
-def step_of(starts: list[int], counts: list[int], tables: list[list[int]]) -> StepView:
-    return StepView(
-        np.array(starts, dtype=np.int64),
-        np.array(counts, dtype=np.int64),
-        np.cumsum([0, *counts]).astype(np.int64),
-        np.array(tables, dtype=np.int32),
-        torch.zeros(sum(counts), dtype=torch.int64),
-    )
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_random_steps_by_loops(page_size: int) -> None:
-    chance = random.Random(page_size)
-    for _ in range(50):
-        rows = chance.randrange(1, 9)
-        starts = [chance.randrange(60) for _ in range(rows)]
-        counts = [chance.choice([1, 1, chance.randrange(1, 20)]) for _ in range(rows)]
-        tables = [[chance.randrange(1, 1000) for _ in range(80)] for _ in range(rows)]
-        packed = pack_step(step_of(starts, counts, tables), page_size, host)
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        listed = [table[: -(-length // page_size)] for table, length in zip(tables, lengths, strict=True)]
-        device = DeviceArrays.over(packed.uploaded, rows, sum(counts))
-        assert device.kv_indices.tolist() == [page for pages in listed for page in pages]
-        _, lens, kv_indptr, last_page_len = packed.for_plans()
-        assert lens.tolist() == lengths
-        assert kv_indptr.diff().tolist() == [len(pages) for pages in listed]
-        assert last_page_len.tolist() == [(length - 1) % page_size + 1 for length in lengths]
-        assert device.positions.tolist() == [
-            start + at for start, count in zip(starts, counts, strict=True) for at in range(count)
-        ]
-        assert packed.uploaded.numel() == uploaded_size(rows, sum(counts), packed.num_pages)
-
-
-def test_places_do_not_depend_on_lengths() -> None:
-    """A graph reads fixed addresses: only the number of rows decides where each part begins."""
-    short = step_of([0, 0], [1, 1], [[1], [2]])
-    long = step_of([70, 3], [1, 1], [list(range(1, 19)), list(range(20, 38))])
-    fixed = torch.zeros(uploaded_size(2, 2, 40), dtype=torch.int32)
-    arrays = DeviceArrays.over(fixed, 2, 2)
-    for step, pages in ((short, [1, 2]), (long, [*range(1, 19), 20])):
-        packed = pack_step(step, 4, host)
-        fixed[: packed.uploaded.numel()] = packed.uploaded
-        assert arrays.kv_indptr.tolist() == packed.for_plans()[2].tolist()
-        assert arrays.positions.tolist() == step.starts.tolist()
-        assert arrays.kv_indices[: packed.num_pages].tolist() == pages
-    for part in (arrays.kv_indptr, arrays.last_page_len, arrays.batch_indices, arrays.positions, arrays.kv_indices):
-        assert part.storage_offset() % 4 == 0, "aligned to 16 bytes"
 
 
 @pytest.mark.parametrize(

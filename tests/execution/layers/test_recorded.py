@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import Checkpoint, MakeRunner
+from support.data import cases_of
 from support.drive import Driver, prompts
 from support.forwards import Forwards
 from support.layer_options import options
 from support.panels import use_panels
-from support.tiny_configs import FAMILIES, VOCAB, changed
+from support.tiny_configs import FAMILIES, VOCAB, maker_of
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.device.cores import Cores, Sharing
@@ -20,48 +21,14 @@ from asyncengine.execution.models.families import decoder_config_of
 from asyncengine.execution.models.loading import load_model
 
 pytest.importorskip("numba")
-FORMS = [
-    ("qwen3", "bfloat16", None), ("qwen3", "float32", "int8"), ("qwen2", "float32", None),
-    ("qwen2", "bfloat16", "int4"),
-    ("qwen3.5", "bfloat16", "int4"), ("qwen3.5", "float32", None), ("gemma2", "bfloat16", "int8"),
-    ("olmo2", "bfloat16", "int8"), ("cohere", "bfloat16", "int8"), ("glm4", "float32", "int4"),
-    ("stablelm", "bfloat16", "int4"), ("gpt2", "bfloat16", None), ("opt-350m", "float32", "int8"),
-    ("hunyuan", "bfloat16", "int8"), ("olmo", "bfloat16", None), ("apertus", "float32", "int8"),
-    ("gemma4", "bfloat16", "int8"), ("gemma4-keys-are-values", "float32", "int8"),
-]  # fmt: skip
+CASES = cases_of(__file__)
+FORMS: list[tuple[str, str, str | None]] = CASES["forms"]
 """Models, types and forms of weights; those of the tiny GPT-2 fill no panels, with biases."""
 
 
-VARIANTS = {
-    "bamba, whole": changed("bamba", hidden_size=64, mamba_d_head=32),
-    "kimi-linear, whole": changed("kimi-linear", hidden_size=64, linear_num_heads=4, v_head_dim=16),
-    "lfm2moe, whole": changed("lfm2moe", hidden_size=64),
-    "mixtral, whole": changed("mixtral", hidden_size=64, intermediate_size=64),
-    "phimoe, whole": changed("phimoe", hidden_size=64, intermediate_size=64),
-    "qwen2moe, whole": changed("qwen2moe", hidden_size=64, shared_expert_intermediate_size=32),
-    "qwen3next, whole": changed(
-        "qwen3next", hidden_size=64, linear_num_key_heads=4, linear_num_value_heads=16, linear_key_head_dim=16,
-        linear_value_head_dim=16,
-    ),
-    "qwen3.5moe, whole": changed(
-        "qwen3.5moe", linear_num_key_heads=4, linear_num_value_heads=16, linear_key_head_dim=16
-    ),
-    "nemotron-3, whole": changed(
-        "nemotron-3", layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
-        mamba_num_heads=6, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96, intermediate_size=128,
-    ),
-}  # fmt: skip
+VARIANTS = {name: maker_of(fields) for name, fields in CASES["variants"].items()}
 """Tiny models in widths that fill panels, and of states those that kernels take, as those of real models do."""
-BESIDE = [
-    ("qwen3.5moe, whole", "bfloat16", None), ("qwen3.5moe, whole", "bfloat16", "int4"), ("glm4moe", "float32", None),
-    ("glm4moe", "bfloat16", "int4"), ("dots1", "bfloat16", None), ("granite4", "float32", None),
-    ("granite4", "bfloat16", "int4"), ("falcon-h1", "bfloat16", None), ("falcon-h1", "bfloat16", "int4"),
-    ("mamba2", "float32", None), ("mamba2", "bfloat16", "int4"), ("nemotron-3, whole", "bfloat16", None),
-    ("nemotron-3, whole", "bfloat16", "int4"), ("gemma4moe", "bfloat16", None), ("llama4", "bfloat16", "int8"),
-    ("llama4", "float32", None), ("phimoe, whole", "bfloat16", None), ("kimi-linear, whole", "bfloat16", "int8"),
-    ("deepseek-v2", "bfloat16", "int8"), ("deepseek-v3", "bfloat16", None), ("youtu", "float32", None),
-    ("kimi-linear, whole", "float32", "int8"), ("gpt-oss", "bfloat16", "int4"), ("qwen3moe", "float32", None),
-]  # fmt: skip
+BESIDE: list[tuple[str, str, str | None]] = CASES["beside"]
 """Experts beside what all rows share (gated; with a router in float32; behind a dense layer; in a hybrid), a state
 beside attention, mixers alone, and layers of one branch."""
 

@@ -78,11 +78,6 @@ _SHAPE = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000,
     "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
-_HYBRID = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 64,
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 16,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
 _TEAM = "asyncengine.kernels.cpu.team_loops:"
 _ROUNDING = ("asyncengine.kernels.cpu.quantize:_to_", "asyncengine.kernels.cpu.quantized_panels:_pack_")
 
@@ -164,7 +159,6 @@ _MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ROUTED = frozenset({"run_experts", "_route_few"})
 _INT8 = {"quantization": "int8"}
 CASES = {
-    "recurrent layers": Case(of_family("falcon-h1"), frozenset({"run_mamba2"})),
     "short steps of them": Case(
         of_family("falcon-h1"), frozenset({"scale_columns.share", "add_beside.share"}), needed=True
     ),
@@ -175,9 +169,6 @@ CASES = {
     "an activation that few have": Case(
         of_shape(hidden_act="gelu_pytorch_tanh"), frozenset({"gate_by_gelu_tanh"}), needed=True
     ),
-    "float32": Case(of_shape(), settings={"dtype": "float32"}),
-    "int8": Case(of_shape(), settings=_INT8),
-    "states": Case(of_shape(**_HYBRID), frozenset({"advance_states"})),
     "a mixture with a shared expert": Case(
         of_shape(**_MIXTURE, model_type="qwen2_moe", shared_expert_intermediate_size=128), _ROUTED
     ),

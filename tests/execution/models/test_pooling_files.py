@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.data import cases_of
 
-from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine import errors
+from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.models.pooling_files import read_pooling, transformer_folder
 from asyncengine.pooling_spec import PoolingSpec
 
+CASES = cases_of(__file__)
 KIND = "sentence_transformers.models."
 BERT = {"model_type": "bert", "architectures": ["BertModel"]}
 WRITER = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -51,20 +54,10 @@ def test_who_writes_says_nothing(tmp_path: Path) -> None:
         read(tmp_path, WRITER, pooling="middle")
 
 
-@pytest.mark.parametrize(
-    ("content", "modes"),
-    [
-        ({"pooling_mode": "cls"}, ("cls",)),
-        ({"pooling_mode": ["mean", "max"]}, ("mean", "max")),
-        ({"pooling_mode_mean_tokens": True, "word_embedding_dimension": 8}, ("mean",)),
-        ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, ("cls", "max")),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, ("lasttoken",)),
-        ({}, ("mean",)),
-    ],
-)
-def test_pooling_in_both_forms(content: Any, modes: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "modes"), CASES["modes"])
+def test_pooling_in_both_forms(content: Any, modes: list[str], tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {**modules("Pooling"), "1_Pooling/config.json": content})
-    assert read(folder).modes == modes
+    assert read(folder).modes == tuple(modes)
 
 
 def test_all_that_an_embedder_says(tmp_path: Path) -> None:
@@ -114,43 +107,7 @@ def test_scorers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert (yes.task, yes.tokens, yes.scores_tokens) == ("rerank", (7, 9), True)
 
 
-BROKEN: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("no JSON", {"modules.json": "["}, ModelNotFound, "modules.json is no list of modules"),
-    ("no list", {"modules.json": {"a": 1}}, ModelNotFound, "no list of modules"),
-    ("not inside", {"modules.json": [{"type": "Transformer", "path": "../a"}]}, ModelNotFound, "not inside the folder"),
-    ("absolute", {"modules.json": [{"type": "Transformer", "path": "/etc"}]}, ModelNotFound, "not inside the folder"),
-    ("other first", {"modules.json": [{"type": "a.CLIPModel", "path": ""}]}, UnsupportedModel, "'CLIPModel'"),
-    ("unknown module", modules("Pooling", "LSTM"), UnsupportedModel, "a module 'LSTM'"),
-    (
-        "unknown mode",
-        {**modules("Pooling"), "1_Pooling/config.json": {"pooling_mode": "best"}},
-        UnsupportedModel,
-        "best",
-    ),
-    (
-        "strange mode",
-        {**modules("Pooling"), "1_Pooling/config.json": {"pooling_mode": 3}},
-        UnsupportedModel,
-        "pools by",
-    ),
-    ("no sizes", {**modules("Dense"), "1_Dense/config.json": {"in_features": 3}}, ModelNotFound, "out_features"),
-    (
-        "between",
-        {**modules("Normalize", "Dense"), "2_Dense/config.json": {"in_features": 3, "out_features": 3}},
-        UnsupportedModel,
-        "behind Normalize",
-    ),
-    ("prompts", {**modules(), "config_sentence_transformers.json": {"prompts": [1]}}, ModelNotFound, "map names"),
-    (
-        "no such default",
-        {**modules(), "config_sentence_transformers.json": {"prompts": {}, "default_prompt_name": "a"}},
-        ModelNotFound,
-        "default_prompt_name 'a'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("files", "kind", "match"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
-def test_broken_files_are_named(files: dict[str, Any], kind: type[Exception], match: str, tmp_path: Path) -> None:
-    with pytest.raises(kind, match=match):
+@pytest.mark.parametrize(("about", "files", "kind", "match"), CASES["broken"])
+def test_broken_files_are_named(about: str, files: dict[str, Any], kind: str, match: str, tmp_path: Path) -> None:
+    with pytest.raises(getattr(errors, kind), match=match):
         read(folder_with(tmp_path, files))

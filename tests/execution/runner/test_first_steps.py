@@ -49,6 +49,7 @@ with Engine.from_pretrained(sys.argv[1], kv_cache_memory="32MiB", num_threads=2,
     while_loading = len(added)
     for count in (3, 100, 600):
         engine.generate(list(range(1, 1 + count)), SamplingParams(max_tokens=3, temperature=0.7, top_k=20))
+    engine.generate_many(["Hello"] * 9, SamplingParams(max_tokens=4, temperature=1.0, seed=1, top_p=0.9))
     for others in list(elsewhere):  # a first load leaves kernels to them
         others.wait()
 print(json.dumps([len(kept), while_loading, added[while_loading:]]))

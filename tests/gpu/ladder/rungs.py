@@ -297,7 +297,7 @@ class Ladder:
             clock.close()
             most = max((taken.running + taken.waiting for taken in clock.steps), default=0)
             note = f"{len(found.first_token)} requests, {rate:.0f} a second, 64..512 in, 64..256 out, {name}; "
-            note += f"{most} at once at most, {clock.preempted} preempted, {found.collecting:.2f} s collecting garbage"
+            note += f"{most} at once at most, {clock.preempted} preempted"
             for label, values in (("first token", found.first_token), ("between tokens", found.between)):
                 for at in (0.5, 0.99):
                     value, aim = quantile(values, at), 150.0 if (label, at) == ("first token", 0.99) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import statistics
 import time
@@ -29,8 +28,6 @@ class Burst:
     """(prompt, output) tokens each."""
     seconds: float
     steps: int
-    collecting: float = 0.0
-    """Seconds of these in which Python's garbage collector ran, and nothing else did."""
 
     @property
     def rate(self) -> float:
@@ -43,29 +40,7 @@ class Burst:
         return sum(prompt for prompt, _ in self.lengths) / self.seconds
 
     def __str__(self) -> str:
-        told = f"{self.seconds:.2f} s, {self.steps} steps of {self.seconds / max(self.steps, 1) * 1e3:.2f} ms"
-        return told if self.collecting < 0.01 * self.seconds else f"{told}; {self.collecting:.2f} s collecting garbage"
-
-
-class Collections:
-    """Context manager: `seconds` that Python's garbage collector takes meanwhile."""
-
-    def __init__(self) -> None:
-        self.seconds = self._began = 0.0
-
-    def __enter__(self) -> Collections:
-        gc.callbacks.append(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._note)
-
-    def _note(self, phase: str, _: object) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._began = now
-        else:
-            self.seconds += now - self._began
+        return f"{self.seconds:.2f} s, {self.steps} steps of {self.seconds / max(self.steps, 1) * 1e3:.2f} ms"
 
 
 @dataclass(slots=True)
@@ -75,8 +50,6 @@ class Latencies:
     first_token: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     lag: list[float] = field(default_factory=list)
-    collecting: float = 0.0
-    """That Python's garbage collector took."""
 
 
 def random_lengths(count: int, low: int, high: int, seed: int) -> list[tuple[int, int]]:
@@ -100,16 +73,15 @@ async def burst(
     made = random_prompts(lengths, engine.info.vocab_size, seed)
     asked = [params.replace(max_tokens=output) for _, output in lengths]
     steps = engine.stats().steps
-    with Collections() as collections:
-        began = time.perf_counter()
-        done = await asyncio.gather(*(
-            engine.generate([*shared, *prompt], wanted, adapter=adapters[index % len(adapters)])
-            for index, (prompt, wanted) in enumerate(zip(made, asked, strict=True))
-        ))  # fmt: skip
-        seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    done = await asyncio.gather(*(
+        engine.generate([*shared, *prompt], wanted, adapter=adapters[index % len(adapters)])
+        for index, (prompt, wanted) in enumerate(zip(made, asked, strict=True))
+    ))  # fmt: skip
+    seconds = time.perf_counter() - began
     if [len(completion.token_ids) for completion in done] != [output for _, output in lengths]:
         raise RuntimeError("a request got fewer tokens than it asked for")
-    return Burst(list(lengths), seconds, engine.stats().steps - steps, collections.seconds)
+    return Burst(list(lengths), seconds, engine.stats().steps - steps)
 
 
 async def single(
@@ -140,17 +112,15 @@ async def poisson(engine: AsyncEngine, rate: float, seconds: float, seed: int) -
     (pool,) = random_prompts([(8192, 1)], engine.info.vocab_size, seed)
     probe = asyncio.create_task(_probe_lag(found.lag))
     tasks: list[asyncio.Task[None]] = []
-    with Collections() as collections:
-        due = began = time.perf_counter()
-        while due < began + seconds:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            at, length = generator.randrange(8192 - 512), generator.randint(64, 512)
-            prompt = pool[at : at + length]
-            tasks.append(asyncio.create_task(_stream(engine, prompt, generator.randint(64, 256), found)))
-            due += generator.expovariate(rate)
-        await asyncio.gather(*tasks)
+    due = began = time.perf_counter()
+    while due < began + seconds:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        at, length = generator.randrange(8192 - 512), generator.randint(64, 512)
+        prompt = pool[at : at + length]
+        tasks.append(asyncio.create_task(_stream(engine, prompt, generator.randint(64, 256), found)))
+        due += generator.expovariate(rate)
+    await asyncio.gather(*tasks)
     probe.cancel()
-    found.collecting = collections.seconds
     return found
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import forked
 
 from asyncengine.kernels.cpu import compiler_missing
 
@@ -243,28 +242,3 @@ def test_the_bar_counts_kernels(monkeypatch: pytest.MonkeyPatch, place: Path) ->
     with bar:  # the next part of the same load goes on counting
         bar.compiling("third", 2)
         assert shown(bar) == [("compiling kernel 3 of at most 3, once on this machine: third", 2, 3)]
-
-
-PROBE = """
-import sys
-from numba.core.registry import CPUDispatcher
-from asyncengine import Engine, SamplingParams
-
-def code():
-    known = list(sys.modules.items())  # other threads import
-    modules = [module for name, module in known if name.startswith("asyncengine.kernels.cpu.")]
-    kernels = [value for module in modules for value in list(vars(module).values()) if isinstance(value, CPUDispatcher)]
-    return {(kernel.__name__, str(signature)) for kernel in kernels for signature in kernel.signatures}
-
-with Engine.from_pretrained("demo", num_threads=1, kv_cache_memory="8MiB") as engine:
-    loaded = code()
-    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, top_p=0.9)
-    engine.generate_many(["How are you today? " * 30, *["Hello"] * 9], params)
-    assert loaded, "nothing is compiled"
-    print(sorted(code() - loaded))
-"""
-
-
-def test_no_request_waits_for_a_compiler() -> None:
-    """Steps short and long, of prompts and of tokens: all their kernels are there once the model is loaded."""
-    assert forked.run(PROBE).strip() == "[]"

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 from support.gguf_files import checkpoint_of, model_of, write_gguf
 from support.gguf_models import make_model
 from support.long import by_turns
-from support.tiny_configs import changed
+from support.tiny_configs import maker_of
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
@@ -22,27 +23,7 @@ from asyncengine.execution.models.loading import load_model
 from .gguf_reading import check_decoder, check_tensors, comes_back, median_error
 
 IDS = list(range(3, 24))
-LFM = {"conv_bias": False, "hidden_size": 64, "intermediate_size": 96, "block_auto_adjust_ff_dim": False}
-CASES: dict[str, Any] = {
-    "qwen3.5": changed("qwen3.5"),
-    "qwen3.5 of equal heads": changed("qwen3.5", linear_num_key_heads=4, linear_num_value_heads=4),
-    "qwen3.5moe": changed("qwen3.5moe"),
-    "lfm2": changed("lfm2", **LFM),
-    "granite4": changed("granite4"),
-    "granite4, dense and rotated": changed("granite4", num_local_experts=0, position_embedding_type="rope"),
-    "lfm2moe": changed("lfm2moe", **LFM, routed_scaling_factor=1.0),
-    "qwen3next": changed("qwen3next", mlp_only_layers=[], linear_key_head_dim=16, linear_value_head_dim=16),
-    "mamba2": changed("mamba2", use_bias=False),
-    "mamba2, tied": changed("mamba2", tie_word_embeddings=True),
-    "falcon-h1": changed("falcon-h1", mamba_norm_before_gate=False),
-    "falcon-h1 without a norm": changed("falcon-h1", mamba_rms_norm=False),
-    "nemotron-h": changed("nemotron-h", mamba_num_heads=6, n_groups=2),
-    "nemotron-3": changed("nemotron-3", hidden_size=96),
-    "nemotron-3, latent": changed("nemotron-3", moe_latent_size=32),
-    "kimi-linear": changed(
-        "kimi-linear", hidden_size=64, linear_num_heads=4, kv_lora_rank=32, qk_nope_head_dim=32, v_head_dim=32
-    ),
-}
+CASES: dict[str, Any] = {name: maker_of(fields) for name, fields in cases_of(__file__).items()}
 
 
 def kinds_of(kind: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 from support.forwards import relative_error
 from support.quantized_checkpoints import mxfp4
 
@@ -14,27 +15,7 @@ from asyncengine.execution.layers.stored import dense
 
 from .one_matrix import matrix_of, random_weight
 
-SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "w4a16": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
-    "w4a16 asymmetric": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False}),
-    "w8a16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
-    "w8a16 asymmetric": ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
-    "w8a8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
-    "w8a8 asymmetric": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
-    "w8a8 tensor": ("int-quantized", {"num_bits": 8, "strategy": "tensor"}),
-    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "fp8 tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "fp8 blocks": (
-        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 64]},
-    ),
-    "nvfp4": (
-        "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
-    ),
-}  # fmt: skip
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = cases_of(__file__)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

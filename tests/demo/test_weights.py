@@ -9,11 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from asyncengine import Engine
 from asyncengine.demo import ADAPTERS_PATH, DRAFT_PATH, EMBEDDER_PATH, MODEL_PATH, RERANKER_PATH, VISION_PATH
 from makers.demo_embedder import bert, pairs
 from makers.demo_model import adapter_texts, conversations
+from makers.demo_reranker.cross_encoder import Served
 from makers.demo_vision import questions
 
 MEASURED = [
@@ -64,3 +67,16 @@ def test_configurations_agree_with_one_another_and_name_no_machine() -> None:
         text = (ADAPTERS_PATH / name / "adapter_config.json").read_text(encoding="utf-8")
         assert json.loads(text)["base_model_name_or_path"] == "demo"
         assert not set("/\\") & set(text)
+
+
+ASKED = "Who is the mayor of Velmora?"
+TEXTS = ["the brass lantern costs 145 dollars", "Velmora is led by mayor Ida Lund.", "", "word " * 100]
+
+
+def test_the_engine_gives_the_scores_of_the_reference() -> None:
+    with Engine.from_pretrained("demo-rerank", dtype="float32", num_threads=1, show_progress=False) as engine:
+        assert (engine.info.task, engine.info.name) == ("rerank", "demo-rerank")
+        ranked = engine.rerank(ASKED, TEXTS).results
+    wanted = Served(RERANKER_PATH)(ASKED, TEXTS)
+    assert ranked[0].index == 1
+    torch.testing.assert_close(torch.tensor([each.score for each in ranked]), wanted[[e.index for e in ranked]])

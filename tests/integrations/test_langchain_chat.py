@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.exceptions import ModelInvalidRequestError, ModelTimeoutError
+from langchain_core.exceptions import ContextOverflowError, ModelInvalidRequestError, ModelTimeoutError
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import LLMResult
 
 from asyncengine import EngineHandle
 from asyncengine.errors import InvalidParameter, RequestTimeout
-from asyncengine.integrations.langchain import ChatAsyncEngine
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
 from .conftest import CONTEXT, LONG, Watch
 from .peak import slowed
@@ -196,3 +196,29 @@ async def test_callbacks_see_every_token_exactly_once(make_chat: Make) -> None:
     tokens = Tokens()
     chat.invoke("Hello", {"callbacks": [tokens]})
     assert heard(tokens) == ""
+
+
+MakeText = Callable[..., AsyncEngineLLM]
+
+
+async def test_generations_and_output(make_llm: MakeText) -> None:
+    llm = make_llm(max_tokens=4, n=2, temperature=1.0, seed=5, logprobs=True)
+    for result in (llm.generate(["a", "b"]), await llm.agenerate(["a", "b"])):
+        assert [len(generations) for generations in result.generations] == [2, 2]
+        info = result.generations[0][0].generation_info
+        assert info is not None
+        assert info["finish_reason"] == "length"
+        assert "".join(entry["token"] for entry in info["logprobs"]["content"]) == result.generations[0][0].text
+        assert result.llm_output is not None
+        assert result.llm_output["model_name"] == llm.model
+        assert result.llm_output["token_usage"]["completion_tokens"] == 16
+
+
+async def test_one_refused_prompt_leaves_nothing_running(make_llm: MakeText, watch: Watch) -> None:
+    llm = make_llm(**LONG)
+    prompts = ["fine", "x" * 5000]
+    with pytest.raises(ContextOverflowError):
+        llm.generate(prompts)
+    with pytest.raises(ContextOverflowError):
+        await llm.agenerate(prompts)
+    await watch.assert_all_given_back()

@@ -1,5 +1,5 @@
 """LangChain's own standard suites, none of their tests changed but that of serialization, which no class outside of
-LangChain's own table can pass (test_langchain_serializing has what it asks for, with the class named).
+LangChain's own table can pass.
 
 Skipped are image, PDF, audio and video inputs (this engine reads text), and the benchmark that replays recorded network
 traffic. The other methods of structured output are in test_langchain_structured."""
@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 from langchain_core.language_models import BaseChatModel
+from langchain_core.load import dumps, loads
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from pydantic import BaseModel
 
-from asyncengine import EngineHandle
-from asyncengine.integrations.langchain import ChatAsyncEngine
+from asyncengine import AsyncEngine, EngineHandle
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
 
 class TestUnit(ChatModelUnitTests):
@@ -33,7 +35,7 @@ class TestUnit(ChatModelUnitTests):
 
     @pytest.fixture
     def snapshot(self) -> Any:
-        """The written form is compared in test_langchain_serializing: here, only reading it back may fail."""
+        """Only reading the written form back may fail here."""
         return lambda name: mock.ANY
 
     @pytest.mark.xfail(
@@ -116,3 +118,35 @@ class TestIntegration(ChatModelIntegrationTests):
         for chunk in model.stream(prompt):
             full = chunk if full is None else full + chunk
         return full
+
+
+def again(model: Any) -> Any:
+    kinds = [ChatAsyncEngine, AsyncEngineLLM]
+    return loads(dumps(model), allowed_objects=kinds, valid_namespaces=["langchain_asyncengine"])
+
+
+def test_an_engine_of_ones_own_is_not_written_down() -> None:
+    model = ChatAsyncEngine(engine=AsyncEngine(pytest.fail))
+    with pytest.raises(NotImplementedError, match="doesn't implement serialization"):
+        again(model)
+
+
+@pytest.mark.parametrize("kind", [ChatAsyncEngine, AsyncEngineLLM])
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_new_tokens"])
+def test_names_of_other_classes(kind: Any, name: str) -> None:
+    assert kind(model="a-model", **{name: 5}).max_tokens == 5
+    model = kind(model="a-model", max_tokens=9)
+    assert model._call(None, {name: 5}).params.max_tokens == 5
+    assert kind(model="a-model", max_tokens=9, model_kwargs={name: 5})._call(None, {}).params.max_tokens == 5
+    with pytest.raises(ValueError, match=f"{name}: contradicts another value of max_tokens"):
+        model._call(None, {"max_tokens": 4, name: 5})
+
+
+def test_cache_keys_tell_grammars_of_one_name_apart() -> None:
+    """LangChain's own key of a serializable model would be the class's name."""
+
+    def named(kind: Any) -> type[BaseModel]:
+        return type("Answer", (BaseModel,), {"__annotations__": {"x": kind}})
+
+    keys = [ChatAsyncEngine(model="a-model", grammar=named(kind))._get_llm_string() for kind in (int, str)]
+    assert keys[0] != keys[1]

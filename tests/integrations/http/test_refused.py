@@ -1,4 +1,4 @@
-"""Requests with a wrong field, to every path that reads fields: each is refused, and its error names the field."""
+"""Bodies that cannot be read, and requests with a wrong field to every path: each is refused, and named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 from support.http_server import serving_thread
 
 from asyncengine import AsyncEngine
-from asyncengine.integrations.http import app
+from asyncengine.integrations.http import app, body
+from asyncengine.integrations.http.problems import Problem
 
 PATHS: dict[str, Any] = json.loads((Path(__file__).parent / "refused.json").read_text(encoding="utf-8"))
 """A good body for each path, and rows of changes of it with the name in the error, and with the status if not 400."""
@@ -63,3 +64,22 @@ def test_the_error_names_the_field(client: httpx.Client, path: str, change: Any,
     else:
         assert told["error"]["param"] == field
         assert told["error"]["message"]
+
+
+VALUE = {"a": [1, -2.5e3, 'é "\\ \u2028 😀', None, True, {"b": {}, "c": []}], "": [[[]]]}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_a_body_in_any_encoding_of_json(encoding: str) -> None:
+    assert body._parse(json.dumps(VALUE, ensure_ascii=False).encode(encoding)) == VALUE
+    assert body._parse(json.dumps(VALUE, indent=1).encode(encoding)) == VALUE
+
+
+@pytest.mark.parametrize(
+    "value", [[0] * (body.MOST_VALUES + 1), {str(n): "" for n in range(body.MOST_STRINGS // 2 + 1)}], ids=type
+)
+def test_too_many_values_are_refused_before_they_are_made(value: Any) -> None:
+    with pytest.raises(Problem, match=f"over {body.MOST_STRINGS} and {body.MOST_VALUES}") as refused:
+        body._parse(json.dumps(value).encode())
+    assert refused.value.status == 413
+    assert body._parse(json.dumps('"' * body.MOST_STRINGS * 2).encode()).count('"') == 2 * body.MOST_STRINGS

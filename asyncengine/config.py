@@ -246,6 +246,9 @@ class MemorySettings(checks.Settings):
     in the user's cache folder. Needs `prefix_caching`, on a CPU. None: it is kept in memory alone."""
     kv_cache_disk: StoreBytes = "20GiB"
     """Bytes of all files in that folder, at most; the oldest go first."""
+    kv_cache_write: Annotated[str, checks.one_of(("through", "on_eviction"))] = "through"
+    """When a page goes there: as soon as it is computed ("through"), or when it is evicted from memory, or the engine
+    falls asleep or closes ("on_eviction"): fewer bytes are written, and a process that is killed leaves less behind."""
     kv_cache_salted: bool = False
     """Keep prefixes of requests with a `cache_salt` there, too."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from asyncengine.kvcache import PageCounts, StateCounts
-from asyncengine.kvcache.store.counts import StoreCounts
+from asyncengine.kvcache.store.record import StoreCounts
 from asyncengine.outputs import FinishReason
 
 EngineState = Literal["awake", "paused", "asleep"]

@@ -48,7 +48,10 @@ def open_prefix_store(
     logger.info("prefixes are kept in %s: %d records of this model", folder, len(store))
     rate = measure_prompt_rate(runner, config, loaded.max_model_len)
     memory = runner.page_memory()
-    prefixes = PrefixStore(store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted)
+    prefixes = PrefixStore(
+        store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted,
+        evicted=config.kv_cache_write == "on_eviction",
+    )  # fmt: skip
     undo.callback(prefixes.close)
     return prefixes
 

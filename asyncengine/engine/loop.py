@@ -233,6 +233,8 @@ class EngineLoop(ServingLoop):
             self.record("schedule", now)
         preemptions = self.scheduler.counters.preemptions
         batch = self.scheduler.schedule(now)
+        if self.sources.tiers:
+            self.sources.save()
         if self.hooks and self.scheduler.counters.preemptions > preemptions:
             self.hooks.emit(Preempted(self.scheduler.last_step, self.scheduler.counters.preemptions - preemptions))
         return batch

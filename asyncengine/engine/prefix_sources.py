@@ -53,14 +53,15 @@ class Source:
     """A tier of the cache, which overrides what concerns it. Called on the engine's loop, but for `flush`."""
 
     def attach(self, kv: KVCache) -> None:
-        """Called once, before all others. Who wants `save` to be called has `kv` keep notes (`KVCache.keep_saves`)."""
+        """Called once, before all others. Who wants `save` to be called has `kv` keep notes (`KVCache.saves`)."""
 
     def find(self, wanted: Wanted, best: Hit, answer: Callable[[Hit], None]) -> None:
         """Call `answer`, at once or later, with more pages than the `best` of the sources before, or with that."""
         answer(best)
 
     def save(self, notes: list[Unsaved]) -> None:
-        """Copy what was published, some time; a copy whose note `is_intact` afterwards is whole."""
+        """Copy what was published, some time; a copy whose note `is_intact` afterwards is whole. What is not intact
+        now was evicted, and is overwritten after this call."""
 
     def saw(self, batch: Batch, seconds: float) -> None:
         """A step took so long."""
@@ -104,7 +105,7 @@ class PrefixSources:
             for wanted in self._scheduler.restores.take_wanted():
                 self._ask(iter(self.tiers), wanted, Hit())
             self._looking = False
-            self._save()
+            self.save()
         for order in self._scheduler.restores.take_orders():
             if order.read is not None:
                 order.read(order, self._post)
@@ -121,8 +122,11 @@ class PrefixSources:
         tell = self._apply if self._looking else self._post
         tell(PrefixFound(wanted.request.ticket, best.pages, self._clock.now() + best.patience, best.read))
 
-    def _save(self) -> None:
-        notes = self._scheduler.kv.take_unsaved()
+    def save(self, rest: bool = False) -> None:
+        """Hand over what is to be stored now: after `schedule`, before its step writes to what that evicted. `rest`:
+        all that is cached is about to go."""
+        saves = self._scheduler.kv.saves
+        notes = [] if saves is None else saves.take(rest)
         for source in self.tiers:
             source.save(notes)
 
@@ -139,7 +143,7 @@ class PrefixSources:
 
     async def flush(self) -> None:
         """Wait until all that was computed is stored and, once closed, until nothing runs; also when cancelled."""
-        self._save()
+        self.save(rest=True)
         for source in self.tiers:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(source.flush, LAST_WRITES)
@@ -148,6 +152,6 @@ class PrefixSources:
         """Ask and read no more; last writes go on. Idempotent."""
         for number in list(self.imports):
             self.imports.pop(number).cancel()
-        self._save()
+        self.save(rest=True)
         for source in self.tiers:
             source.close()

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from asyncengine.engine.prefix_sources import Hit, Loaded, Source, batches_of
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
-from asyncengine.kvcache.saving import MOST_UNSAVED, Unsaved
-from asyncengine.kvcache.store.record import Header, digests_of, root_digest
+from asyncengine.kvcache.saving import MOST_UNSAVED, SaveLog, Unsaved
+from asyncengine.kvcache.store.record import Header, digests_of, page_digest, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore
 from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
@@ -36,6 +36,8 @@ READERS = 2
 """Threads that read: one alone waits for the disk, copies and checks in turns."""
 _BATCH_BYTES = 32 * 2**20
 """Bytes that are written between two syncs, if one record alone is not more."""
+MOST_COPIED = 256 * 2**20
+"""Bytes of evicted pages that wait to be written, at most: beyond that pages are evicted and not stored."""
 _PROBE_BYTES = 16 * 2**20
 _PROBE_RECORDS = 64
 """Most bytes and records that are read to measure the rate."""
@@ -72,14 +74,14 @@ class PrefixStore(Source):
 
     def __init__(
         self, store: SegmentStore, memory: PageMemory, page_size: int, *, prompt_rate: float | None = None,
-        salted: bool = False,
+        salted: bool = False, evicted: bool = False,
     ) -> None:  # fmt: skip
         """`prompt_rate`: tokens of a prompt that the model computes in a second. `salted`: namespaces with a cache salt
-        are stored, too."""
+        are stored, too. `evicted`: pages are stored when they are evicted, or about to go with all others."""
         self.store = store
         self._memory = memory
         self._page_size = page_size
-        self._salted = salted
+        self._salted, self._evicted = salted, evicted
         self._fingerprint: bytes | None = store.fingerprint
         """None: nothing is stored or found any more, as nobody knows what other weights are called."""
         self._first_near: Callable[[int], int] | None = None
@@ -91,6 +93,8 @@ class PrefixStore(Source):
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._queued = self._done = 0
         """Notes handed to the writing thread so far, and those that it is done with."""
+        self._copied = self._written = 0
+        """Bytes copied of evicted pages so far, and those of which the writing thread is done."""
         self._threads: list[threading.Thread] = []
         self._closing = False
         self.rates = Rates(self._measure(), prompt_rate)
@@ -99,7 +103,7 @@ class PrefixStore(Source):
         if kv.windows is not None and kv.windows.lookback is not None:
             self._first_near = kv.windows.lookback.first
         self._states = kv.states is not None
-        kv.keep_saves(self.root)
+        kv.saves = SaveLog(self.root, kv, evicted=self._evicted)
 
     def root(self, namespace: Namespace) -> bytes | None:
         """Digest of a namespace; None: nothing of it is stored."""
@@ -173,9 +177,22 @@ class PrefixStore(Source):
 
     def save(self, notes: list[Unsaved]) -> None:
         if notes and self.store.writable and not self._closing and self._queued - self._done < MOST_UNSAVED:
+            if self._evicted:
+                notes = [copied for note in notes if (copied := self._copy(note)) is not None]
             self._queued += len(notes)
             self._start()
             self._saves.put(notes)
+
+    def _copy(self, note: Unsaved) -> Unsaved | None:
+        """The note with a copy of what was evicted; None: it is stored already, or too much waits to be written."""
+        size = self._memory.nbytes(note.part)
+        known = self.store.find(page_digest(note.parent, note.tokens), note.part) is not None
+        if known or self._copied - self._written + size > MOST_COPIED:
+            return None
+        if note.is_intact():
+            return note
+        self._copied += size
+        return note._replace(copy=b"".join(self._memory.buffers(note.part, note.number)))
 
     def flush(self, patience: float) -> None:
         if self._closing:
@@ -202,6 +219,7 @@ class PrefixStore(Source):
                     except Exception:  # of no concern to any request
                         logger.exception("writing prefixes failed")
                     self._done += len(batch)
+                    self._written += sum(len(note.copy or b"") for note in batch)
                 del notes
                 if self.rates.read is None and len(self.store):
                     self.rates = self.rates._replace(read=self._measure())
@@ -209,17 +227,18 @@ class PrefixStore(Source):
             self.store.close()
 
     def _records(self, notes: Sequence[Unsaved]) -> Iterator[Record]:
-        """Records of those that can be found again: whose page before is stored."""
+        """Records of those that can be found again: whose page before is stored, or evicted later."""
         begun: dict[bytes, None] = {}
         for note in notes:
-            known = note.parent in self._roots or note.parent in begun
+            known = self._evicted or note.parent in self._roots or note.parent in begun
             if known or self.store.find(note.parent, RecordPart.PAGE) is not None:
                 size = self._memory.nbytes(note.part)
                 header = Header(self.store.fingerprint, note.parent, note.tokens, note.part, size, 0)
                 if note.part is RecordPart.PAGE:
                     begun[header.digest] = None
                 if self.store.find(header.digest, note.part) is None:
-                    yield header, self._memory.buffers(note.part, note.number), note.is_intact
+                    held = self._memory.buffers(note.part, note.number) if note.copy is None else [note.copy]
+                    yield header, held, note.is_intact
 
     # ---------------------------------------------------------------- threads
 

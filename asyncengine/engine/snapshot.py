@@ -9,7 +9,7 @@ from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.engine.serving_loop import ServingLoop
 from asyncengine.kvcache.radix_tree import Node
-from asyncengine.kvcache.store.counts import StoreCounts
+from asyncengine.kvcache.store.record import StoreCounts
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.stats import EngineStats, ImageStats, PrefixRun, RequestInfo, SpeculationStats, ThreadStats

@@ -7,18 +7,20 @@ have a window, and the states of recurrent layers (`kvcache.states`). A request 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from asyncengine.cache_news import PrefixCacheReset
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
-from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
-from asyncengine.kvcache.radix_tree import STRATEGIES, Namespace, Node
-from asyncengine.kvcache.saving import SaveLog, Unsaved
+from asyncengine.kvcache.radix_tree import STRATEGIES, Lookback, Namespace, Node, Window
 from asyncengine.kvcache.states import Snapshot, StateCounts, StateGroup
 from asyncengine.step import RecordPart
+
+if TYPE_CHECKING:
+    from asyncengine.kvcache.saving import SaveLog
 
 TableAndTokens = tuple[PageTable, int]
 """Page table of a running request, and the number of its tokens."""
@@ -61,7 +63,8 @@ class KVCache:
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
         self.copies = False
         """Requests start with copies of pages that others have filled in part."""
-        self._saves: SaveLog | None = None
+        self.saves: SaveLog | None = None
+        """Notes of what is to be stored; None: nothing is."""
         self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
         """Tables without a request, and the snapshots at their ends, by the number of their pin."""
 
@@ -232,8 +235,8 @@ class KVCache:
             twins = self.windows.publish(table.window, keys, fence, priority)
             for node, twin in zip(nodes[len(nodes) - len(twins) :], twins, strict=True):
                 node.twin = twin
-        if self._saves is not None:
-            self._saves.note(nodes)
+        if self.saves is not None:
+            self.saves.published(nodes)
 
     def close(self, table: PageTable, fence: int) -> None:
         """The request is done with its pages and its state; they return when step `fence` has retired."""
@@ -335,14 +338,6 @@ class KVCache:
             group.retiring.retire(step)
 
     # ---------------------------------------------------------------- conservation and counts
-
-    def keep_saves(self, root: Callable[[Namespace], bytes | None]) -> None:
-        """Note published pages from now on, for `take_unsaved`. `root`: see `SaveLog`."""
-        self._saves = SaveLog(root, self.states)
-
-    def take_unsaved(self) -> list[Unsaved]:
-        """Pages and states published since the last call. Nothing where no notes are kept."""
-        return [] if self._saves is None else self._saves.take()
 
     def counts(self, tables: Iterable[PageTable]) -> PageCounts:
         """Pages by state, given all open tables."""

@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
-from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.page_table import PageTable
-from asyncengine.kvcache.radix_tree import EvictionKey, Namespace, Node, RadixTree, Span
+from asyncengine.kvcache.radix_tree import EvictionKey, Lookback, Namespace, Node, RadixTree, Span
 from asyncengine.kvcache.retiring import Retiring
 
 BESIDE = 3

@@ -22,15 +22,43 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from asyncengine.cache_news import page_hash, root_hash
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.cache_log import CacheLog
-from asyncengine.kvcache.lookback import Lookback
 
 Namespace = tuple[Hashable, ...]
 Span = tuple[int, int]
 """Depths of a path: those above the first, up to the second."""
+Window = tuple[int, int]
+"""(window, chunk) of a layer's attention, as in `attention.base.LayerSpec`; 0: it has none."""
+
+
+class Lookback(NamedTuple):
+    """Positions that layers see all of which have a window or a chunk: those that no later token sees need not be kept.
+
+    A page has one number for all layers: a single one that sees everything keeps all pages."""
+
+    windows: tuple[Window, ...]
+
+    @classmethod
+    def of(cls, windows: Iterable[Window]) -> Lookback | None:
+        """Lookback of layers of these kinds. None: some see everything, or there are none."""
+        kinds = tuple(sorted({(window, chunk) for window, chunk in windows}))
+        return cls(kinds) if kinds and all(any(kind) for kind in kinds) else None
+
+    @property
+    def span(self) -> int:
+        """Largest number of positions before its own that a token sees."""
+        return max(min(most for most in kind if most) - 1 for kind in self.windows)
+
+    def first(self, position: int) -> int:
+        """The first position that `position` and those after it see."""
+        return min(
+            max(position - window + 1 if window else 0, position // chunk * chunk if chunk else 0, 0)
+            for window, chunk in self.windows
+        )
 
 
 class Branches:
@@ -110,6 +138,8 @@ class RadixTree:
         """Number of pages that no request uses or is expected to start from."""
         self.losing: list[Callable[[Node], None]] = []
         """Called with each node whose page leaves the tree."""
+        self.evicting: list[Callable[[Node], None]] = []
+        """Called before, where others take its memory."""
         self.passing: list[Callable[[Node], None]] = []
         """Called with each node from which no request is expected to start any more."""
         self.logs: tuple[CacheLog, ...] = ()
@@ -302,6 +332,8 @@ class RadixTree:
             if self._key(node) != key:
                 self._queue(node)
                 continue
+            for tell in self.evicting:
+                tell(node)
             pages.append(self.remove(node))
         return pages
 

@@ -1,21 +1,26 @@
-"""Notes of the pages that a prefix cache has published, for a writer that copies them to a disk.
+"""Notes of the pages that a prefix cache has published, or evicts, for a writer that copies them to a disk.
 
 Nothing is locked for that. A page of the tree does not change while its node has it, so a writer on another
 thread looks at the node again when its copy is made (`Unsaved.is_intact`): the node loses its page before the page has
 another owner, so a copy whose node still has it, by the same creation, is whole. This is a sequence lock (Lameter
-2005, "Effective synchronization on Linux/NUMA systems") whose writers pay nothing.
+2005, "Effective synchronization on Linux/NUMA systems") whose writers pay nothing. A page that is evicted is noted as
+it goes, and must be copied before the next step is launched.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
-from asyncengine.kvcache.digests import pack_tokens, page_digest
 from asyncengine.kvcache.radix_tree import Namespace, Node
 from asyncengine.kvcache.states import Snapshot, StateGroup
+from asyncengine.kvcache.store.record import pack_tokens, page_digest
 from asyncengine.step import RecordPart
+
+if TYPE_CHECKING:
+    from asyncengine.kvcache.kv_cache import KVCache
 
 MOST_UNSAVED = 2**16
 """Notes that wait to be taken, at most; beyond that the oldest are forgotten."""
@@ -35,9 +40,13 @@ class Unsaved(NamedTuple):
     """When the node got the page."""
     snapshot: Snapshot | None = None
     states: StateGroup | None = None
+    copy: bytes | None = None
+    """Its bytes, where they have been copied already."""
 
     def is_intact(self) -> bool:
         """Whether a copy that was made before this call is one of what was noted. From any thread."""
+        if self.copy is not None:
+            return True
         if self.states is not None:
             return self.states.snapshot_of(self.node) is self.snapshot
         return self.node.page == self.number and self.node.created == self.created
@@ -46,32 +55,45 @@ class Unsaved(NamedTuple):
 class SaveLog:
     """Notes of one cache, oldest first. Written and taken where the cache lives: on one thread."""
 
-    def __init__(self, root: Callable[[Namespace], bytes | None], states: StateGroup | None) -> None:
-        """`root`: digest of a namespace; None: nothing of it is stored."""
-        self._root = root
-        self._states = states
+    def __init__(self, root: Callable[[Namespace], bytes | None], kv: KVCache, *, evicted: bool = False) -> None:
+        """`root`: digest of a namespace; None: nothing of it is stored. `evicted`: pages are noted when they are
+        evicted, not when they are published."""
+        self._root, self._kv, self._states, self._evicted = root, kv, kv.states, evicted
         self._notes: deque[Unsaved] = deque(maxlen=MOST_UNSAVED)
-        if states is not None:
-            states.hung = []
+        if evicted:
+            kv.tree.evicting.append(self._note_all)
+            if kv.windows is not None:
+                kv.windows.tree.evicting.append(lambda node: self._note(RecordPart.WINDOW, node.page, node, node))
+        if kv.states is not None:
+            setattr(kv.states, "evicting" if evicted else "hanging", self._note_state)
 
-    def note(self, nodes: Sequence[Node]) -> None:
-        """Note the pages of `nodes`, a path, and their window pages, where they are new."""
-        for node in nodes:
-            for part, owner in ((RecordPart.PAGE, node), (RecordPart.WINDOW, node.twin)):
-                if owner is not None and owner.page and owner.noted != owner.created:
-                    owner.noted = owner.created
-                    self._note(part, owner.page, node, owner)
+    def published(self, nodes: Sequence[Node]) -> None:
+        """Take note of new pages in the tree, a path."""
+        for node in () if self._evicted else nodes:
+            self._note_page(node)
 
-    def take(self) -> list[Unsaved]:
-        """The notes since the last call."""
-        if self._states is not None and self._states.hung:
-            for snapshot in self._states.hung:
-                if self._states.snapshot_of(snapshot.node) is snapshot:
-                    self._note(RecordPart.STATE, snapshot.slot, snapshot.node, snapshot.node, snapshot)
-            self._states.hung = []
+    def take(self, rest: bool = False) -> list[Unsaved]:
+        """The notes since the last call. `rest`: all that is cached is about to go."""
+        for node in islice(self._kv.tree.nodes(), MOST_UNSAVED) if rest and self._evicted else ():
+            self._note_all(node)
         taken = list(self._notes)
         self._notes.clear()
         return taken
+
+    def _note_all(self, node: Node) -> None:
+        self._note_page(node)
+        if self._states is not None and (snapshot := self._states.snapshot_of(node)) is not None:
+            self._note_state(snapshot)
+
+    def _note_state(self, snapshot: Snapshot) -> None:
+        self._note(RecordPart.STATE, snapshot.slot, snapshot.node, snapshot.node, snapshot)
+
+    def _note_page(self, node: Node) -> None:
+        """Note the page of `node` and its window page, where they are new."""
+        for part, owner in ((RecordPart.PAGE, node), (RecordPart.WINDOW, node.twin)):
+            if owner is not None and owner.page and owner.noted != owner.created:
+                owner.noted = owner.created
+                self._note(part, owner.page, node, owner)
 
     def _note(self, part: RecordPart, number: int, node: Node, owner: Node, snapshot: Snapshot | None = None) -> None:
         parent = None if node.parent is None else self._digest(node.parent)

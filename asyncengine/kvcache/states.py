@@ -23,7 +23,7 @@ own, and goes on in the slot before the first wrong one. Nothing is copied or co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -119,8 +119,10 @@ class StateGroup:
         """Slots into which a stored state is being read."""
         self._kept: list[Snapshot] = []
         """Snapshots of pinned prefixes."""
-        self.hung: list[Snapshot] | None = None
-        """Snapshots taken since the list was last emptied; None: no writer reads it."""
+        self.hanging: Callable[[Snapshot], None] | None = None
+        """Called with each new snapshot."""
+        self.evicting: Callable[[Snapshot], None] | None = None
+        """Called with each snapshot whose slot somebody else takes."""
         self._num_pinned = 0
         self._hits = self._evictions = 0
 
@@ -143,8 +145,7 @@ class StateGroup:
             self._pin(snapshot, -1)
             if snapshot is None or snapshot.readers:
                 return None
-            self._remove(snapshot)  # no slot but the one it starts from: it takes that
-            self._evictions += 1
+            self._evict(snapshot)  # no slot but the one it starts from: it takes that
             slot, working = snapshot.slot, WorkingState(snapshot.slot, snapshot.slot, position, node, marks)
         else:
             working = WorkingState(slot, node.state, position, node, marks)
@@ -364,8 +365,8 @@ class StateGroup:
             return
         node.state = slot
         self.snapshots[slot] = Snapshot(slot, node)
-        if self.hung is not None:
-            self.hung.append(self.snapshots[slot])
+        if self.hanging is not None:
+            self.hanging(self.snapshots[slot])
 
     def _take(self) -> int:
         """A free slot, else the one of the snapshot that is least worth keeping; 0: all are in use."""
@@ -374,10 +375,15 @@ class StateGroup:
             victim = next((each for each in in_order if not each.readers), None)
             if victim is None:
                 return 0
-            self._remove(victim)
-            self._evictions += 1
+            self._evict(victim)
             return victim.slot
         return self.pool.take(1)[0]
+
+    def _evict(self, snapshot: Snapshot) -> None:
+        if self.evicting is not None:
+            self.evicting(snapshot)
+        self._remove(snapshot)
+        self._evictions += 1
 
     def _remove(self, snapshot: Snapshot) -> None:
         snapshot.node.state = 0

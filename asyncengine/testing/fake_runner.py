@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.images import ImageSpan
-from asyncengine.kvcache.lookback import Lookback, Window
+from asyncengine.kvcache.radix_tree import Lookback, Window
 from asyncengine.request_spec import Pooled
 from asyncengine.seams import Guesser
 from asyncengine.step import (

@@ -20,7 +20,7 @@ from asyncengine.grammar.narrowing import BadWords, Narrowing
 from asyncengine.grammar.thinking import ThinkingBudget
 from asyncengine.images import ImageSpan, PromptImage
 from asyncengine.kvcache import KVCache
-from asyncengine.kvcache.lookback import Window
+from asyncengine.kvcache.radix_tree import Window
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams

@@ -114,6 +114,37 @@ async def test_restored_equals_computed_to_the_bit(
     assert (stats.stored.damaged, stats.stored.failures) == (0, 0)
 
 
+@pytest.mark.parametrize("family", FAMILIES if LONG else ("llama", "gemma3", "mistral", "falcon-h1"))
+async def test_what_is_evicted_is_restored_to_the_bit(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In the same process, and by one that comes after it has closed."""
+    path, settings = checkpoint(family), {**FAMILIES[family], "kv_cache_memory": "400KB", "max_num_seqs": 2}
+    expected, _, _ = await ask(path, **settings)
+    kept = {**settings, "kv_cache_dir": tmp_path, "kv_cache_write": "on_eviction"}
+    async with await AsyncEngine.from_pretrained(path, **{**SETTINGS, **kept}) as engine:
+        [store] = engine.core.loop.sources.tiers
+        assert scores(await engine.generate(PROMPT, PARAMS)) == expected[0]
+        store.flush(60)
+        assert engine.stats().stored.bytes_written == 0
+        for start in range(20):
+            await engine.generate([3 + start, *PROMPT[:70]], PARAMS)
+        store.flush(60)
+        again = await engine.generate(PROMPT, PARAMS)
+        assert again.usage.restored_tokens >= 64
+        assert scores(again) == expected[0]
+        other = await engine.generate(OTHER, PARAMS)
+        await engine.sleep(weights="keep")
+        await engine.wake()
+        slept = await engine.generate(OTHER, PARAMS)
+        assert slept.usage.restored_tokens >= 64
+        assert scores(slept) == scores(other)
+    found, restored, engine = await ask(path, **kept)
+    assert found == expected
+    assert restored[0] >= 64
+    assert (engine.stats().stored.damaged, engine.stats().stored.failures) == (0, 0)
+
+
 async def test_another_model_type_or_adapter_finds_nothing(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """All in one folder."""
     llama = checkpoint("llama")

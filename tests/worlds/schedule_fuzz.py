@@ -12,8 +12,8 @@ from pathlib import Path
 from asyncengine.config import EngineConfig
 from asyncengine.images import ImageSpan
 from asyncengine.kvcache import KVCache
-from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.page_group import BESIDE
+from asyncengine.kvcache.radix_tree import Lookback
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams

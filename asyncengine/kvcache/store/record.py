@@ -22,9 +22,9 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from asyncengine.kvcache.digests import PICTURE_WORDS, pack_tokens, page_digest
 from asyncengine.step import RecordPart
 
 VERSION = 1
@@ -34,10 +34,26 @@ MAGIC = b"AEKV"
 _MOST_TOKENS = 2**16
 """int32 words of a page's tokens, at most."""
 _MOST_BYTES = 2**40
+PICTURE_WORDS = 6
+"""int32 words of a picture's id behind the -1 that announces it."""
 
 Buffer = bytes | bytearray | memoryview
 Identity = Mapping[str, str]
 """Values, or digests of them, of all that keys, values and states depend on beside tokens and adapter, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounts:
+    """Figures of a durable prefix cache, since the start. All 0: there is none."""
+
+    records: int = 0
+    """Records that can be found now."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    damaged: int = 0
+    """Records that were not what they had to be, and not used."""
+    failures: int = 0
+    """Reads and writes that an operating system refused."""
 
 
 class RecordError(ValueError):
@@ -110,6 +126,24 @@ class Header(NamedTuple):
 def fingerprint_of(identity: Identity) -> bytes:
     """Digest of an identity, 32 bytes."""
     return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).digest()
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Tokens as int32, little-endian. An id of a picture (`asyncengine.images`), which is negative and has some 160
+    bits, is -1 and 24 bytes."""
+    if min(tokens, default=0) >= 0:
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    return b"".join(
+        struct.pack("<i", token)
+        if token >= 0
+        else struct.pack("<i", -1) + token.to_bytes(4 * PICTURE_WORDS, "little", signed=True)
+        for token in tokens
+    )
+
+
+def page_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Digest of a page of packed `tokens` behind the page of digest `parent`."""
+    return hashlib.sha256(parent + tokens).digest()
 
 
 def root_digest(fingerprint: bytes, namespace: tuple[Hashable, ...]) -> bytes:

@@ -24,9 +24,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from asyncengine.kvcache.store.counts import StoreCounts
 from asyncengine.kvcache.store.disk import Disk, opened
-from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, checksum
+from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, StoreCounts, checksum
 from asyncengine.step import RecordPart
 
 logger = logging.getLogger("asyncengine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncengine.kvcache.lookback import Lookback
+from asyncengine.kvcache.radix_tree import Lookback
 
 
 @pytest.mark.parametrize("windows", [[(8, 0)], [(1, 0)], [(8, 0), (3, 0)], [(0, 8)], [(20, 8)], [(4, 0), (0, 16)]])

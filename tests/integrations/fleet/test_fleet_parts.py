@@ -22,7 +22,7 @@ from asyncengine.integrations.fleet import Fleet, frontend
 from asyncengine.integrations.fleet.adapters import FleetAdapters
 from asyncengine.integrations.fleet.stats import sum_stats
 from asyncengine.kvcache import PageCounts, StateCounts
-from asyncengine.kvcache.store.counts import StoreCounts
+from asyncengine.kvcache.store.record import StoreCounts
 from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.outputs import Chunk, Usage
 from asyncengine.scheduler.messages import GrammarReady

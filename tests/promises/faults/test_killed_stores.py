@@ -35,6 +35,8 @@ async def serve(folder: str, number: int) -> AsyncIterator[Answer]:
     prefix_store.WORTH, prefix_store.LEAST_PATIENCE = 1e9, 100.0
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=True, ignore_eos=True)
     settings = {"kv_cache_dir": folder} if folder else {}
+    if number % 2:  # of which 12 prompts evict the most
+        settings |= {"kv_cache_write": "on_eviction", "kv_cache_memory": "2MiB"}
     async with await AsyncEngine.from_pretrained(
         "demo", dtype="float32", num_threads=1, show_progress=False, kv_cache_disk="8MiB", **settings
     ) as engine:

@@ -63,4 +63,5 @@ def open_store(world: World, disk: VirtualDisk, setup: Setup, device: FakeExecut
         store = SegmentStore(SlowDisk(world, disk), FOLDER, fingerprint, 200_000)
     except OSError:
         return None
-    return PrefixStore(store, FakePageMemory(device), setup.config.page_size)
+    evicted = setup.config.kv_cache_write == "on_eviction"
+    return PrefixStore(store, FakePageMemory(device), setup.config.page_size, evicted=evicted)

@@ -149,6 +149,7 @@ def _make_setup(rng: random.Random) -> Setup:
         step_soft_limit=40.0,
         step_hard_limit=rng.choice([100.0, 600.0]),
         check_every=rng.choice([1, 7, 1000]),
+        kv_cache_write=rng.choice(["through", "on_eviction"]),
     )
     return Setup(
         config=config,

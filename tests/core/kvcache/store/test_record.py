@@ -7,12 +7,13 @@ import random
 
 import pytest
 
-from asyncengine.kvcache.digests import pack_tokens, page_digest
 from asyncengine.kvcache.store.record import (
     Header,
     RecordError,
     checksum,
     digests_of,
+    pack_tokens,
+    page_digest,
     read_records,
     root_digest,
     write_record,

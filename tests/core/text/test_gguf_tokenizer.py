@@ -15,6 +15,7 @@ from core.text.gguf_zoo import PUBLISHED, SENTENCEPIECE, bert, by_class, publish
 from core.text.many_scripts import TEXTS, random_texts
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata, wordpiece_metadata
 from support.long import TIMES
+from support.tables import table
 from transformers import AutoTokenizer
 
 from asyncengine.assembly.gguf_text import load_gguf_tokenizer
@@ -184,47 +185,16 @@ def test_channels_where_the_header_has_no_template() -> None:
     assert planner.tool_format is not None
     assert planner.tool_format.family == "harmony"
     assert planner.reasoning is not None
-    place = {"type": "string", "description": "City\nand state"}
-    unit = {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"}
-    schema = {"type": "object", "properties": {"location": place, "format": unit, "days": {"type": "integer"}}}
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "f", "description": "Weather.", "parameters": {**schema, "required": ["location"]}},
-        },
-        {"type": "function", "function": {"name": "g", "description": "Nothing."}},
-    ]
-    call = {"type": "function", "function": {"name": "f", "arguments": {"location": "Rome"}}}
-    chat = [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "reasoning_content": "Ask.", "tool_calls": [call]},
-        {"role": "tool", "content": "20"},
-        {"role": "assistant", "content": "Warm."},
-        {"role": "user", "content": "And?"},
-    ]
-    text = built.render_chat(chat, tools, reasoning_effort="high")
+    case = table(__file__, "a chat in channels")
+    text = built.render_chat(case["chat"], case["tools"], reasoning_effort="high")
     system, _, rest = text.partition("<|start|>developer<|message|>")
     assert system.startswith("<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n")
-    assert system.endswith(
-        "\n\nReasoning: high\n\n# Valid channels: analysis, commentary, final. Channel must be included for every "
-        "message.\nCalls to these tools must go to the commentary channel: 'functions'.<|end|>"
-    )
-    assert rest == (
-        "# Instructions\n\nBe short.\n\n# Tools\n\n## functions\n\nnamespace functions {\n\n"
-        "// Weather.\ntype f = (_: {\n// City\n// and state\nlocation: string,\n"
-        'format?: "celsius" | "fahrenheit", // default: "celsius"\ndays?: number,\n}) => any;\n\n'
-        "// Nothing.\ntype g = () => any;\n\n} // namespace functions<|end|>"
-        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>Ask.<|end|>"
-        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-        '{"location": "Rome"}<|call|>'
-        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>20<|end|>"
-        "<|start|>assistant<|channel|>final<|message|>Warm.<|end|><|start|>user<|message|>And?<|end|><|start|>assistant"
-    )
+    assert system.endswith(case["system's end"])
+    assert rest == case["rest"]
     plain = built.render_chat([{"role": "user", "content": "Hi"}])
     assert plain.endswith("for every message.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant")
     metadata["tokenizer.chat_template"] = "mine"
-    assert load_gguf_tokenizer(metadata).render_chat(chat) == "mine"
+    assert load_gguf_tokenizer(metadata).render_chat(case["chat"]) == "mine"
 
 
 def test_padding_of_the_vocabulary_is_not_part_of_it() -> None:

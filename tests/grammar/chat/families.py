@@ -86,5 +86,6 @@ FAMILIES = {name: Family(**_filled(row)) for name, row in _READ["families"].item
 """Families by the names that `docs/howto/tools_and_agents.md` has for them."""
 CASES = {name: Case(**_filled(row)) for name, row in _READ["cases"].items()}
 """Formats by their names; some keys add a word on the tokenizer."""
+TEMPLATES: dict[str, str] = _READ["templates"]
 SIGNS: dict[str, tuple[str, list[str]]] = _READ["signs"]
 """Families whose templates may render no calls: what their text says, and which special tokens there are."""

@@ -14,36 +14,17 @@ from asyncengine.grammar.chat import ChatPlanner
 from asyncengine.grammar.llguidance_backend import with_rules
 from asyncengine.text.tokenizer import TextTokenizer
 
-HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first else '' }}<tool_call>
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if tools %}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+from .families import TEMPLATES
+
+HERMES, LLAMA, MISTRAL, MARKED, JSON, SILENT = (
+    TEMPLATES[name] for name in ("hermes", "llama", "mistral", "marked", "json", "silent")
+)
 THINKING = HERMES.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n{% if enable_thinking is defined "
     "and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}")  # fmt: skip
-LLAMA = """{% for m in messages %}<|start|>{{ m.role }}<|end|>
-
-{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif -%}
-{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}
-{%- else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}{% if tools %}{% endif %}"""
-MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls -%}
-[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif -%}
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}
-{%- if not loop.last %}, {% endif %}{% endfor %}]</s>{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
 COMPACT = MISTRAL.replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
-MARKED = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content or '' }}
-{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}
-{%- endfor %}</s>{% endif %}{% endfor %}"""
-JSON = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.tool_calls %}{% for c in m.tool_calls -%}
-{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}
-{%- else %}{{ m.content }}{% endif %}<|im_end|>
-{% endfor %}"""
 LISTED = JSON.replace("{% for c in m.tool_calls -%}", "<|calls|>[{% for c in m.tool_calls -%}").replace(
     "}}}{% endfor %}", "}}}{% if not loop.last %}, {% endif %}{% endfor %}]"
 )
-SILENT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 TURNS = ("<|im_start|>", "<|im_end|>")
 ADD = {

@@ -40,7 +40,7 @@ def read(plan: ChatPlan, pieces: list[str]) -> tuple[str, str, list[Any]]:
     assert plan.make_parser is not None
     parser = plan.make_parser()
     parts = [*[parser.push(piece) for piece in pieces], parser.finish()]
-    calls = [(call.name, json.loads(call.arguments)) for call in parser.finished_calls()]
+    calls = [[call.name, json.loads(call.arguments)] for call in parser.finished_calls()]
     return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
 
 

@@ -380,6 +380,7 @@ class Life:
         near = self.scheduler.kv.window_counts([])
         assert (near.free + near.cached, near.shared, near.retiring) == (near.total, 0, 0), f"leaked: {near}"
         self.scheduler.check_sums()
+        assert self.scheduler.counters.left_queue == len(self.ended), "places in the queue are lost"
         states = self.scheduler.kv.state_counts([])
         assert states.free + states.snapshots == states.total, f"leaked: {states}"
         sessions = self.scheduler.roster.sessions._branches.values()

@@ -65,21 +65,6 @@ def test_the_likeliest_samples_are_returned(client: openai.OpenAI) -> None:
     assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in made)
 
 
-def test_a_stream_of_several_prompts_adds_up(client: openai.OpenAI) -> None:
-    whole = ask(client, [TEXT, "Once"], n=2, echo=True)
-    texts, ends, last = [""] * 4, [0] * 4, None
-    for chunk in ask(client, [TEXT, "Once"], n=2, echo=True, stream=True, stream_options={"include_usage": True}):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-            ends[choice.index] += choice.finish_reason is not None
-        last = chunk
-    assert texts == [choice.text for choice in whole.choices]
-    assert texts[2].startswith("Once")
-    assert ends == [1] * 4
-    assert last is not None
-    assert last.usage == whole.usage
-
-
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_a_prompt_is_scored_as_in_process(client: openai.OpenAI, engine: Engine, max_tokens: int) -> None:
     wanted = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=True, logprobs=True, top_logprobs=2)
@@ -104,14 +89,17 @@ def test_a_prompt_is_scored_as_in_process(client: openai.OpenAI, engine: Engine,
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_stream_scores_its_prompts_first(client: openai.OpenAI, max_tokens: int) -> None:
     asked: Any = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "n": 2 if max_tokens else 1, "seed": 5}
-    whole = ask(client, [TEXT, "Once"], **asked).choices
-    chunks = [chunk.choices[0] for chunk in ask(client, [TEXT, "Once"], stream=True, **asked) if chunk.choices]
-    for choice in whole:
+    whole = ask(client, [TEXT, "Once"], **asked)
+    *frames, last = ask(client, [TEXT, "Once"], stream=True, stream_options={"include_usage": True}, **asked)
+    assert last.usage == whole.usage
+    chunks = [chunk.choices[0] for chunk in frames]
+    for choice in whole.choices:
         own = [chunk for chunk in chunks if chunk.index == choice.index]
         assert "".join(chunk.text for chunk in own) == choice.text
         for name, values in choice.logprobs:
             assert [each for chunk in own if chunk.logprobs for each in getattr(chunk.logprobs, name)] == values
         assert own[0].logprobs.token_logprobs[0] is None
+        assert [chunk.finish_reason is not None for chunk in own] == [False] * (len(own) - 1) + [True]
 
 
 def test_ids_go_in_and_out(client: openai.OpenAI, engine: Engine) -> None:

@@ -20,7 +20,6 @@ from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Sample, Timings, ToolCall, Usage
 
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
-CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "found"}
 USAGE = Usage(5, 7, 3, 2)
 
@@ -76,15 +75,6 @@ ROWS: dict[str, Any] = json.loads((Path(__file__).parent / "responses_items.json
 def test_items_become_messages(given: Any, messages: Any) -> None:
     more = {"instructions": "Be."} if messages[0]["role"] == "system" else {}
     assert read(given, **more).messages == messages
-
-
-def test_earlier_items_come_before_and_instructions_first() -> None:
-    body = {"input": [RESULT], "previous_response_id": "r", "instructions": "Be."}
-    earlier = read_input([message("user", "look"), CALL])
-    turn = dialect.read(Fields(body), lambda _: earlier)
-    assert turn.messages is not None
-    assert [each["role"] for each in turn.messages] == ["system", "user", "assistant", "tool"]
-    assert [item["type"] for item in turn.extra["items"]] == ["function_call_output"]
 
 
 def test_a_result_without_its_call_is_named_by_its_place_in_the_request() -> None:

@@ -196,39 +196,6 @@ def test_starting_does_not_wait_for_files(desk_of: Make):
     assert not late.done()
 
 
-def test_a_reload_that_fails_is_told_to_all_who_wait(desk_of: Make):
-    desk = desk_of(room=1)
-    desk.load("a", "b")
-    desk.loader.contents["a"] = "bad"
-    desk.loader.gate.clear()
-    told = [desk.start(desk.claim("a")) for _ in range(3)]
-    desk.loader.gate.set()
-    assert [getattr(one.result(120), "field", None) for one in told] == ["rank_pattern"] * 3
-    assert desk.loader.reads.count("bad") == 1
-    assert desk.in_memory() == ["b"]
-
-
-def test_a_reload_nobody_waits_for_any_more_evicts_nothing(desk_of: Make):
-    desk = desk_of(room=1, workers=1)
-    desk.load("a", "b")
-    desk.loader.gate.clear()
-    desk.start(ticket := desk.claim("a"))
-    desk.registry.cancel(ticket)
-    desk.loader.gate.set()
-    desk.loader.contents["c"] = "bad"
-    desk.registry.load("c", "c").exception(120)  # the one worker has done with "a" by then
-    assert desk.in_memory() == ["b"]
-
-
-def test_what_is_replaced_leaves_before_what_is_old(desk_of: Make):
-    desk = desk_of(room=3)
-    desk.load("a", "b", "c")
-    desk.registry.cancel(desk.request("a"))
-    desk.loader.contents["a"] = "changed"
-    desk.load("a")
-    assert desk.in_memory() == ["a", "b", "c"]
-
-
 def test_nobody_starves_for_memory(desk_of: Make):
     """One place, held by overlapping requests of A for ever: B passes at most `max_passes` of them."""
     desk = desk_of(room=1, max_passes=5)

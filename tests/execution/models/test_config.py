@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from support import forked
+from support.data import cases_of
 from support.long import LONG
 from support.multimodal_models import CONFIGS
 from support.tiny_models import FAMILIES
@@ -97,7 +98,8 @@ BESIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Fields without which the class refuses the sizes of the model, or this engine does."""
 
-OLDER: list[dict[str, Any]] = json.loads(Path(__file__).with_name("older_configs.json").read_text(encoding="utf-8"))
+CASES = cases_of(__file__)
+OLDER: list[dict[str, Any]] = CASES["older"]
 """Families, and how files of earlier releases differ from one that is saved now: changed and dropped fields."""
 
 
@@ -110,22 +112,7 @@ def test_a_file_as_earlier_releases_wrote_it(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"hidden_size": "wide"}, "hidden_size must be a whole number, got 'wide'"),
-        ({"hidden_size": True}, "hidden_size must be a whole number, got True"),
-        ({"hidden_size": 64.0}, "hidden_size must be a whole number, got 64.0"),
-        ({"hidden_size": 50}, "hidden_size must be a multiple of 4, got 50"),
-        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of 3, got 4"),
-        ({"num_attention_heads": 0}, "num_attention_heads must be a multiple of 2, got 0"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, got nan"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
-        ({"eos_token_id": 1.5}, "eos_token_id must be a whole number or a list, got 1.5"),
-        ({"rope_parameters": "linear"}, "rope_parameters must be an object, got 'linear'"),
-        ({"hidden_act": 3}, "hidden_act must be a text, got 3"),
-        ({"head_dim": 7}, "head_dim must be even where heads are rotated, got 7"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters of type 'linear' lack 'factor'"),
-    ],
+    [*CASES["wrong fields"], ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, got nan")],
     ids=str,
 )
 def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
@@ -133,19 +120,7 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], message: str) -> None:
         decoder_config_of(native_config({**saved("llama"), "head_dim": None, **changes}), LENGTH)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("falcon", {"alibi": True}, "'falcon' with alibi in place of rotation"),
-        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn of another architecture"),
-        ("lfm3", {"attention_bias": True}, "use_attention_gate and attention_bias"),
-        ("olmo-hybrid", {"hidden_act": "gelu"}, "activation 'gelu'"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "attn_config.alibi_bias_max 16"),
-        ("gpt-neo", {"attention_types": [[["global", "near"], 2]], "num_layers": 4}, "of type 'near'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "changes", "message"), CASES["options"], ids=str)
 def test_an_option_that_nothing_runs_is_named(name: str, changes: dict[str, Any], message: str) -> None:
     """transformers' modules of these families compute attention themselves, or keep states: nothing else could run."""
     with pytest.raises(UnknownLayers, match=message):

@@ -57,20 +57,6 @@ def test_steps_that_no_graph_holds_run_without(folder: Path) -> None:
     assert capture.replays == [1] * 4  # steps that score a prompt position run without
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_what_is_left_in_padding_rows_reaches_nobody(rows: int, folder: Path) -> None:
-    """A wide step, then a narrow one: the memory of the rows that are gone holds their tokens and slots."""
-    outputs = []
-    for graphs in (False, True):
-        runner = on_fakes(folder)
-        if graphs:
-            runner.use_graphs([8], Recall())
-        driver = Driver(runner)
-        driver.run([driver.job(prompt, 4) for prompt in prompts([5] * 8, VOCAB, seed=1)])
-        outputs.append(driver.run([driver.job(prompt, 9) for prompt in prompts([4] * rows, VOCAB, seed=2)]))
-    assert outputs[0] == outputs[1]
-
-
 def test_padding_rows_leave_the_token_of_slot_0_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding rows choose a token, too, where graphs sample."""
     sample_in_graphs(monkeypatch)

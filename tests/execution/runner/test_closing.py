@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.families import families, make_checkpoint
+from gpu.families import family_called, make_checkpoint
 from support.fake_gpu import fake_gpu
 from support.reachable import tensors_in
 
@@ -27,8 +27,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    llama = next(family for family in families() if family.name == "llama")
-    return make_checkpoint(llama.make(True), tmp_path_factory.mktemp("closing") / "llama", torch.bfloat16, 1)
+    return make_checkpoint(family_called("llama").make(True), tmp_path_factory.mktemp("closing") / "llama", torch.bfloat16, 1)
 
 
 @contextmanager

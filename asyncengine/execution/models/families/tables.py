@@ -151,8 +151,10 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     _check(config)
     parts = parts_of(_TABLES, config)
     mixture, where = _mixture(parts), parts.pop("sparse", {})
-    sparse = [None if _dense(config, index, **where) else mixture for index in range(config.num_hidden_layers)]
-    made = decoder_of(config, length, parts, sparse=sparse if mixture else None)
+    sparse = None
+    if mixture is not None:
+        sparse = [None if _dense(config, index, **where) else mixture for index in range(config.num_hidden_layers)]
+    made = decoder_of(config, length, parts, sparse=sparse)
     if family in ("glm4_moe", "glm4v_moe_text", "dots1"):
         made = replace(made, ignored=(*made.ignored, common.BEHIND_LAST.format(config.num_hidden_layers)))
     if family in ("glm4_moe", "glm4v_moe_text"):

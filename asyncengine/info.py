@@ -76,9 +76,11 @@ class ModelInfo:
     no_routed_experts: str | None = "the model has no experts"
     """Why `return_routed_experts` is refused; None: it is served."""
     num_layers: int = 0
-    """Layers whose hidden states `return_hidden_states` may name, by 1 to so many."""
+    """Layers whose hidden states `return_hidden_states` may name, by 1 to so many, and `steering_vectors` change."""
+    hidden_size: int = 0
+    """Numbers in each of them."""
     no_hidden_states: str | None = "the model does not tell"
-    """Why it is refused; None: it is served."""
+    """Why both are refused; None: they are served."""
     no_logits_processors: str | None = None
     """Why `logits_processors` are refused; None: they are called."""
     batch_variance: str | None = None

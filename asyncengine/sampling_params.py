@@ -6,8 +6,10 @@ Limits that depend on the engine (context, vocabulary, number of stop strings) a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from asyncengine.checks import (
@@ -68,6 +70,19 @@ def _callables(name: str, value: Any) -> tuple[Any, ...]:
         if not callable(item) or isinstance(item, type):
             raise InvalidParameter(name, "must be functions of the prompt's ids, the output's ids and the logits", item)
     return given
+
+
+def _vectors(name: str, value: Any) -> dict[int, array[float]]:
+    """A check of vectors by layer."""
+    if not isinstance(value, Mapping):
+        raise InvalidParameter(name, "must map layers to vectors", value)
+    try:
+        vectors = {as_integer(name, layer, 1): array("f", vector) for layer, vector in value.items()}
+    except TypeError as error:
+        raise InvalidParameter(name, f"must map layers to sequences of numbers ({error})") from None
+    if not all(isfinite(sum(vector)) for vector in vectors.values()):
+        raise InvalidParameter(name, "must have finite numbers")
+    return vectors
 
 
 def _bias(name: str, value: Any) -> dict[int, float]:
@@ -166,6 +181,9 @@ class SamplingParams(Settings):
     hidden_states_start: Count = 0
     """Return them only from this position on, so that what lies before may come from the prefix cache. At most the
     number of prompt tokens."""
+    steering_vectors: Annotated[Mapping[int, Sequence[float]], _vectors] = field(default_factory=dict)
+    """Layer -> numbers [width] added to what it gives for each token of prompt and output, on a CPU; layers count from
+    1, as the hidden states of transformers do (activation addition, Turner et al. 2023)."""
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"

@@ -23,6 +23,7 @@ def info_of(
     from asyncengine.execution.models.loading import why_untold  # which imports torch
 
     model = getattr(loaded, "model", None)
+    untold = why_untold(model, False)
     return ModelInfo(
         name=name, vocab_size=loaded.vocab_size, max_model_len=loaded.max_model_len,
         eos_token_ids=tuple(loaded.eos_token_ids), dtype=str(loaded.dtype).removeprefix("torch."),
@@ -37,7 +38,8 @@ def info_of(
         no_mtp=None if getattr(runner, "mtp", None) else getattr(loaded, "no_mtp", None) or runner.no_speculation,
         batch_variance=runner.batch_variance, left_out=loaded.left_out, placeholders=loaded.placeholders,
         no_images=images.why_none, no_routed_experts=why_untold(model, True),
-        num_layers=len(getattr(loaded, "layers", ())), no_hidden_states=why_untold(model, False),
+        num_layers=len(getattr(model, "layers", ())), no_hidden_states=untold,
+        hidden_size=0 if model is None or untold is not None else model.config.width,
         no_logits_processors=None if str(loaded.device) == "cpu" else "steps on a GPU do not wait for them",
         tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel,
     )  # fmt: skip

@@ -11,8 +11,10 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.checks import as_integer, check_unicode
@@ -140,13 +142,11 @@ class RequestValidator:
         tokens = self._check_prompt(prompt, images)
         self._check_limits(params)
         self.check_adapter(options.adapter)
-        options = options.checked()
+        options = self._steered(params, options.checked())
         max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
         for name in ("prompt_logprobs_start", "routed_experts_start", "hidden_states_start"):
-            if getattr(params, name) > len(tokens):
-                raise InvalidParameter(
-                    name, f"must not exceed the {len(tokens)} tokens of the prompt", getattr(params, name)
-                )
+            if (start := getattr(params, name)) > len(tokens):
+                raise InvalidParameter(name, f"must not exceed the {len(tokens)} tokens of the prompt", start)
         if params.grammar is not None:
             if self.grammars is None:
                 raise GrammarError(
@@ -182,6 +182,18 @@ class RequestValidator:
             streams=tuple(self._stream(spec, mailbox, stops) for spec in specs), mailbox=mailbox, plan=plan,
             check_text=None if final is None or self.grammars is None else self.grammars.text_check(final),
         )  # fmt: skip
+
+    def _steered(self, params: SamplingParams, options: RequestOptions) -> RequestOptions:
+        """The options of a request whose keys and values, if steered, are no other's. Raises `InvalidParameter`."""
+        if not params.steering_vectors:
+            return options
+        name, digest = "steering_vectors", blake2b(digest_size=16)
+        for layer, vector in sorted(params.steering_vectors.items()):
+            as_integer(name, layer, 1, self.info.num_layers)
+            if len(vector) != self.info.hidden_size:
+                raise InvalidParameter(f"{name}[{layer}]", f"must have {self.info.hidden_size} numbers", len(vector))
+            digest.update(b"%d:%b" % (layer, array("f", vector).tobytes()))
+        return replace(options, cache_salt=f"{options.cache_salt or ''}\0{digest.hexdigest()}")
 
     def prepare_set(
         self, prompts: Sequence[tuple[Sequence[int], tuple[ImageSpan, ...], SamplingParams]], options: RequestOptions,
@@ -358,10 +370,11 @@ class RequestValidator:
             if len(stop) > config.max_stop_string_length:
                 limit = config.max_stop_string_length
                 raise InvalidParameter("stop", f"{len(stop)} characters exceed max_stop_string_length={limit}")
-        if params.return_routed_experts and self.info.no_routed_experts is not None:
-            raise InvalidParameter("return_routed_experts", f"cannot be had: {self.info.no_routed_experts}")
-        if params.return_hidden_states and self.info.no_hidden_states is not None:
-            raise InvalidParameter("return_hidden_states", f"cannot be had: {self.info.no_hidden_states}")
+        experts, untold = self.info.no_routed_experts, self.info.no_hidden_states
+        reasons = {"return_routed_experts": experts, "return_hidden_states": untold, "steering_vectors": untold}
+        for name, reason in reasons.items():
+            if getattr(params, name) and reason is not None:
+                raise InvalidParameter(name, f"cannot be had: {reason}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
         ids_of = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(params.logit_bias)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from asyncengine.execution.attention.base import LayerSpec, StepAttention
 from asyncengine.execution.layers.states import StateSpec, StateStep
 from asyncengine.execution.layers.weight_forms import WeightForm
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +100,7 @@ class RowAdapters(Protocol):
 
 @dataclass(slots=True)
 class Traces:
-    """Record of the layers' work on a step's T tokens, for requests that ask for it."""
+    """Record of the layers' work on a step's T tokens, and what is added to it, for requests that ask for it."""
 
     layers: Collection[int] = ()
     """Numbers, from 0, of those whose hidden states are asked for."""
@@ -108,6 +110,23 @@ class Traces:
     """Type of their numbers in an answer."""
     stream: list[torch.Tensor] = field(default_factory=list)
     """Hidden states [T, width] of each layer; empty for those that are not asked for."""
+    added: dict[int, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
+    """(first token, end, vector float32 [width]) by the layer, from 1, behind which the stream is steered by it."""
+
+    def steer(self, rows: Sequence[Row], bounds: Sequence[int]) -> None:
+        """Note the steering vectors of a step's `rows`; the tokens of row i are those from `bounds[i]` up to the next
+        bound."""
+        for row, tokens in zip(rows, pairwise(bounds), strict=True):
+            for layer, vector in row.spec.params.steering_vectors.items():
+                numbers = torch.frombuffer(vector, dtype=torch.float32)
+                self.added.setdefault(layer, []).append((*tokens, numbers))
+
+    def steered(self, h: torch.Tensor, layer: int) -> torch.Tensor:
+        """The stream [T, width] behind a layer, with what requests add to it."""
+        h = h.clone()
+        for first, end, vector in self.added[layer]:
+            h[first:end] += vector
+        return h
 
     def append(self, h: torch.Tensor) -> None:
         """Take the stream [T, width] before the next layer, or behind the last layer the normed one."""
@@ -167,7 +186,7 @@ class StepContext:
     """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
     order. None: no request asks for them."""
     traces: Traces | None = None
-    """Takes hidden states. None: no request asks for them."""
+    """Takes hidden states, and has what is added to them. None: no request asks for that."""
 
     def note_routes(self, mixtures: Callable[[], Sequence[Mixture]], residual: torch.Tensor, x: torch.Tensor) -> None:
         """Note the experts of all tokens in the `mixtures` of a layer, which reads the stream [T, width] or its norm x.

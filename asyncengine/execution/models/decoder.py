@@ -185,7 +185,8 @@ class Decoder(CausalLM):
         takes, without rows, what a head reads of other layers (`MTPHead.features`); `kept` the stream before each
         layer, and behind the last."""
         traces = step.traces
-        if traces is not None and traces.layers and kept is not traces:  # of all tokens, wanted or not
+        # of all tokens, wanted or not
+        if traces is not None and (traces.layers or traces.added) and kept is not traces:
             hidden = self.hidden_states(ids, step, None, streams, traces)
             traces.append(hidden)
             return hidden if rows is None else hidden.index_select(0, rows)
@@ -265,6 +266,9 @@ class Decoder(CausalLM):
             h, x = layer(h, x, step, layer_angles, following, wanted, own)
             if pictured is not None and index < len(deep):
                 h = h.index_add(0, pictured, deep[index])
+                x = h if following is None else following(h)
+            if step.traces is not None and index + 1 in step.traces.added:
+                h = step.traces.steered(h, index + 1)
                 x = h if following is None else following(h)
         if kept is not None and kept is not step.traces:  # of these the norm is meant
             kept.append(h)

@@ -197,12 +197,15 @@ class ModelRunner:
             step, logits = self._run_pieces(batch, self._prompt_graphs)
         else:
             step = self.buffers.build(batch, self.last_token)
-            asked = [row.spec.params for row in batch.rows if row.spec.params.traced_from is not None]
+            params_of = [row.spec.params for row in batch.rows]
+            asked = [each for each in params_of if each.traced_from is not None or each.steering_vectors]
             if asked:
                 routed = any(params.return_routed_experts for params in asked)
                 layers = {layer for params in asked for layer in params.return_hidden_states}
                 pending.traces = Traces(layers, [] if routed else None, self._expert_type)
             inputs, pending.failed = inputs_of(step, batch.rows, self.image_store if pictured else None)
+            if pending.traces is not None:
+                pending.traces.steer(batch.rows, inputs.view.qo_indptr.tolist())
             with nullcontext() if self.ranks is None else self.ranks.computing(inputs):
                 forward = self.forward if self.mtp is None else partial(self.mtp.forward, batch.rows)
                 logits = forward(inputs, pending.traces)

@@ -27,7 +27,8 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(family_called("llama").make(True), tmp_path_factory.mktemp("closing") / "llama", torch.bfloat16, 1)
+    llama = family_called("llama").make(True)
+    return make_checkpoint(llama, tmp_path_factory.mktemp("closing") / "llama", torch.bfloat16, 1)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from benchmarks.peers.systems import (
     readers,
     systems,
 )
-from benchmarks.peers.workloads import Workload, workloads
+from benchmarks.peers.workloads import DEEP_OUT, Workload, deep, workloads
 
 KV_TOKENS = 20480
 """64 requests of 192 tokens, and what pages of 128 tokens leave empty."""
@@ -78,6 +78,8 @@ def parse() -> argparse.Namespace:
     add("--only", nargs="+", metavar="SYSTEM", choices=names, help=f"of {', '.join(names)}; this engine always runs")
     add("--skip", nargs="+", metavar="SYSTEM", choices=names, default=[])
     add("--workloads", nargs="+", choices=[*workloads(1, 1), MEMORY])
+    add("--deep", type=int, nargs="+", metavar="TOKENS", default=[],
+        help="in the place of workloads: one stream with so long a prompt, and its decoding behind it")  # fmt: skip
     add("--repeats", type=int, default=3)
     add("--quick", action="store_true", help="fewer requests and tokens, one repetition: does everything run?")
     add("--rate", type=float, default=None, help="requests a second that arrive at random")
@@ -107,6 +109,8 @@ def parse() -> argparse.Namespace:
 
 def choose_workloads(options: argparse.Namespace) -> tuple[list[Workload], bool]:
     """Workloads asked for, in the order of the report; and whether memory is measured."""
+    if options.deep:
+        return [deep(tokens) for tokens in options.deep], False
     found = workloads(options.rate, options.seconds, options.quick)
     wanted = options.workloads or [*found, MEMORY]
     return [workload for name, workload in found.items() if name in wanted], MEMORY in wanted
@@ -163,9 +167,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> Run:
 
 
 def settings_of(options: argparse.Namespace, checkpoint: Path, scratch: Path, places: Places) -> Settings:
-    kv_bytes = KV_TOKENS * options.measured.kv_bytes(options.dtype)
+    longest = max([MAX_LEN, *(tokens + 2 * DEEP_OUT for tokens in options.deep)])
+    tokens = max(KV_TOKENS, longest)
+    kv_bytes = tokens * options.measured.kv_bytes(options.dtype)
     return Settings(
-        str(checkpoint.resolve()), options.dtype, options.threads, "none", KV_TOKENS, kv_bytes, MAX_LEN, MAX_SEQS, "",
+        str(checkpoint.resolve()), options.dtype, options.threads, "none", tokens, kv_bytes, longest, MAX_SEQS, "",
         places.server or "", str(scratch.resolve()),
     )  # fmt: skip
 

@@ -132,6 +132,14 @@ _MIXTURE = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     "norm_topk_prob": True, "tie_word_embeddings": True,
 }  # fmt: skip
+_SMALL_MIXTURE = _MIXTURE | {
+    "hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
+_TINY_MIXTURE = _SMALL_MIXTURE | {
+    "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 _CHANNELS, _INNER = 3 * 16 * 128, 48 * 64
 MIXED: dict[str, MixedShape] = {
     shape.name: shape
@@ -145,6 +153,8 @@ MIXED: dict[str, MixedShape] = {
             (36 * _INNER * 128, 36 * 3 * (_INNER + 2 * 128)),
         ),
         MixedShape("qwen3-30b-a3b-3l", "qwen3_moe", 32768, 8192, 0.8, _MIXTURE, 3, experts=(128, 8)),
+        MixedShape("qwen3-moe-0.7b", "qwen3_moe", 32768, 8192, 0.8, _SMALL_MIXTURE, 12, experts=(32, 4)),
+        MixedShape("qwen3-moe-tiny", "qwen3_moe", 4096, 8192, 8.0, _TINY_MIXTURE, 4, experts=(8, 2)),
     )
 }  # fmt: skip
 """Shapes by the sizes of published ones; the mixture with three layers of 48, and a fifth of its vocabulary."""

@@ -73,6 +73,7 @@ class Shape:
 SHAPES: dict[str, Shape | MixedShape] = {
     "qwen3-0.6b": Shape("qwen3-0.6b", "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 0.8),
     "llama-110m": Shape("llama-110m", "llama", 32000, 768, 2048, 12, 12, 12, 64, 4096, 3.0),
+    "smollm2-135m": Shape("smollm2-135m", "llama", 49152, 576, 1536, 30, 9, 3, 64, 40960, 3.0),
     "tiny": Shape("tiny", "llama", 1000, 128, 256, 2, 4, 2, 32, 4096, 8.0),
     **MIXED,
 }

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+DEEP_OUT = 32
+"""Tokens that a request with a long prompt generates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -56,8 +59,17 @@ class Workload:
     """Also run through LangChain's `abatch`."""
 
 
+def deep(tokens: int) -> Workload:
+    """One request with so long a prompt, and what it decodes behind that."""
+    figures = (
+        Figure("prompt", f"prompt of {tokens:,}", "tok/s"),
+        Figure("decode", f"single stream, decode behind {tokens:,} tokens ({DEEP_OUT} out)", "tok/s"),
+    )
+    return Workload(f"deep-{tokens}", _alike(f"deep-{tokens}", 1, tokens, DEEP_OUT), figures, stream=True)
+
+
 def workloads(rate: float, seconds: float, quick: bool = False) -> dict[str, Workload]:
-    """All of them, by name. `rate` and `seconds`: of the requests that arrive at random."""
+    """All but those of `deep`, by name. `rate` and `seconds`: of the requests that arrive at random."""
     small = 4 if quick else 1
     long = 128 // small
     made = [
@@ -152,6 +164,9 @@ def measure(workload: Workload, requests: Sequence[Request], traces: Sequence[Tr
     `alone`: seconds that the same prompt with one output token took, for a system that does not stream.
     """
     seconds = max(trace.end for trace in traces)
+    if workload.name.startswith("deep"):
+        first, last, tokens = traces[0].times[0], traces[0].times[-1], len(traces[0].tokens)
+        return {"prompt": len(requests[0].prompt) / first, "decode": (tokens - 1) / (last - first)}
     if workload.name == "prefill":
         return {"prompt": len(requests[0].prompt) / seconds}
     if workload.alone:

@@ -37,7 +37,7 @@ class ServerDriver:
 
     async def run(self, requests: list[Request], way: str) -> list[Trace]:
         need = max(len(request.prompt) + request.output for request in requests)
-        length = next(length for length in SLOT_LENGTHS if length > need)
+        length = next((length for length in SLOT_LENGTHS if length > need), need + 1)
         if length != self._length:
             await self._start(length)
         return await at_once(requests, self._stream if way == "stream" else self._complete)
@@ -48,12 +48,12 @@ class ServerDriver:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
-        threads = str(settings.threads)
+        threads, slots = str(settings.threads), SLOTS if length in SLOT_LENGTHS else 1
         # Blocking, so that nobody sees a half-started server; nothing else runs on this loop.
         command = [settings.server, "-cb", "--no-ui"] if settings.server else [sys.executable, "-m", WHEEL]
         self._process = subprocess.Popen([  # noqa: ASYNC220
-            *command, "-m", settings.gguf, "-t", threads, "-tb", threads, "-np", str(SLOTS), "-c",
-            str(SLOTS * length), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(self._port),
+            *command, "-m", settings.gguf, "-t", threads, "-tb", threads, "-np", str(slots), "-c",
+            str(slots * length), "--cache-ram", "0", "--host", "127.0.0.1", "--port", str(self._port),
             "--threads-http", "2",
         ])  # fmt: skip
         self._length = length

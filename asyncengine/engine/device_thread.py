@@ -30,8 +30,8 @@ Watched = TypeVar("Watched")
 
 
 class Watchdog(Generic[Watched]):
-    """Looks at what is being waited for when it has lasted `soft` seconds, and when it has lasted `hard`: by
-    one timer for all steps, as two for each take as long as scheduling it.
+    """A check of how long a step takes, once after `soft` seconds and once after `hard`, by one timer for all steps,
+    as two for each take as long as scheduling it.
 
     The timer runs on while nothing is waited for, and is armed again only where something is: for a step that began
     since, it fires early, sees so, and is armed for that.
@@ -58,11 +58,11 @@ class Watchdog(Generic[Watched]):
             self._arm(loop)
 
     def end(self) -> None:
-        """It is there, or nobody waits for it any more."""
+        """Stop watching: the result has come, or is not waited for any more."""
         self._watched = None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop watching, and cancel the timer. Idempotent."""
         self._watched = None
         self._stop()
 

@@ -27,7 +27,7 @@ class Inbox(Generic[T]):
         self._reader: int | None = None
         self._closed = False
         self.turn = threading.Lock()
-        """Held by whoever does the waiting reader's work in its place (`borrowed`): the reader goes on after that."""
+        """Held by a thread that does the waiting reader's work (`borrowed`); the reader goes on when it is free."""
 
     @property
     def closed(self) -> bool:
@@ -35,8 +35,8 @@ class Inbox(Generic[T]):
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[bool]:
-        """Within, the reader goes on waiting whatever comes, and this thread may change what is the reader's. False: it
-        does not wait, has something to read, or its work is another thread's already."""
+        """Take the reader's place: within, the reader keeps waiting whatever is posted, and this thread may change the
+        reader's state. Yields False where the reader does not wait, has items to read, or is replaced already."""
         with self._lock:
             waiter = None if self.items else self._waiter
             idle = waiter is not None and not waiter.done() and waiter.get_loop().is_running()

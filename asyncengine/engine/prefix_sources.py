@@ -53,15 +53,15 @@ class Source:
     """A tier of the cache, which overrides what concerns it. Called on the engine's loop, but for `flush`."""
 
     def attach(self, kv: KVCache) -> None:
-        """Called once, before all others. Who wants `save` to be called has `kv` keep notes (`KVCache.saves`)."""
+        """Called once, before all other methods. A source that stores pages sets `KVCache.saves`, whence `save`."""
 
     def find(self, wanted: Wanted, best: Hit, answer: Callable[[Hit], None]) -> None:
         """Call `answer`, at once or later, with more pages than the `best` of the sources before, or with that."""
         answer(best)
 
     def save(self, notes: list[Unsaved]) -> None:
-        """Copy what was published, some time; a copy whose note `is_intact` afterwards is whole. What is not intact
-        now was evicted, and is overwritten after this call."""
+        """Copy the noted pages, now or later; a copy whose note `is_intact` afterwards is whole. A page whose note is
+        not intact now was evicted, and is overwritten after this call."""
 
     def saw(self, batch: Batch, seconds: float) -> None:
         """A step took so long."""
@@ -123,8 +123,8 @@ class PrefixSources:
         tell(PrefixFound(wanted.request.ticket, best.pages, self._clock.now() + best.patience, best.read))
 
     def save(self, rest: bool = False) -> None:
-        """Hand over what is to be stored now: after `schedule`, before its step writes to what that evicted. `rest`:
-        all that is cached is about to go."""
+        """Give the noted pages to the sources: after `schedule`, and before its step overwrites those that it evicted.
+        `rest`: all cached pages are about to go."""
         saves = self._scheduler.kv.saves
         notes = [] if saves is None else saves.take(rest)
         for source in self.tiers:

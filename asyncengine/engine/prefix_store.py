@@ -227,7 +227,7 @@ class PrefixStore(Source):
             self.store.close()
 
     def _records(self, notes: Sequence[Unsaved]) -> Iterator[Record]:
-        """Records of those that can be found again: whose page before is stored, or evicted later."""
+        """Records of the notes whose pages can be found again: the page before is stored, or will be when evicted."""
         begun: dict[bytes, None] = {}
         for note in notes:
             known = self._evicted or note.parent in self._roots or note.parent in begun

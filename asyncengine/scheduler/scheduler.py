@@ -287,10 +287,10 @@ class Scheduler:
         known = table.num_shared * self.kv.page_size
         if not known < last < known + self.kv.page_size:
             return None
+        beyond = request.keys[known:last]
         for leader in self.running.values():
-            if leader.num_computed < last or leader.keys[known:last] != request.keys[known:last]:
-                continue
-            if leader.table is not None and can_copy(leader.table, table):
+            ahead = leader.num_computed >= last and leader.table is not None and can_copy(leader.table, table)
+            if ahead and leader.keys[known:last] == beyond:  # last, as keys may be a copy of all tokens
                 return leader
         return None
 

@@ -100,7 +100,7 @@ class RowAdapters(Protocol):
 
 @dataclass(slots=True)
 class Traces:
-    """Record of the layers' work on a step's T tokens, and what is added to it, for requests that ask for it."""
+    """Hidden states and experts of a step's T tokens, and steering vectors added to them, for requests that ask."""
 
     layers: Collection[int] = ()
     """Numbers, from 0, of those whose hidden states are asked for."""
@@ -186,7 +186,7 @@ class StepContext:
     """Takes the experts of the step's tokens, int64 [T, experts of a token], best first, of each mixture in the model's
     order. None: no request asks for them."""
     traces: Traces | None = None
-    """Takes hidden states, and has what is added to them. None: no request asks for that."""
+    """Takes hidden states, and has the steering vectors. None: no request asks for either."""
 
     def note_routes(self, mixtures: Callable[[], Sequence[Mixture]], residual: torch.Tensor, x: torch.Tensor) -> None:
         """Note the experts of all tokens in the `mixtures` of a layer, which reads the stream [T, width] or its norm x.

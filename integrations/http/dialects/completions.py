@@ -40,8 +40,8 @@ def read(fields: Fields) -> Turn:
     turn.params |= {
         "logprobs": top is not None or "chosen" in turn.extra,
         "top_logprobs": max(top or 0, of_prompt or 0),
+        "prompt_logprobs": of_prompt is not None or of_echo,
     }
-    turn.params |= {"prompt_logprobs": of_prompt is not None or of_echo}
     if values["own"].get("use_beam_search"):
         _read_beams(values, turn)
     elif "length_penalty" in values["own"]:

@@ -95,7 +95,7 @@ def _gemma(config: Any, length: int, classifies: bool) -> EncoderConfig:
 
 
 def _both_ways(stack: DecoderConfig, ignored: tuple[str, ...]) -> DecoderConfig:
-    """The same without a causal mask. `ignored`: further tensors that nobody needs."""
+    """The stack without a causal mask. `ignored`: further tensors that are not read."""
 
     def both(layer: LayerConfig) -> LayerConfig:
         assert isinstance(layer.attention, AttentionConfig)

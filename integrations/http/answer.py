@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
+from asyncengine.errors import naming
 from asyncengine.integrations.http.events import NO_USAGE, Event, EventReader
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import facts_of, measured
@@ -59,13 +60,15 @@ class Answer:
         self, stream: TokenStream | Several | Beams, writer: AnswerWriter, *, streaming: bool, samples: int = 1,
         token_ids: bool = False, headers: tuple[tuple[str, str], ...] = (),
         release: Callable[[], None] = lambda: None, facts: Mapping[str, Any] = MappingProxyType({}),
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`release`: called once, when the model is no longer needed. `facts`: what the log tells of the request."""
+        """`release`: called once, when the model is no longer needed. `facts`: what the log tells of the request.
+        `names`: the request's own names of parameters, for errors."""
         self._stream, self.writer = stream, writer
         self._streaming, self._samples = streaming, samples
         self._events = EventReader(token_ids)
         self.headers = [(name.encode(), _one_line(value)) for name, value in headers]
-        self._facts = facts
+        self._facts, self._names = facts, names
         self.after = ExitStack()
         """Calls to make when the request has ended."""
         self.after.callback(release)
@@ -82,9 +85,12 @@ class Answer:
         facts |= self._facts
         try:
             if self._streaming:
-                await self._stream_events(send)
+                with naming(self._names):
+                    await self._stream_events(send)
             else:
-                body = json.dumps(await self._whole(), ensure_ascii=False, separators=(",", ":"))
+                with naming(self._names):
+                    whole = await self._whole()
+                body = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
                 length = str(len(body.encode())).encode()
                 await self._send_headers(send, b"application/json", (b"content-length", length))
                 await self._send_text(send, body, more=False)
@@ -106,7 +112,8 @@ class Answer:
         """Submit the request already. Raises what refuses it."""
         assert not isinstance(self._stream, Beams)
         try:
-            await self._stream.__aenter__()
+            with naming(self._names):
+                await self._stream.__aenter__()
         except BaseException:
             self.after.close()
             raise

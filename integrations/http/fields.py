@@ -131,7 +131,7 @@ class Fields:
             else:
                 kept = value if field.check is None else field.check(full, value)
                 values["own" if field.to == "hint" else field.to][field.ours] = kept
-                self.names[field.ours] = full
+                self.names["max_tokens" if field.to == "limit" else field.ours] = full
         for name in [name for name, value in self._left.items() if value is not None]:
             if "*" in table:
                 raise InvalidParameter((self._within + name)[:100], table["*"].note)

@@ -88,7 +88,7 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
         made = Answer(
             stream, writer(turn, answered), streaming=turn.stream, samples=params.n * max(1, len(turn.prompts)),
             token_ids=bool(turn.extra.get("return_ids")), headers=(*identified(answer_id), *ignored),
-            release=target.release,
+            release=target.release, names=fields.names,
             facts={"id": answer_id, "model": target.base, "adapter": target.adapter, "streamed": turn.stream},
         )  # fmt: skip
         undo.pop_all()

@@ -42,6 +42,7 @@ def read(fields: Fields) -> Turn:
         "top_logprobs": max(top or 0, of_prompt or 0),
         "prompt_logprobs": of_prompt is not None or of_echo,
     }
+    fields.names["top_logprobs"] = "prompt_logprobs" if (of_prompt or 0) > (top or 0) else "logprobs"
     if values["own"].get("use_beam_search"):
         _read_beams(values, turn)
     elif "length_penalty" in values["own"]:

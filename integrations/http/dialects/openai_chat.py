@@ -36,7 +36,7 @@ def read(fields: Fields) -> Turn:
     turn.params |= max_tokens(values["limit"])
     if "top_logprobs" in turn.params and not turn.params.get("logprobs"):
         raise InvalidParameter("top_logprobs", "needs logprobs=true", turn.params["top_logprobs"])
-    _read_prompt_scores(turn)
+    _read_prompt_scores(turn, fields)
     _read_thinking(own, turn)
     if variables := template_variables(values):
         turn.chat["template_kwargs"] = variables
@@ -126,7 +126,7 @@ def template_variables(values: Values) -> dict[str, Any]:
     return variables
 
 
-def _read_prompt_scores(turn: Turn) -> None:
+def _read_prompt_scores(turn: Turn, fields: Fields) -> None:
     """Read whether the prompt is to be scored, and with how many of the likeliest tokens, as vLLM does."""
     if (count := turn.extra.get("prompt_logprobs")) is None:
         return
@@ -135,6 +135,8 @@ def _read_prompt_scores(turn: Turn) -> None:
     top = turn.params.get("top_logprobs", 0)
     turn.extra |= {"logprobs": turn.params.get("logprobs", False), "top_logprobs": top}
     turn.params |= {"prompt_logprobs": True, "top_logprobs": max(top, count)}
+    if count > top:
+        fields.names["top_logprobs"] = "prompt_logprobs"
 
 
 class Writer(Frames):

@@ -95,7 +95,7 @@ def _short(name: str, value: object) -> str:
 
 def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     """Read the limits. Returns what the response repeats of them, and of sampling and marks."""
-    most, metadata = own.get("max_output_tokens"), own.get("metadata", {})
+    metadata = own.get("metadata", {})
     if not isinstance(metadata, Mapping) or len(metadata) > 16 or max(map(len, metadata), default=0) > 64:
         raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
     for name, value in metadata.items():
@@ -108,10 +108,9 @@ def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     echo |= {name: _short(name, own.get(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
     echo |= {name: own.get(name) for name in ("previous_response_id", "instructions")}
     turn.options = {"session": echo["prompt_cache_key"], **turn.options}
-    turn.params |= {} if most is None else {"max_tokens": most}
     return echo | {
-        "max_output_tokens": most, "max_tool_calls": None, "truncation": "disabled", "service_tier": "default",
-        "store": store, "background": background, "metadata": metadata,
+        "max_output_tokens": turn.params.get("max_tokens"), "max_tool_calls": None, "truncation": "disabled",
+        "service_tier": "default", "store": store, "background": background, "metadata": metadata,
     }  # fmt: skip
 
 

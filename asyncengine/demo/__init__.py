@@ -44,9 +44,9 @@ def bundled_name(path: str) -> str | None:
 
 
 def resolve_draft(path: str) -> str:
-    """The folder or hub id that a draft model's name means: "demo/draft" is the bundled one unless there is a folder of
-    that name."""
-    return str(DRAFT_PATH) if path == "demo/draft" and not os.path.isdir(path) else path
+    """The folder or hub id of a draft model: "demo/draft" and what `BUNDLED` names, unless a folder has that name."""
+    bundled = {**BUNDLED, "demo/draft": DRAFT_PATH}
+    return str(bundled[path]) if path in bundled and not os.path.isdir(path) else path
 
 
 def resolve_adapter(path: str | os.PathLike[str], root: str | None) -> str:

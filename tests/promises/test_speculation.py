@@ -169,7 +169,7 @@ async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:
     were taken away and prompts that the model must catch up with."""
     settings: dict[str, Any] = {**ALWAYS, "kv_cache_memory": "5MiB", "max_num_seqs": 6, "preempt_every": 3,
                                 "speculation_memory": 1}  # fmt: skip
-    async with await AsyncEngine.from_pretrained("demo", draft_model=str(MODEL_PATH), **settings) as engine:
+    async with await AsyncEngine.from_pretrained("demo", draft_model="demo", **settings) as engine:
         asked = [("Read this twice. " + QUOTE * 8 * (number % 2) + CHATS[number % 3], params)
                  for number, params in enumerate([*PARAMS.values()] * 3)]  # fmt: skip
         await asyncio.gather(

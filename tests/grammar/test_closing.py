@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.data import cases_of
 from support.grammar_walks import text_of, walk
 from support.small_grammars import PERSON, closed
 from support.small_vocabulary import EOS
@@ -18,6 +19,8 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 OPTIONAL = closed({"xx": {"type": "string"}, "yy": PERSON})
 NUMBERS = closed({"a": {"type": "number", "minimum": 950, "maximum": 1050}, "b": {"type": "integer", "multipleOf": 7}})
@@ -127,14 +130,7 @@ def test_a_grammar_without_any_output_is_refused(vocabulary: Vocabulary, grammar
         LlguidanceBackend(vocabulary).compile(grammar)
 
 
-@pytest.mark.parametrize(
-    ("lark", "needed"),
-    [
-        ('start: TEXT "<t>" body "</t>"\nTEXT: /(?s:.*)/ & ~/(?s:.*<t>.*)/\nbody: %json {"type": "integer"}', 8),
-        ('start: TEXT <|mark|> "x"\nTEXT: /a*/', 2),
-        ('start: head body\nhead[lazy]: /(?s:.*)/ "</think>"\nbody: %json {"type": "null"}', 4),
-    ],
-)
+@pytest.mark.parametrize(("lark", "needed"), ROWS["free_text_ends_where_the_grammar_needs_it_to"])
 def test_free_text_ends_where_the_grammar_needs_it_to(vocabulary: Vocabulary, lark: str, needed: int) -> None:
     template = LlguidanceBackend(vocabulary).compile(Grammar.lark(lark))
     assert template.min_tokens <= needed

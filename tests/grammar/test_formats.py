@@ -19,6 +19,7 @@ from pydantic import (
     PastDatetime,
     TypeAdapter,
 )
+from support.data import cases_of
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
@@ -30,6 +31,8 @@ from .oracle import accepts, complaint, matcher
 from .schema_check import is_format
 from .test_readable_json import text_of_walk
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_what_is_written_has_the_format(name: str) -> None:
@@ -39,15 +42,7 @@ def test_what_is_written_has_the_format(name: str) -> None:
         assert is_format(name, text), text
 
 
-NESTED = {
-    "type": "object",
-    "properties": {
-        "a": {"type": ["string", "null"], "format": "path"},
-        "n": {"type": "number", "minimum": 0.5, "format": "double"},
-        "b": {"items": {"format": "idn-email"}},
-        "c": {"type": "string", "format": "email"},
-    },
-}
+NESTED = ROWS["nested"]
 
 
 def test_strict_refuses_by_name_what_a_string_can_meet() -> None:

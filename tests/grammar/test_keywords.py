@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.data import cases_of
 from support.tables import table
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
@@ -12,6 +13,8 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import explain, summary, with_rules
 
 from .oracle import accepts, matcher
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 def explained(grammar: Grammar) -> GrammarError:
@@ -35,16 +38,7 @@ def test_unsupported_keywords_are_named_with_their_place(schema: Any, features: 
         assert f"{keyword!r} at {pointer}" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("schema", "advice"),
-    [
-        ({"not": {"multipleOf": 3}}, "list what is allowed"),
-        ({"type": "array", "items": {"uniqueItems": True}}, "declare a list"),
-        ({"if": {"multipleOf": 3}, "then": {"type": "null"}}, "an anyOf with a branch for each case"),
-        ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, "needs the opposite of multipleOf"),
-        ({"type": "string", "pattern": "(?<=a)b"}, "leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "advice"), ROWS["what_is_refused_says_what_to_write_instead"])
 def test_what_is_refused_says_what_to_write_instead(schema: Any, advice: str) -> None:
     with pytest.raises(GrammarUnsupported) as refused:
         raise explained(Grammar.json_schema(schema))
@@ -66,16 +60,7 @@ def test_schemas_inside_lark_are_searched_too() -> None:
     assert isinstance(look, GrammarUnsupported)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "integer", "minimum": 5, "maximum": 3},
-        {"allOf": [{"type": "integer"}, {"type": "string"}]},
-        {"enum": []},
-        {"type": "object", "additionalProperties": False, "required": ["a"]},
-        {"type": "string", "pattern": "^a{5}$", "maxLength": 3},
-    ],
-)
+@pytest.mark.parametrize("schema", ROWS["contradictions_are_impossible"])
 def test_contradictions_are_impossible(schema: Any) -> None:
     error = explained(Grammar.json_schema(schema))
     assert isinstance(error, GrammarImpossible)
@@ -113,15 +98,7 @@ def test_too_large() -> None:
     assert "backtrace" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("schema", "said"),
-    [
-        ({"items": {"type": "string", "pattern": "("}}, "/items/pattern"),
-        ({"properties": {"a": {"type": "foo"}}}, "/properties/a/type"),
-        ({"type": "string", "minLength": -1}, "minLength"),
-        ({"type": "object", "properties": [1]}, "properties"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "said"), ROWS["malformed_schemas_are_plain_errors_that_say_where"])
 def test_malformed_schemas_are_plain_errors_that_say_where(schema: Any, said: str) -> None:
     error = explained(Grammar.json_schema(schema))
     assert type(error) is GrammarError

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Mapping
+from typing import Any
 from unittest.mock import Mock
 
 import llguidance
 import numpy as np
 import pytest
+from support.data import cases_of
 from support.grammar_walks import allowed, text_of, walk
 from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
@@ -20,6 +22,8 @@ from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.shared_masks import KEY_BYTES, READING_BYTES, Mask, SharedMasks
 from asyncengine.grammar.vocabulary import Vocabulary
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -281,15 +285,7 @@ def test_memory_for_shared_masks_is_bounded() -> None:
     assert [masks.find(position, 1)[1] is not None for position in positions] == [False, False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "texts"),
-    [
-        (r"\wa{2}|\Wb{3}", ["é", "–", "Ж", "\U00011f50", "\U00013460"]),
-        (r"\da{2}|\Db{3}", ["٣", "é", "\U00011f50"]),
-        (r"[^\w]a|[\w-]b|\S\S", ["é", "–"]),
-        (r"(?i:[^k]a{2}|[^l]b)", ["k", "l", "L", "m", "\u212a"]),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "texts"), ROWS["who_has_a_mask_of_its_own"])
 def test_who_has_a_mask_of_its_own(
     pattern: str, texts: list[str], backend: LlguidanceBackend, vocabulary: Vocabulary
 ) -> None:

@@ -7,12 +7,15 @@ from typing import Any, get_args
 
 import jsonschema
 import pytest
+from support.data import cases_of
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lower import fragment, inline_json
 from asyncengine.grammar.spec import Whitespace
 
 from .oracle import accepts, complaint
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 VALUE = {"a": 1, "b": [1, {"c": "x, y: z"}], "d": {}}
 SCHEMA = {
@@ -94,36 +97,14 @@ def test_the_empty_pattern_and_a_newline_in_a_pattern() -> None:
     assert accepts(Grammar.regex("[/]"), "/")
 
 
-@pytest.mark.parametrize(
-    ("schema", "values"),
-    [
-        ({"type": "array", "uniqueItems": False}, [[1, 1], {}]),
-        ({"if": {"type": "string"}, "type": "integer"}, [1, "a"]),
-        ({"properties": {"a": {"items": {"uniqueItems": False}}}, "type": "object"}, [{"a": [[1]]}, []]),
-        ({"properties": {"uniqueItems": {"const": False}}, "type": "object", "required": ["uniqueItems"]},
-         [{"uniqueItems": False}, {"uniqueItems": True}, {}]),
-        ({"const": {"uniqueItems": False}}, [{"uniqueItems": False}, {}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schema", "values"), ROWS["keywords_without_effect_are_dropped_exactly"])
 def test_keywords_without_effect_are_dropped_exactly(schema: dict[str, Any], values: list[Any]) -> None:
     grammar = Grammar.json_schema(schema)
     expected = [jsonschema.Draft202012Validator(schema).is_valid(value) for value in values]
     assert [accepts(grammar, json.dumps(value)) for value in values] == expected
 
 
-@pytest.mark.parametrize(
-    ("schema", "value"),
-    [
-        ({"not": {"multipleOf": 3}}, 3),
-        ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, 6),
-        ({"type": "string", "pattern": "(?<=a)b"}, "x"),
-        ({"type": "string", "pattern": r"\bfoo\b"}, "x"),
-        ({"type": "string", "pattern": "a$b"}, "x"),
-        ({"$ref": "https://example.com/x.json"}, 1),
-        ({"type": "object", "patternProperties": {"((?!a)ab)*": {}}, "additionalProperties": False}, {"b": 1}),
-        ({"type": "array", "uniqueItems": True}, [1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("schema", "value"), ROWS["ignore_leaves_out_what_error_refuses"])
 @pytest.mark.parametrize("unsupported", ["ignore", "validate"])
 def test_ignore_leaves_out_what_error_refuses(schema: dict[str, Any], value: Any, unsupported: Any) -> None:
     assert complaint(Grammar.json_schema(schema)) != ""

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import cases_of
 from support.long import TIMES
 from support.small_grammars import shared_vocabulary
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 GRAMMARS = 25 * TIMES
 
@@ -37,14 +40,7 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     backend.close()
 
 
-ENDLESS = {
-    "no end at all": "start: /./ / +/ / +/",
-    "one alternative of two": 'start: "0" | /[a-z]/ / +/ / +/',
-    "of several bytes": 'start: "0" | /é+/ /é+/',
-    "a product": 'start: "0" | "a" A A\nA: /[ab]*/ & ~/(?s:.*)b(?s:.*)/ & ~/a?/',
-    "what only the library reads": 'start: "0" | "a" A A\nA: /(?i:é)+/',
-    "inside, by its own options": 'start: "0" | "a" %lark {\n%llguidance {"no_forcing": false}\nstart: / +/ / +/\n}',
-}
+ENDLESS = ROWS["endless"]
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -72,14 +68,7 @@ def test_text_that_has_to_come_for_ever_is_not_looked_for(name: str) -> None:
     assert ended
 
 
-@pytest.mark.parametrize(
-    ("lark", "endless"),
-    [
-        ('start: "a" / +/ "b"', True), ('start: / +x/ "b"', False), ("start: /[ab]+/", False),
-        ("start: /a{2,9}/", False),
-        ("start: A\nA: /(?s:.*)/ & ~/(?s:.*)<t>(?s:.*)/", False), ("start: a\na[lazy]: /a+/", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("lark", "endless"), ROWS["where_it_may_be_looked_for"])
 def test_where_it_may_be_looked_for(lark: str, endless: bool) -> None:
     """Text that has to come is otherwise cut as the tokenizer would, and costs no steps."""
     template = LlguidanceBackend(shared_vocabulary()).compile(Grammar.lark(lark))

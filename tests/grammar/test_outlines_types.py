@@ -10,11 +10,14 @@ from typing import Annotated, Any, Literal, NewType
 
 import pydantic
 import pytest
+from support.data import cases_of
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts, complaint
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 types = pytest.importorskip("outlines.types", reason="outlines 1.3 refuses Python 3.14")
 dsl = types.dsl
@@ -45,15 +48,7 @@ def function(a: int, b: str = "x") -> None: ...
 
 
 PREDEFINED = [name for name in types.__all__ if isinstance(getattr(types, name), dsl.Regex) and name != "paragraph"]
-SAMPLES = {
-    "isbn": "978-0-306-40615-7", "string": '"a b"', "integer": "-12", "boolean": "True",
-    "number": "1.5e3", "date": "2024-02-30", "time": "23:59:00",
-    "datetime": "2024-02-03 01:02:03", "digit": "7", "char": "é", "newline": "\r\n", "whitespace": "\t",
-    "hex_str": "0xfF", "uuid4": "123e4567-e89b-42d3-a456-426614174000", "ipv4": "192.168.0.1", "ipv6": "::ffff:1.2.3.4",
-    "semver": "1.0.0-rc.1+x", "mac_address": "00:1A:2b:3c:4d:5e", "hex_color": "#FFa", "slug": "a-b",
-    "credit_card": "4111111111111111", "iban": "GB82WEST12345698765432", "bic": "DEUTDEFF", "e164": "+4915112345678",
-    "latitude": "-89.9", "longitude": "180.0", "sentence": "Hello there!", "email": "a.b+c@d-e.org",
-}  # fmt: skip
+SAMPLES = ROWS["samples"]
 
 
 @pytest.mark.parametrize("name", PREDEFINED)

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.data import cases_of
 from support.long import TIMES
 from support.tables import table
 
@@ -16,6 +17,8 @@ from asyncengine.errors import GrammarError, GrammarImpossible, GrammarUnsupport
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 @pytest.mark.parametrize(("pattern", "text"), table(__file__, "rewritten patterns"))
@@ -36,14 +39,7 @@ def test_malformed_patterns_are_refused_at_once(pattern: Any) -> None:
         Grammar.regex(pattern)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "^a|b$", "a{,2}b", "[[a&&b]+", "[+--]*", "[--/]", "[]a]+", "[^]a]", r"\<a\>", "(?i)ab", "(a|ab)(b|)", "a*?b",
-        "a{x}", "{}", "]", r"[a\-b]", r"[\]\\]", "(^a|b)b", "a(b$|a$)", "^^a$$", r"[a-]", "(?:a|(b))?-", "[~~&&]",
-        r"\.\*", "(?P<n>a)b", "a|", r"\x61\u0062",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", ROWS["patterns_mean_what_python_says"])
 def test_patterns_mean_what_python_says(pattern: str) -> None:
     """All texts up to three letters of an alphabet with every awkward character, against `re.fullmatch`."""
     grammar = Grammar.regex(pattern)
@@ -90,16 +86,7 @@ def _looking_ahead(random: Random, depth: int) -> str:
     return random.choice(("^", "")) * (not depth) + branch + random.choice(("", "", "$", f"|{item()}"))
 
 
-@pytest.mark.parametrize(
-    ("keyword", "schema", "taken", "refused"),
-    [
-        ("pattern", {"pattern": "^(?!admin$)[a-z]{3,8}$"}, "user", "admin"),
-        ("two, and a length", {"pattern": "^(?=.*[0-9])(?=.*[A-Z]).*$", "minLength": 3}, "a7B", "7B"),
-        ("nested", {"pattern": "^@(?:x(?!.*--)[x-]*)?/y$"}, "@x-x/y", "@x--/y"),
-        ("not", {"not": {"pattern": "^(?!a)b"}}, "a", "ba"),
-        ("enum", {"enum": ["a", "b"], "pattern": "^(?!a)"}, "b", "a"),
-    ],
-)
+@pytest.mark.parametrize(("keyword", "schema", "taken", "refused"), ROWS["look_aheads_of_schemas"])
 def test_look_aheads_of_schemas(keyword: str, schema: dict[str, Any], taken: str, refused: str) -> None:
     grammar = Grammar.json_schema({"type": "string", **schema})
     assert accepts(grammar, f'"{taken}"')

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.data import cases_of
 from support.grammar_walks import text_of, walk
 from support.long import LONG
 from support.small_grammars import closed, shared_vocabulary
@@ -27,6 +28,8 @@ from asyncengine.grammar.vocabulary import Vocabulary
 from .corpus import compilable, invalid_texts, valid_texts
 from .oracle import accepts, matcher, tokenizer
 from .schema_check import Checker
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 
@@ -220,14 +223,7 @@ def test_blanks_before_a_string_are_bounded_beside_a_choice() -> None:
     assert not accepts(grammar, '{"modifier":  \n   \n   "dark","content":"a"}')
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"const": "a\0b"}, {"enum": ["\0", "x"]}, {"type": "string", "pattern": "^/[^\0]+$"},
-        {"type": "string", "pattern": "^a\0b$"}, {"type": "string", "description": "\0"},
-        {"type": "object", "properties": {"k\0": {"type": "integer"}}, "required": ["k\0"]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema", ROWS["a_schema_may_speak_of_the_character_nul"])
 def test_a_schema_may_speak_of_the_character_nul(schema: dict[str, Any]) -> None:
     for value in ("a\0b", "ab", "\0", "x", "/a", "/a\0", {"k\0": 1}, {"k": 1}):
         valid = jsonschema.Draft202012Validator(schema).is_valid(value)

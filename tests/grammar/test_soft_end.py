@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from support.data import cases_of
 from support.grammar_walks import allowed, text_of
 from support.small_vocabulary import EOS, MARK
 
@@ -14,17 +16,11 @@ from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBacken
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 ITEMS = ["the name and abc", "abc and zz", "age", "name"] * 3
 LIST = {"type": "array", "items": {"type": "string"}}
-RECORDS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "and": {"type": "string"}},
-        "required": ["name"],
-        "additionalProperties": False,
-    },
-}
+RECORDS = ROWS["records"]
 RECORD = {"name": "abc", "age": 10, "and": "the abc"}
 
 

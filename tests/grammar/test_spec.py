@@ -12,12 +12,15 @@ from typing import Any, Literal, NotRequired
 
 import pydantic
 import pytest
+from support.data import cases_of
 from typing_extensions import TypedDict
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 Lock = type(threading.Lock())
 
@@ -80,19 +83,13 @@ def test_true_is_any_json_and_false_is_nothing() -> None:
 @pytest.mark.parametrize(
     "schema",
     [
+        *ROWS["what_is_not_json_is_refused"],
         {"minimum": float("nan")},
         {"minimum": float("inf")},
-        '{"minimum": NaN}',
         {1: 2},
         {"const": {1, 2}},
         {"const": b"x"},
-        {"const": "\ud800"},
         {"minimum": 10**5000},
-        "not json",
-        "[1]",
-        "3",
-        None,
-        7,
         int,
     ],
 )

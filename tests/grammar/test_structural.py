@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from typing import Any
 
 import jsonschema
 import pytest
+from support.data import cases_of
 from support.tables import table
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 TOOLS = table(__file__, "tools")
 
@@ -84,19 +88,7 @@ def tagged(text: str, at_least_one: bool = False, stop: bool = False) -> bool:
         found, here = found + 1, tag.end()
 
 
-PIECES = [
-    "",
-    "hi <f",
-    "<f=int>12</f>",
-    "<f=int>x</f>",
-    "<f=word>a<b</f>",
-    "[x]a",
-    "[x]",
-    "<g>((.)).",
-    "<g>(.",
-    "\n<f=",
-    " > ",
-]
+PIECES = ROWS["pieces"]
 
 
 @pytest.mark.parametrize("at_least_one", [False, True])

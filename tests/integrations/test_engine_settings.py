@@ -12,6 +12,7 @@ import pytest
 from langchain_core.load import dumps, loads
 from llama_index.core.schema import BaseComponent
 from pydantic import BaseModel, ValidationError
+from support.data import cases_of
 
 from asyncengine import EngineConfig, EngineHandle, shared_engine
 from asyncengine.errors import InvalidParameter
@@ -33,6 +34,8 @@ from asyncengine.integrations.llama_index import (
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 WRITERS: list[Any] = [ChatAsyncEngine, AsyncEngineLLM, LlamaIndexLLM]
 EVERY: list[Any] = [
@@ -100,14 +103,8 @@ def test_a_setting_with_two_values_is_refused(kind: Any, handle: EngineHandle) -
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"max_modl_len": 5}, "max_modl_len: unknown parameter; did you mean 'max_model_len'"),
-        ({"quantisation": "int4"}, "quantisation: unknown parameter; did you mean 'quantization'"),
-        ({"n_ctx": 5}, "n_ctx: unknown parameter; did you mean 'max_model_len'"),
-        ({"load_in_4bit": True}, "load_in_4bit: unknown parameter; did you mean 'quantization'"),
+        *ROWS["wrong_settings_are_named"],
         ({"config": EngineConfig()}, "config: unknown parameter; did you mean 'engine_config'"),
-        ({"timeot": 5}, "timeot: unknown parameter; did you mean 'timeout'"),
-        ({"quantization": "int5"}, "quantization: must be one of 'int8', 'int4', got 'int5'"),
-        ({"num_threads": "many"}, "num_threads: must be an integer, got 'many'"),
         ({"draft_model": Path("x"), "speculation": "off"}, "draft_model: needs speculation"),
     ],
 )

@@ -11,6 +11,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError, ModelInvalidRequestError, ModelTimeoutError
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import LLMResult
+from support.data import cases_of
 
 from asyncengine import EngineHandle
 from asyncengine.errors import InvalidParameter, RequestTimeout
@@ -18,6 +19,8 @@ from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
 from .conftest import CONTEXT, LONG, Watch
 from .peak import slowed
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 Make = Callable[..., ChatAsyncEngine]
 
@@ -68,17 +71,7 @@ def test_n_gives_generations_and_counts_each_token_once(make_chat: Make) -> None
         list(chat.stream("Hello"))
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value"),
-    [
-        ("temprature", 1),
-        ("top_p", 2.0),
-        ("max_tokens", 0),
-        ("tools", [{"name": "f"}]),
-        ("response_format", {"type": "json_schema"}),
-        ("grammar", "a string"),
-    ],
-)
+@pytest.mark.parametrize(("keyword", "value"), ROWS["a_keyword_that_cannot_be_honoured_is_refused_by_name"])
 async def test_a_keyword_that_cannot_be_honoured_is_refused_by_name(
     chat: ChatAsyncEngine, keyword: str, value: object
 ) -> None:

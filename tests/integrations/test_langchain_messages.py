@@ -13,9 +13,12 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain.messages import to_openai
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 CALL = {"name": "add", "args": {"a": 1, "ü": "é"}, "id": "c1", "type": "tool_call"}
 AS_OPENAI = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "ü": "é"}'}}
@@ -90,14 +93,7 @@ def test_anthropic_tool_results_become_tool_messages_before_the_text() -> None:
     assert to_openai([HumanMessage([result])]) == [{"role": "tool", "content": "green", "tool_call_id": "c1"}]
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"type": "audio", "base64": "AA==", "mime_type": "audio/wav"},
-        {"type": "file", "base64": "AA==", "mime_type": "application/pdf"},
-        {"text": "no type"},
-    ],
-)
+@pytest.mark.parametrize("block", ROWS["what_is_not_text_is_refused_by_place_and_kind"])
 def test_what_is_not_text_is_refused_by_place_and_kind(block: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter) as caught:
         to_openai([HumanMessage("fine"), HumanMessage([block])])
@@ -105,18 +101,7 @@ def test_what_is_not_text_is_refused_by_place_and_kind(block: dict[str, Any]) ->
     assert str(block.get("type", "without a type")) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
-        {"type": "image_url", "image_url": "data:image/png;base64,AA=="},
-        {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
-        {"type": "image", "base64": "AA==", "mime_type": "image/png"},
-        {"type": "image", "url": "data:image/png;base64,AA=="},
-        {"type": "image", "source_type": "base64", "data": "AA==", "mime_type": "image/png"},
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
-    ],
-)
+@pytest.mark.parametrize("block", ROWS["pictures_have_one_form_and_keep_their_place"])
 def test_pictures_have_one_form_and_keep_their_place(block: dict[str, Any]) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     parts = [{"type": "text", "text": "before"}, image, {"type": "text", "text": "after"}]

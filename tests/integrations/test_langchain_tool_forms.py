@@ -9,12 +9,15 @@ import pytest
 from langchain_core.exceptions import ModelInvalidRequestError
 from langchain_core.tools import tool
 from pydantic import BaseModel
+from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.langchain.tools import openai_choice, openai_tools, several_calls
 
 from .langchain_demo_tools import TOOLS, add, get_weather, multiply
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 @pytest.fixture
@@ -107,16 +110,7 @@ CALL_ADD = {"type": "function", "function": {"name": "add"}}
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, None),
-        (False, None),
-        ("auto", "auto"),
-        ({"type": "auto"}, "auto"),
-        ("none", "none"),
-        ({"type": "none"}, "none"),
-        ("any", "required"),
-        ("required", "required"),
-        (True, "required"),
-        ({"type": "any"}, "required"),
+        *ROWS["every_form_of_tool_choice"],
         ("add", CALL_ADD),
         (CALL_ADD, CALL_ADD),
         ({"type": "function", "name": "add"}, CALL_ADD),
@@ -146,17 +140,6 @@ def test_a_call_cannot_be_forced_without_tools(chat: ChatAsyncEngine) -> None:
         chat.bind_tools([], tool_choice="any")
 
 
-@pytest.mark.parametrize(
-    ("parallel", "given", "expected"),
-    [
-        (None, None, None),
-        (None, "any", False),
-        (None, "add", False),
-        (True, "any", True),
-        (False, None, False),
-        (None, {"type": "auto", "disable_parallel_tool_use": True}, False),
-        (None, {"type": "any", "disable_parallel_tool_use": False}, True),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "given", "expected"), ROWS["a_forced_answer_is_one_call_unless_said_otherwise"])
 def test_a_forced_answer_is_one_call_unless_said_otherwise(parallel: Any, given: Any, expected: Any) -> None:
     assert several_calls(parallel, given, openai_choice(given, TOOLS)) is expected

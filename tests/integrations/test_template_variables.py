@@ -14,6 +14,7 @@ import httpx
 import pytest
 from langchain_core.load import dumps, loads
 from llama_index.core.llms import ChatMessage
+from support.data import cases_of
 
 from asyncengine import AsyncEngine, SamplingParams, shared_engine
 from asyncengine.errors import InvalidParameter
@@ -23,20 +24,12 @@ from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG, TEMPLATE
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 READS = (
     "{% if enable_thinking is defined %}{{ 'yes' if enable_thinking else 'no' }}{% endif %}{{ reasoning_effort or '' }}"
 )
-CASES: list[tuple[dict[str, Any], int]] = [
-    ({}, 0),
-    ({"enable_thinking": True}, 3),
-    ({"enable_thinking": False}, 2),
-    ({"enable_thinking": None}, 0),
-    ({"reasoning_effort": "low"}, 3),
-    ({"reasoning_effort": "medium", "enable_thinking": False}, 8),
-    ({"template_kwargs": {"enable_thinking": True}}, 3),
-    ({"template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high"}, 7),
-    ({"template_kwargs": {}, "enable_thinking": True}, 3),
-]
+CASES: list[tuple[dict[str, Any], int]] = ROWS["cases"]
 """Keywords, and how many tokens they add to the prompt."""
 CHAT = [{"role": "user", "content": "Hello"}]
 ONE = SamplingParams(max_tokens=1)
@@ -103,17 +96,7 @@ def by_fields(keywords: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in keywords.items() if name not in rest}, "model_kwargs": rest}
 
 
-@pytest.mark.parametrize(
-    ("fields", "keywords", "more"),
-    [
-        ({"enable_thinking": False}, {"enable_thinking": True}, 3),
-        ({"enable_thinking": False}, {"template_kwargs": {"enable_thinking": True}}, 3),
-        ({"model_kwargs": {"template_kwargs": {"enable_thinking": False}}}, {"enable_thinking": True}, 3),
-        ({"model_kwargs": {"template_kwargs": {"enable_thinking": False}}}, {"reasoning_effort": "low"}, 5),
-        ({"reasoning_effort": "high"}, {"template_kwargs": {"enable_thinking": False}}, 6),
-        ({"enable_thinking": False}, {"enable_thinking": None}, 0),
-    ],
-)
+@pytest.mark.parametrize(("fields", "keywords", "more"), ROWS["a_call_stands_above_its_model_object"])
 def test_a_call_stands_above_its_model_object(
     fields: dict[str, Any], keywords: dict[str, Any], more: int, engine: AsyncEngine, reader: str, plain: int
 ) -> None:
@@ -121,13 +104,7 @@ def test_a_call_stands_above_its_model_object(
     assert answer.usage_metadata["input_tokens"] == plain + more  # type: ignore[index]
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"enable_thinking": "no"}, "enable_thinking: must be True or False, got 'no'"),
-    ({"reasoning_effort": 3}, "reasoning_effort: must be a str, got 3"),
-    ({"enable_thinking": True, "template_kwargs": {"enable_thinking": False}}, "enable_thinking: is given twice"),
-    ({"template_kwargs": {"padding": True}}, "padding: is no variable of a chat template"),
-    ({"template_kwargs": {"images": []}}, "template_kwargs: cannot set 'images'"),
-]
+WRONG: list[tuple[dict[str, Any], str]] = ROWS["wrong"]
 
 
 @pytest.mark.parametrize(("keywords", "said"), WRONG)

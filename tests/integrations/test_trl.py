@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from support.data import cases_of
 from support.tiny_models import make_model
 
 from asyncengine import DEMO_MODEL, ContextLengthExceeded, Engine, SamplingParams
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.trl import EngineGeneration, attach, checkpoint_name, named_weights, rollout
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 EOS = [2, 0]
 
@@ -71,23 +74,7 @@ def assert_scored(model: Any, generated: Any, temperature: float = 1.0) -> None:
 
 # ---------------------------------------------------------------- names
 
-NAMES = {
-    "model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
-    "module.model.norm.weight": "model.norm.weight",
-    "module.module.model.norm.weight": "model.norm.weight",
-    "_orig_mod.module.model.norm.weight": "model.norm.weight",
-    "model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
-    "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.mlp.w.weight": "model.layers.0.mlp.w.weight",
-    "base_model.model.model.layers.0.q_proj.base_layer.weight": "model.layers.0.q_proj.weight",
-    "base_model.model.lm_head.modules_to_save.default.weight": "lm_head.weight",
-    "base_model.model.lm_head.modules_to_save.other.weight": None,
-    "base_model.model.lm_head.original_module.weight": None,
-    "base_model.model.model.layers.0.q_proj.lora_A.default.weight": None,
-    "base_model.model.model.layers.0.q_proj.lora_magnitude_vector.default.weight": None,
-    "model.submodule.weight": "model.submodule.weight",
-    "model.module.weight": "model.module.weight",
-    "module": "module",
-}
+NAMES = ROWS["names"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,11 +9,14 @@ import pytest
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 from pydantic import ValidationError
+from support.data import cases_of
 
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 
 from .vector_models import NotingSource
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 EMBEDDERS: list[type[Any]] = [AsyncEngineEmbeddings, AsyncEngineEmbedding]
 
@@ -33,19 +36,7 @@ def of_both(made: Any) -> tuple[Callable[[str], Any], Callable[[list[str]], Any]
 
 
 @pytest.mark.parametrize("kind", EMBEDDERS)
-@pytest.mark.parametrize(
-    ("prompts", "fields", "query", "document"),
-    [
-        ((), {}, {}, {}),
-        (("query", "document"), {}, {"prompt_name": "query"}, {"prompt_name": "document"}),
-        (("query", "passage"), {}, {"prompt_name": "query"}, {"prompt_name": "passage"}),
-        (("query",), {"query_prompt": "", "document_prompt": "d: "}, {"prompt": ""}, {"prompt": "d: "}),
-        (("query", "s2s"), {"query_prompt_name": "s2s"}, {"prompt_name": "s2s"}, {}),
-        ((), {"dimensions": 2, "normalize": False}, {"dimensions": 2, "normalize": False}, None),
-        ((), {"timeout": 3.0, "priority": 1, "adapter": "a"}, {"timeout": 3.0, "priority": 1, "adapter": "a"}, None),
-        ((), {"truncate": False}, {"truncate": False}, None),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "fields", "query", "document"), ROWS["what_is_asked_for"])
 def test_what_is_asked_for(
     kind: type[Any], prompts: tuple[str, ...], fields: dict[str, Any], query: dict[str, Any], document: Any
 ) -> None:

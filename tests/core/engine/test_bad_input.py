@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.data import cases_of
 from support.fake_engine import executor_of, greedy, make_engine, oracle
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, SamplingParams
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, EngineError, GrammarError, InvalidParameter
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 NAN, INF = float("nan"), float("inf")
 Call = Callable[[AsyncEngine], Awaitable[Any]]
@@ -142,20 +145,7 @@ async def test_the_longest_request_that_fits_is_served():
 
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [
-        ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"page_size": True}, "page_size"),
-        ({"max_num_batched_tokens": 2.5}, "max_num_batched_tokens"),
-        ({"request_timeout": NAN}, "request_timeout"),
-        ({"step_hard_limit": 0}, "step_hard_limit"),
-        ({"policy": "best"}, "policy"),
-        ({"eviction": "none-such"}, "eviction"),
-        ({"when_full": "panic"}, "when_full"),
-        ({"kv_cache_memory": "2 apples"}, "kv_cache_memory"),
-        ({"trust_remote_code": "false"}, "trust_remote_code"),
-        ({"prefix_caching": 1}, "prefix_caching"),
-        ({"max_sequences": 3}, "max_sequences"),
-    ],
+    [*ROWS["a_bad_setting_is_refused_by_name"], ({"request_timeout": NAN}, "request_timeout")],
     ids=str,
 )
 def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], field: str):
@@ -171,15 +161,7 @@ def test_what_is_no_engine_and_no_loader_is_refused_where_it_is_given():
         Engine("demo")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "said"),
-    [
-        (3, "prompts: must be a sequence, got 3"),
-        ("ab", "prompts: must be a sequence, not one str"),
-        ([[2], None], r"prompts\[1\]: must be a str or a sequence of token ids"),
-        ([[2], [2, 97]], r"prompts\[1\]\[1\]: must be a token id between 0 and 96"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "said"), ROWS["which_of_many_prompts_is_wrong"])
 def test_which_of_many_prompts_is_wrong(prompts: Any, said: str):
     engine = make_engine(hosted=True)
     engine.start_blocking()

@@ -1,9 +1,14 @@
 """The work that a step may compute: decodes first, prompts in chunks, the cap on shared steps."""
 
+from typing import Any
+
 import pytest
+from support.data import cases_of
 from support.fake_engine import Steps, rows
 
 from asyncengine.scheduler.rows import Plan
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 def test_a_long_prompt_is_computed_in_chunks():
@@ -42,12 +47,7 @@ def test_every_running_request_decodes_in_every_step_whatever_prompts_arrive():
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows", "tokens"),
-    [
-        ({"max_num_batched_tokens": 5, "max_num_seqs": 16}, 5, 5),
-        ({"max_num_batched_tokens": 3, "max_num_seqs": 100}, 3, 3),
-        ({"max_num_seqs": 3}, 3, 66),
-    ],
+    ("settings", "rows", "tokens"), ROWS["no_step_exceeds_the_budget_nor_runs_more_than_could_decode"]
 )
 def test_no_step_exceeds_the_budget_nor_runs_more_than_could_decode(settings: dict[str, int], rows: int, tokens: int):
     steps = Steps(pages=200, **settings)

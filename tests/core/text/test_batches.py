@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.data import cases_of
 from support.sentence_folders import make_tokenizer
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.batches import BatchTokenizer
 from asyncengine.text.tokenizer import TextTokenizer
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 WORDS = "the cat sat on mat dog one two three"
 
@@ -21,17 +25,7 @@ def tokenizer_in(folder: Path, **options: object) -> TextTokenizer:
     return TextTokenizer(AutoTokenizer.from_pretrained(folder))
 
 
-@pytest.mark.parametrize(
-    ("like", "side", "directly"),
-    [
-        ("bert", "right", True),
-        ("bert", "left", False),
-        ("roberta", "right", False),
-        ("roberta", "left", True),
-        ("end", "right", True),
-        ("end", "left", False),
-    ],
-)
+@pytest.mark.parametrize(("like", "side", "directly"), ROWS["texts_and_pairs_as_transformers_has_them"])
 def test_texts_and_pairs_as_transformers_has_them(like: str, side: str, directly: bool, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path, like=like)
     hf = tokenizer.hf

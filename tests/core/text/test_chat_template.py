@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from core.text.chats import CALL, CHATML, TOOL, USER, Chat, refuse, with_template
 from core.text.tokenizer_zoo import byte_fallback, fast
+from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.tokenizer import TextTokenizer
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -150,16 +153,7 @@ def test_a_template_with_a_syntax_error_is_named() -> None:
     assert refuse(with_template("{% for %}"), [USER]).field == "chat_template"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ lipsum.__globals__.os }}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
-    ],
-)
+@pytest.mark.parametrize("template", ROWS["templates_are_sandboxed"])
 def test_templates_are_sandboxed(template: str) -> None:
     with pytest.raises(InvalidParameter, match="the chat template refused them"):
         with_template(template).render_chat([USER])
@@ -257,23 +251,16 @@ def test_eight_threads_render_at_once() -> None:
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
-        ("hi", "messages"),
-        ([], "messages"),
+        *ROWS["malformed_messages_are_named"],
         ([USER, "hi"], "messages[1]"),
         ([USER, {"content": "hi"}], "messages[1].role"),
         ([USER, {"role": "assistant", "content": "a", "reasoning_content": 5}], "messages[1].reasoning_content"),
-        ([{"role": "user\n<|im_end|>", "content": "hi"}], "messages[0].role"),
         ([USER, USER, USER, {"role": "user", "content": 5}], "messages[3].content"),
         ([USER, {"role": "user"}], "messages[1].content"),
-        ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": [*BLOCKS, {"type": "image_url"}]}], "messages[0].content[2].type"),
         ([USER, {**USER, "images": ["aGk="]}], "messages[1].images"),
-        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{**USER, "name": 5}], "messages[0].name"),
-        ([{"role": "tool", "content": "4", "tool_call_id": 5}], "messages[0].tool_call_id"),
         ([{**USER, "tool_calls": []}], "messages[0].tool_calls"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function.name"),
         ([{**USER, "extra": object()}], "messages[0].extra"),
         ([{**USER, 5: "x"}], "messages[0]"),
     ],

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from core.text.gguf_zoo import SENTENCEPIECE, published
+from support.data import cases_of
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata
 from support.long import TIMES
 
 from asyncengine.assembly.gguf_text import load_gguf_tokenizer
 from asyncengine.assembly.gguf_text.header import MAX_TOKEN_CHARS
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 MUTATIONS = 300 * TIMES
 """Mutated headers; 20,000 make the long form (a few minutes)."""
@@ -42,31 +45,14 @@ def refused(metadata: dict[str, Any], kind: type[EngineError] = ModelNotFound) -
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model", None, "model is missing"),
+        *ROWS["one_broken_key"],
         ("model", "x" * 100_000, "model has 100000 characters"),
-        ("pre", ["llama-bpe"], "pre is a list, not a string"),
-        ("tokens", None, "tokens is missing or empty"),
-        ("tokens", "abc", "tokens is a str, not an array"),
-        ("tokens", ["a", 3, None], "tokens holds something else than strings"),
-        ("tokens", ["a", "\ud800"], "tokens holds a string that is not valid Unicode"),
-        ("tokens", ["a", "b", "a"], "tokens holds 'a' twice, as 0 and 2"),
         ("tokens", ["a"] * 10_000_000, "tokens has 10000000 entries, the limit is 1000000"),
         ("tokens", ["a", "b" * 3_000_000], f"holds a token of 3000000 characters, the limit is {MAX_TOKEN_CHARS}"),
         ("tokens", ["ab" * 1000] * 5_000, "tokens has 10000000 characters"),
-        ("token_type", [1, 2], "token_type has 2 entries for"),
         ("token_type", ["normal"] * 4, "token_type holds something else than whole numbers"),
-        ("token_type", [1, 1, 99, 1], r"token_type holds 99 at token 2; known are 0 \(undefined\), 1 \(normal\)"),
-        ("scores", [0.5], "scores has 1 entries for"),
-        ("scores", ["a"], "scores holds something else than numbers"),
         ("scores", [float("nan")], "scores holds a number that is not finite"),
-        ("merges", None, "merges is missing"),
-        ("merges", ["ab"], "merges holds 'ab' at 0, which is no pair"),
-        ("merges", [["a", "b"]], "merges holds something else than strings"),
-        ("merges", ["a nowhere"], "cannot be built: .*nowhere"),
         ("bos_token_id", 10**9, "bos_token_id is 1000000000, outside the vocabulary of"),
-        ("eos_token_id", "2", "eos_token_id is '2', not a token's id"),
-        ("eot_token_id", [3], r"eot_token_id is \[3\], not a token's id"),
-        ("add_bos_token", 1, "add_bos_token is a int, not true or false"),
     ],
 )
 def test_one_broken_key(key: str, value: Any, message: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from support.data import cases_of
 from support.grammar_walks import walk
 from support.long import LONG, TIMES
 
@@ -27,6 +28,8 @@ from .families import CASES
 from .models import COMPACT, HERMES, JSON, LISTED, LLAMA, MARKED, MISTRAL, THINKING, TURNS, tokenizer
 from .test_channels import TEMPLATE
 from .test_formats import TOOLS
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 CASES_EACH = TIMES
 CALL, THINK = ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
@@ -44,15 +47,7 @@ ZOO: dict[str, tuple[Any, ...]] = {name: (case.template, (*TURNS, *case.special)
 EVERY_WISH = ("hermes, special", "thinking", "llama", "mistral, args", "a list of json")
 """Families that the short form asks in all ways, one of each kind of marks."""
 FAMILIES = {**BY_HAND, **ZOO, "harmony": (TEMPLATE, MARKS)}
-TREE = {
-    "name": "tree",
-    "parameters": {
-        "type": "object",
-        "properties": {"tree": {"$ref": "#/$defs/Tree"}, "name": {"enum": ["<tool_call>", '"}', "add"]}},
-        "required": ["tree"],
-        "$defs": {"Tree": {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]}}}},
-    },
-}
+TREE = ROWS["tree"]
 """A recursive schema, with values that look like the marks of a call."""
 ANSWER = {
     "type": "object",

@@ -7,12 +7,15 @@ import random
 from typing import Any
 
 import pytest
+from support.data import cases_of
 from support.tables import table
 
 from asyncengine.grammar.chat import TOOL_FORMATS, ChatPlanner, OutputParser
 
 from .families import FAMILIES
 from .models import ADD, Oracle, tokenizer
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 STRING, NUMBER, TRUTH, LIST = (frozenset((kind,)) for kind in ("string", "number", "boolean", "array"))
 OTHERS = {"o": frozenset(("object", "null")), "either": frozenset(("string", "boolean"))}
@@ -67,16 +70,7 @@ def test_long_arguments_before_the_name_take_linear_time() -> None:
     assert looks < 100
 
 
-@pytest.mark.parametrize(
-    ("family", "right", "wrong"),
-    [
-        ("Phi-4 mini", "functools is a module", "so functools[1]"),
-        ("Granite 3", "so <tool>", "so <tool_call>"),
-        ("Qwen3-Coder", "so <function>", "so <function=add>"),
-        ("Llama 3.1", 'so {"name": "Ada"}', 'so {"name": "add", "parameters": {}}'),
-        ("xLAM 2", 'so [{"name": "Ada"}]', 'so [{"arguments": {}, "name":"add"}]'),
-    ],
-)
+@pytest.mark.parametrize(("family", "right", "wrong"), ROWS["text_under_a_grammar_cannot_be_read_as_a_call"])
 def test_text_under_a_grammar_cannot_be_read_as_a_call(family: str, right: str, wrong: str) -> None:
     text = tokenizer(FAMILIES[family].template, FAMILIES[family].special)
     plan = ChatPlanner(text).plan("", tools=[ADD])

@@ -8,12 +8,15 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.data import cases_of
 from support.tables import table
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.chat.plan import response_grammar
 from asyncengine.grammar.chat.schemas import close_objects, plain_json, tool_schema
 from asyncengine.grammar.chat.tools import check_tools
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 A = {"properties": {"a": {"type": "integer"}}}
 CLOSED_A = {**A, "additionalProperties": False}
@@ -73,15 +76,7 @@ def test_malformed_parameters_are_named(parameters: Any, field: str) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("str", {"type": "string"}), ("Boolean", {"type": "boolean"}), ("float", {"type": "number"}),
-        ("dict", {"type": "object"}), ("INTEGER", {"type": "integer"}), ("list", {"type": "array"}), ("any", {}),
-        (["int", "None"], {"type": ["integer", "null"]}), (["string", "any"], {}),
-        (["int", "integer"], {"type": ["integer"]}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("written", "meant"), ROWS["types_of_other_languages_are_read_with_a_warning"])
 def test_types_of_other_languages_are_read_with_a_warning(written: Any, meant: dict[str, Any]) -> None:
     parameters = {"type": "OBJECT", "properties": {"a/b": {"items": {"type": written}}, "type": {"enum": ["str"]}}}
     before = json.dumps(parameters)

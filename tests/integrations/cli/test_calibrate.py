@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import cases_of
 from support.demo_gguf import write_demo
 from transformers import pipeline
 
@@ -20,16 +21,10 @@ from asyncengine.integrations.cli.calibrate import COLDEST, FOLDS, HOTTEST, cali
 from asyncengine.integrations.cli.main import main
 from makers.demo_model.decisions import cases
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "8MiB", "--dtype", "float32")
-QUESTIONS: dict[str, dict[str, Any]] = {
-    "noul": {"type": "noul", "instructions": "Is it a sum?"},
-    "choice": {
-        "type": "choice",
-        "instructions": "Which topic?",
-        "criteria": {"weather": None, "sums": "a", "town": "b"},
-    },
-    "score": {"type": "score", "instructions": "How urgent?", "criteria": ["Can wait", "Today"]},
-}
+QUESTIONS: dict[str, dict[str, Any]] = ROWS["questions"]
 STATES = [f"What is {number} plus {other}?" for number in range(10, 20) for other in range(30, 50)]
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.data import cases_of
 from support.quantized_checkpoints import quantized
 
 from asyncengine import Engine
 from asyncengine.demo import MODEL_PATH
 from asyncengine.integrations.cli import text
 from asyncengine.integrations.cli.main import main
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "8MiB")
 GREEDY = ("--temperature", "0", "--max-tokens", "12", *SMALL)
@@ -85,17 +88,7 @@ def test_generate_holds_the_output_to_a_form(run: Run, tmp_path: Path) -> None:
     assert shown in ("yes\n", "no\n")
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ((), "stopped after 20 tokens (--max-tokens)\n"),
-        (("--max-tokens", "3"), "stopped after 3 tokens (--max-tokens)\n"),
-        (("--min-tokens", "25"), "stopped after 25 tokens (--max-tokens)\n"),
-        (("--n", "2"), "stopped after 20 tokens (--max-tokens)\n"),
-        (("--max-model-len", "20"), "stopped after 10 tokens (the context of 20 is full)\n"),
-        (("--regex", "Oslo"), ""),
-    ],
-)
+@pytest.mark.parametrize(("flags", "says"), ROWS["an_answer_without_an_end_is_ended"])
 def test_an_answer_without_an_end_is_ended(
     run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], says: str
 ) -> None:

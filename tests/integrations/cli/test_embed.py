@@ -6,13 +6,17 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support.data import cases_of
 
 from asyncengine import EngineHandle, shared_engine
 from asyncengine.integrations.cli import embed
 from asyncengine.integrations.cli.main import main
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 FLAGS = ("--num-threads", "1", "--dtype", "float32")
 LINES = ["Who leads Velmora?", "", "  a lamp  ", "Ein schöner Tag ☀", "word " * 2000]
@@ -78,15 +82,7 @@ def test_long_lines_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(chunk) for chunk in embed.chunks(iter(given))] == [1, 2, 3, 1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--prompt-name", "nonsense"), "--prompt-name"),
-        (("--dimensions", "4096"), "dimensions"),
-        (("--dimensions", "0"), "dimensions"),
-        (("--no-truncate",), "line 5: "),
-    ],
-)
+@pytest.mark.parametrize(("flags", "named"), ROWS["wrong_parameters_are_named_in_one_line"])
 @pytest.mark.usefixtures("lines")
 def test_wrong_parameters_are_named_in_one_line(
     flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,

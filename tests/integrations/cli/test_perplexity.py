@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 
 from asyncengine.demo import MODEL_PATH
 from asyncengine.integrations.cli.main import main
 from asyncengine.integrations.cli.perplexity import chunked
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "8MiB", "--dtype", "float32")
 TEXT = "The capital of Norway is Oslo. Count from 3 to 9: 3, 4, 5, 6, 7, 8, 9. Ida Lund lives in Velmora. " * 3
@@ -58,17 +61,7 @@ def test_the_figure_is_that_of_transformers(tmp_path: Path, capsys: pytest.Captu
     assert f"chunk {found['chunks']} of {found['chunks']}: {found['perplexity']:.4f}" in progress
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "message"),
-    [
-        (None, (), "text: cannot read"),
-        ("", (), "text: so short a text says nothing"),
-        ("x", (), "text: so short a text says nothing"),
-        ("some words", ("--context", "99999"), "--context: this model reads "),
-        ("some words", ("--context", "1"), "--context: must be an integer >= 2, got 1"),
-        ("some words", ("--context", "16", "--stride", "17"), "--stride: must be at most 16, or tokens would be left"),
-    ],
-)
+@pytest.mark.parametrize(("text", "flags", "message"), ROWS["bad_input_is_named"])
 def test_bad_input_is_named(
     text: str | None, flags: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -6,13 +6,17 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
+from support.data import cases_of
 from support.picture_models import chat, picture, png, save_picture_model
 
 from asyncengine import Engine, SamplingParams
 from asyncengine.integrations.cli.main import main
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SEEN = [picture(1), Image.new("RGB", (32, 32), "red")]
 FLAGS = (
@@ -66,14 +70,7 @@ def test_a_chat_takes_files(
     assert "is no picture in one of the formats" in shown.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--image", "{folder}/missing.png"), "image: cannot read {folder}/missing.png: No such file"),
-        (("--image", "{folder}/0.png", "--no-chat"), "image: --no-chat sends no messages"),
-        (("--image", "{folder}/0.png"), "image: demo takes no pictures: the model reads text alone"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), ROWS["refused"])
 def test_refused(folder: Path, arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [each.format(folder=folder) for each in arguments]
     assert main(["generate", "demo", "what?", *given, "--num-threads", "1", "--kv-cache-memory", "8MiB"]) == 2

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.data import cases_of
 
 from asyncengine import EngineConfig
 from asyncengine.errors import InvalidParameter
@@ -28,6 +29,8 @@ from asyncengine.integrations.cli.main import build_parser, main
 from asyncengine.integrations.cli.serve import read_plan
 from asyncengine.integrations.http.server import bind
 from asyncengine.integrations.http.settings import ServerSettings
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 if sys.platform == "win32":
     pytest.skip("signals are others there", allow_module_level=True)
@@ -110,13 +113,7 @@ def test_ctrl_c_ends_streams_and_then_the_server() -> None:
         assert "Traceback" not in said
 
 
-TRACED = (
-    "-c",
-    "from opentelemetry import trace; from opentelemetry.sdk.trace import TracerProvider, export;"
-    "provider = TracerProvider(); console = export.ConsoleSpanExporter(out=open('spans', 'w'));"
-    "provider.add_span_processor(export.SimpleSpanProcessor(console)); trace.set_tracer_provider(provider);"
-    "from asyncengine.integrations.cli.main import script; script()",
-)
+TRACED = ROWS["traced"]
 """The start of a command as `opentelemetry-instrument` does it, by hand: a provider is set before the command runs."""
 
 
@@ -325,20 +322,7 @@ def test_a_file_and_flags_above_it(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("[server", "config: .*server.toml: "),
-        ("[sever]\nport = 1", r"has no use for \[sever\]; known: server, engine, models, aliases"),
-        ("[server]\nprot = 1\n[models.a]\nmodel='demo'", "prot: unknown parameter; did you mean 'port'"),
-        ("[server]\nkeep_alive = 'long'", "keep_alive: must be seconds"),
-        ("models = 1", "models must be a table of tables"),
-        ("[models.a]\nmax_num_seqs = 1", "models.a.model: must be a folder"),
-        ("[models.a]\nmodel = 'demo'\naliases = 'b'", "models.a.aliases: must be a list of names"),
-        ("[models.a]\nmodel = 'demo'\n[aliases]\n'*' = 5", r"alias '\*': must be another name of 'a', got 5"),
-        ("[models.a]\nmodel = 'demo'\n[aliases]\nx = 'b'", "alias 'x': must be another name of 'a', got 'b'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "complaint"), ROWS["a_file_that_is_wrong_is_refused_by_name"])
 def test_a_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises((InvalidParameter, CliError), match=complaint):
         plan_of(tmp_path, text)

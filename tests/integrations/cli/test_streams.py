@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from support.data import cases_of
 
 from asyncengine import SyncTokenStream
 from asyncengine.integrations.cli.chat import _stopped_by_ctrl_c
 from asyncengine.integrations.cli.main import main
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SNOW = ("generate", "demo", "Tromsø: ", "--regex", "ø☃", "--max-tokens", "12", "--num-threads", "1",
         "--kv-cache-memory", "4MiB")  # fmt: skip
@@ -136,12 +139,7 @@ sys.exit(main(["generate", "demo", "hi"]))
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(("size", "shell", "code", "shown"), [
-    (10, '"$@" > /dev/full', 1, "asyncengine: error: [Errno 28] No space left on device\n"),
-    (100_000, '"$@" | true; exit ${PIPESTATUS[0]}', 1, ""),
-    (10, '"$@" >&-', 1, "asyncengine: error: stdout is closed: there is nowhere to print to\n"),
-    (100_000, '"$@" 2>&- > /dev/full', 1, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(("size", "shell", "code", "shown"), ROWS["the_way_out_of_a_real_process"])
 def test_the_way_out_of_a_real_process(size: int, shell: str, code: int, shown: str) -> None:
     """The interpreter flushes once more at its end, and would say so. What is short fails there."""
     command = ["bash", "-c", shell, "bash", sys.executable, "-c", PRINTS.format(size=size)]

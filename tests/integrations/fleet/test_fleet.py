@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import cases_of
 from support.fake_engine import until
 from support.local_fleet import ENGINE, LocalProcess, local_fleet, replaced, start_local_fleet
 from support.long import LONG
@@ -37,6 +38,8 @@ from asyncengine.demo import resolve_adapter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.fleet import Fleet, FleetConfig
 from asyncengine.integrations.fleet.replica import Replica
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 LEAVERS = 100 if LONG else 40
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(12)]
@@ -515,20 +518,7 @@ async def test_without_connections_ray_s_calls_are_used(
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"replicas": 0}, "replicas"),
-        ({"replicas": 1.5}, "replicas"),
-        ({"num_cpus": float("nan")}, "num_cpus"),
-        ({"num_gpus": 2}, "num_gpus"),
-        ({"replica_memory": "much"}, "replica_memory"),
-        ({"placement": "anywhere"}, "placement"),
-        ({"on_loss": "cry"}, "on_loss"),
-        ({"name": ""}, "name"),
-        ({"labels": ["a"]}, "labels"),
-        ({"silence_limit": -1}, "silence_limit"),
-        ({"weights": {"prefix": 1}}, "weights"),
-    ],
+    ("settings", "field"), [*ROWS["settings_are_refused_by_name"], ({"num_cpus": float("nan")}, "num_cpus")]
 )
 def test_settings_are_refused_by_name(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidParameter, match=field):

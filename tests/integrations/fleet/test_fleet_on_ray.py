@@ -18,11 +18,14 @@ from typing import Any
 
 import psutil
 import pytest
+from support.data import cases_of
 from support.long import TIMES
 
 from asyncengine import AsyncEngine, Engine, EngineDead, FleetError, InvalidParameter, SamplingParams
 from asyncengine.integrations.fleet import Fleet
 from asyncengine.integrations.fleet.placing import DEVICE_MEMORY
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 STREAMS = 100 * TIMES
 REPLICAS = 2 if STREAMS <= 100 else 3
@@ -116,22 +119,7 @@ async def nothing_held(fleet: Fleet) -> None:
         await asyncio.sleep(0.05)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "cpus": ({"num_cpus": 64}, r"none of 3 nodes: 3 with fewer than 64 free CPUs$"),
-    "memory": (
-        {"replica_memory": "900GiB"},
-        r"none of 3 nodes: 3 with too little free host memory; a claim of \d.* would have",
-    ),
-    "labels": (
-        {"labels": {"zone": "north"}, "num_cpus": 3},
-        r"2 without the labels zone=north; 1 with fewer than 3 free CPUs$",
-    ),
-    "gpus": (
-        {"num_gpus": 0.5, "replica_memory": "600MiB"},
-        r"none of 3 nodes: 1 with too little free memory on devices; 2 without a device; a claim of 512.00 MiB on dev",
-    ),
-    "ranks": ({"tensor_parallel": 2, "num_cpus": 1.25}, r"none of 3 nodes: 3 with fewer than 2.5 free CPUs$"),
-}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = ROWS["refused"]
 """Settings that no node meets, and what is said of each node: read from Ray's own figures and labels."""
 
 

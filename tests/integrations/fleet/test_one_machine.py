@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.data import cases_of
 from support.fake_engine import until
 from support.local_fleet import ENGINE
 from support.picture_models import chat, picture, save_picture_model, words
@@ -23,6 +24,8 @@ from asyncengine.execution.device.topology import MemoryNode, divide, memory_nod
 from asyncengine.integrations.fleet import Fleet, FleetConfig, frontend
 from asyncengine.integrations.fleet.frontend import OneMachine, runs_here
 from asyncengine.sampling_params import SamplingParams
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(8)]
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=7, ignore_eos=True)
@@ -260,14 +263,7 @@ def test_ray_is_used_where_it_is_named_or_there(
     assert runs_here(FleetConfig(**settings)) is (settings.get("address") == "local")
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"replicas": "all"}, 'replicas: must be an integer or "numa"'),
-        ({"replicas": 0}, "replicas: must be between 1 and 4096"),
-        ({"labels": {"zone": "north"}}, "labels: are those of a Ray cluster's nodes"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), ROWS["what_makes_no_sense_here_is_refused"])
 async def test_what_makes_no_sense_here_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=said):
         await Fleet.from_pretrained("demo", **settings)

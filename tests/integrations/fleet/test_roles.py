@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.data import cases_of
 from support.fake_engine import PATIENCE, until
 from support.local_fleet import ENGINE, LocalCluster, LocalProcess, local_fleet, replaced
 from support.long import LONG
@@ -29,6 +30,8 @@ from asyncengine.integrations.fleet.frontend import OneMachine
 from asyncengine.integrations.fleet.replica import Replica
 from asyncengine.integrations.placement.routing import Role
 from asyncengine.request_spec import Peer
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster]"')
 
@@ -194,14 +197,7 @@ async def test_replicas_of_one_rank_and_of_several_exchange_prompts(
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        ({"roles": ("prefill", "prefill")}, 'roles: must leave one "decode" or "both"'),
-        ({"roles": ("decode",) * 3}, "roles: must be at most 2"),
-        ({"roles": ("encode",)}, "roles: must be one of 'both', 'prefill', 'decode'"),
-        ({"roles": "prefill"}, "roles: must be one of"),
-        ({"roles": ("prefill",), "share_prefixes": False}, "share_prefixes: must be True"),
-        ({"min_prefill_tokens": 0}, "min_prefill_tokens: must be an integer >= 1"),
-    ],
+    [*ROWS["what_makes_no_sense_is_refused"], ({"roles": ("decode",) * 3}, "roles: must be at most 2")],
 )
 async def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidParameter, match=said):

@@ -10,10 +10,13 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from support.data import cases_of
 from support.http_server import serving_thread
 
 from asyncengine import EngineGroup
 from asyncengine.integrations.http import app
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "grammar_backend": "none", "speculation": "off"}
 KEY = {"authorization": "Bearer sesame"}
@@ -57,22 +60,7 @@ def test_an_adapter_comes_answers_and_goes(client: httpx.Client, where: str) -> 
     assert names(client) == ["demo", "embed"]
 
 
-@pytest.mark.parametrize(
-    ("what", "body", "status", "param"),
-    [
-        ("load", {"lora_path": "demo/pirate"}, 400, "lora_name"),
-        ("load", {"lora_name": "a"}, 400, "lora_path"),
-        ("load", {"lora_name": 1, "lora_path": "demo/pirate"}, 400, "lora_name"),
-        ("load", {"lora_name": "demo", "lora_path": "demo/pirate", "model": "demo"}, 400, "lora_name"),
-        ("load", {"lora_name": "a", "lora_path": "/nowhere", "model": "demo"}, 400, "path"),
-        ("load", {"lora_name": "a", "lora_path": "../../etc", "model": "demo"}, 400, "path"),
-        ("load", {"lora_name": "a", "lora_path": "demo/pirate", "model": "other"}, 404, "model"),
-        ("load", {"lora_name": "a", "lora_path": "demo/pirate", "model": "embed"}, 400, None),
-        ("load", {"lora_name": "a", "lora_path": "demo/pirate", "rank": 8}, 400, "rank"),
-        ("unload", {"lora_name": "gone", "model": "demo"}, 404, "adapter"),
-        ("unload", {}, 400, "lora_name"),
-    ],
-)
+@pytest.mark.parametrize(("what", "body", "status", "param"), ROWS["what_is_wrong_is_named"])
 def test_what_is_wrong_is_named(client: httpx.Client, what: str, body: dict[str, Any], status: int, param: Any) -> None:
     refused = change(client, what, **body)
     assert refused.status_code == status, refused.text

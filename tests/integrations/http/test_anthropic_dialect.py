@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http.dialects.anthropic_messages import Writer, read
@@ -21,6 +22,8 @@ from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.generating import grant
 from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Completion, Timings, ToolCall, Usage
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 ANSWERED = Answered("abc", "demo", 0)
 USAGE = Usage(30, 9, cached_tokens=16, reasoning_tokens=4)
@@ -137,15 +140,7 @@ def test_turns_of_a_role_are_one_and_late_system_messages_are_the_users() -> Non
     assert made.chat["template_kwargs"] == {"add_generation_prompt": False, "continue_final_message": True}
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ("x-anthropic-billing-header: cch=1;", None),
-        ("x-anthropic-billing-header: cch=1;\n\nBe brief.", "Be brief."),
-        ("Be brief. x-anthropic-billing-header: cch=1;", "Be brief. x-anthropic-billing-header: cch=1;"),
-        ("Be brief.\nx-anthropic-billing-header: cch=1;", "Be brief.\nx-anthropic-billing-header: cch=1;"),
-    ],
-)
+@pytest.mark.parametrize(("given", "kept"), ROWS["only_the_head_of_the_system_prompt_loses_a_pseudo_header"])
 def test_only_the_head_of_the_system_prompt_loses_a_pseudo_header(given: str, kept: str | None) -> None:
     made = turn(user(text("a")), system=given).messages
     assert made is not None

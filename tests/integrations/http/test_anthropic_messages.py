@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pydantic
 import pytest
+from support.data import cases_of
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 if TYPE_CHECKING:  # importing it takes seconds, not to be spent where tests are collected
     import anthropic
@@ -17,15 +20,7 @@ if TYPE_CHECKING:  # importing it takes seconds, not to be spent where tests are
 QUESTION: list[Any] = [{"role": "user", "content": "hello"}]
 SUM: list[Any] = [{"role": "user", "content": "What is 17 plus 25?"}]
 GREEDY: dict[str, Any] = {"model": "demo", "extra_body": {"temperature": 0}}
-ADD: Any = {
-    "name": "add",
-    "description": "Add two numbers.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        "required": ["a", "b"],
-    },
-}
+ADD: Any = ROWS["add"]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from support.data import cases_of
 from support.http_server import serving
 from transformers import AutoConfig, AutoTokenizer, JevConfig, JevForDecision
 from transformers.decision import DecisionConfig
@@ -19,6 +20,8 @@ from transformers.models.jev.configuration_jev import JEV_TEMPLATE
 from asyncengine import DEMO_MODEL, AsyncEngine
 from asyncengine.integrations.http import app
 from asyncengine.testing.leaks import assert_nothing_held
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 INPUT: list[Any] = [
     {"role": "user", "content": [{"type": "input_text", "text": "Mail:"}, {"type": "input_json", "data": {"a": [1]}}]},
@@ -30,23 +33,8 @@ STATE = [
     INPUT[1],
     {"type": "function_call_output", "call_id": "c", "output": "Charged twice."},
 ]
-QUESTIONS: list[Any] = [
-    {"type": "predicate", "name": "refund", "instructions": "Is a refund asked for?"},
-    {
-        "type": "choice", "instructions": [{"type": "input_text", "text": "Which?"}],
-        "choices": [{"value": "true", "description": "a text"}, {"value": True}, {"value": False}],
-    },
-    {"type": "score", "name": "urgent", "instructions": "How urgent?",
-     "levels": [{"label": "low"}, {"label": "high", "description": "today"}]},
-]  # fmt: skip
-OURS: dict[str, Any] = {
-    "refund": {"type": "noul", "instructions": "Is a refund asked for?"},
-    "questions[1]": {
-        "type": "choice", "instructions": "Which?",
-        "criteria": {"true": "a text", "true (boolean)": None, "false": None},
-    },
-    "urgent": {"type": "score", "instructions": "How urgent?", "criteria": ["low", "high: today"]},
-}  # fmt: skip
+QUESTIONS: list[Any] = ROWS["questions"]
+OURS: dict[str, Any] = ROWS["ours"]
 
 
 @pytest.fixture

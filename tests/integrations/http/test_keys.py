@@ -10,12 +10,15 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from support.data import cases_of
 from support.http_server import request_log, serving_thread
 
 from asyncengine import AsyncEngine
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http import app, keys
 from asyncengine.integrations.http.keys import Key, KeySettings, keys_of
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
 KEYS: dict[str, dict[str, Any]] = {
@@ -109,15 +112,7 @@ def test_limits_hold_on_a_websocket() -> None:
     assert kinds == [("response.completed", None), ("error", 429)]
 
 
-@pytest.mark.parametrize(
-    ("unnamed", "named", "words"),
-    [
-        (["a"], {"x": {"key": "a"}}, "keys: must differ"),
-        ([], {"x": {"key": " a"}}, "key: must be printable"),
-        ([], {"x": {"key": "a", "requests_per_minute": 0}}, "requests_per_minute"),
-        ([], {"x": {"key": "a", "tokens": 1}}, "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("unnamed", "named", "words"), ROWS["wrong_keys_are_refused"])
 def test_wrong_keys_are_refused(unnamed: list[str], named: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter, match=words):
         keys_of(unnamed, named)

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
+from support.data import cases_of
 from support.fake_engine import greedy, make_engine
 from support.http_server import serving_thread
 
@@ -21,19 +23,10 @@ from asyncengine.integrations.http import app
 from asyncengine.integrations.http.metrics import Metrics
 from asyncengine.integrations.http.models import Models, Serving
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 QUESTION = [{"role": "user", "content": "hello"}]
-ON_DASHBOARDS = (
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
-    "vllm:num_preemptions_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket",
-    "vllm:inter_token_latency_seconds_bucket", "vllm:request_time_per_output_token_seconds_bucket",
-    "vllm:e2e_request_latency_seconds_bucket", "vllm:request_queue_time_seconds_bucket",
-    "vllm:request_prefill_time_seconds_bucket", "vllm:request_decode_time_seconds_bucket",
-    "vllm:request_inference_time_seconds_bucket", "vllm:request_prompt_tokens_bucket",
-    "vllm:request_generation_tokens_bucket", "vllm:request_params_max_tokens_bucket", "vllm:prompt_tokens_cached_total",
-    "vllm:num_requests_waiting_by_reason", "vllm:spec_decode_num_drafts_total",
-    "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total",
-)  # fmt: skip
+ON_DASHBOARDS = ROWS["on_dashboards"]
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"

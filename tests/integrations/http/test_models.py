@@ -13,6 +13,7 @@ import anthropic
 import httpx
 import pytest
 from starlette.applications import Starlette
+from support.data import cases_of
 from support.http_server import serving_thread
 
 from asyncengine import EngineGroup
@@ -20,6 +21,8 @@ from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, Out
 from asyncengine.integrations.http import app
 from asyncengine.integrations.http.models import Models
 from asyncengine.integrations.http.problems import Problem
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "grammar_backend": "none", "speculation": "off"}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -166,17 +169,7 @@ def test_models_are_loaded_and_unloaded_by_request(url: str) -> None:
     assert ask(url, "demo").status_code == 200, "its next request loads it"
 
 
-@pytest.mark.parametrize(
-    ("what", "body", "code", "param"),
-    [
-        ("load", {}, 400, "model"),
-        ("load", {"model": "other"}, 404, "model"),
-        ("load", {"model": "gone"}, 404, "model"),
-        ("load", {"model": "demo", "keep_alive": "soon"}, 400, "keep_alive"),
-        ("unload", {"model": 1}, 400, "model"),
-        ("unload", {"model": "other"}, 404, "model"),
-    ],
-)
+@pytest.mark.parametrize(("what", "body", "code", "param"), ROWS["what_is_wrong_with_a_load_is_named"])
 def test_what_is_wrong_with_a_load_is_named(url: str, what: str, body: dict[str, Any], code: int, param: str) -> None:
     answer = change(url, what, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (code, param)

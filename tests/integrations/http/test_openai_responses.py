@@ -8,23 +8,15 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
+from support.data import cases_of
 from support.http_server import serving
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.http import app
 
-WEATHER: Any = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather of a city",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
+ROWS: dict[str, Any] = cases_of(__file__)
+
+WEATHER: Any = ROWS["weather"]
 FOR_EVER: Any = {"ignore_eos": True}
 
 

@@ -10,17 +10,14 @@ from typing import Any
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
+from support.data import cases_of
 
 from asyncengine.integrations.http.fields import PATHS
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 HTTP = {"get", "post", "delete"}
-ASK: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
-    "/v1/completions": {"prompt": "hi", "max_tokens": 1},
-    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
-    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
-    "/tokenize": {"prompt": "hi"},
-}
+ASK: dict[str, dict[str, Any]] = ROWS["ask"]
 
 
 @pytest.fixture(scope="module")

@@ -116,15 +116,7 @@ def test_every_item_opens_is_told_and_closes() -> None:
     assert len({item["id"] for item in output}) == len(output)
 
 
-@pytest.mark.parametrize(
-    ("reason", "kind", "status"),
-    [
-        ("stop", "completed", "completed"),
-        ("tool_calls", "completed", "completed"),
-        ("length", "incomplete", "incomplete"),
-        ("timeout", "incomplete", "incomplete"),
-    ],
-)
+@pytest.mark.parametrize(("reason", "kind", "status"), ROWS["ends"])
 def test_the_last_event_says_how_it_ended(reason: FinishReason, kind: str, status: str) -> None:
     last = written(Text(0, "a"), End(0, reason))[-1]
     assert (last["type"], last["response"]["status"]) == (f"response.{kind}", status)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from support.data import cases_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -204,62 +205,10 @@ class Kind(NamedTuple):
     """The output layer, too."""
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
-
-
-def _gptq(**fields: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, **fields}
-
-
 KINDS: dict[str, Kind] = {
-    "awq": Kind(awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
-    "gptq": Kind(gptq, _gptq()),
-    "gptq asymmetric": Kind(lambda w: gptq(w, symmetric=False), _gptq(sym=False), heads=True),
-    "gptq v2": Kind(
-        lambda w: gptq(w, symmetric=False, version=2), _gptq(sym=False, checkpoint_format="gptq_v2"),
-    ),
-    "gptq act-order": Kind(lambda w: gptq(w, mixed=True), _gptq(desc_act=True)),
-    "gptq 8 bits": Kind(lambda w: gptq(w, bits=8), _gptq(bits=8)),
-    "w4a16": Kind(
-        pack_quantized, _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
-    ),
-    "w4a16 asymmetric": Kind(
-        lambda w: pack_quantized(w, symmetric=False),
-        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
-    ),
-    "w4a16 act-order": Kind(
-        lambda w: pack_quantized(w, mixed=True),
-        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, actorder="group"),
-    ),
-    "w8a16": Kind(
-        lambda w: pack_quantized(w, bits=8, group=-1),
-        _compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
-    ),
-    "w8a8": Kind(int_quantized, _compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
-    "fp8 blocks": Kind(fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}),
-    "fp8 rows": Kind(
-        lambda w: fp8(w, scale="weight_scale", block=(1, 0)),
-        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-    ),
-    "fp8 matrix": Kind(
-        lambda w: fp8(w, scale="weight_scale", block=None),
-        _compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-    ),
-    "mxfp4": Kind(
-        mxfp4_packed, _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
-    ),
-    "nvfp4": Kind(
-        nvfp4, _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-    ),
-    "modelopt nvfp4": Kind(lambda w: nvfp4(w, modelopt=True), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-}  # fmt: skip
+    name: Kind(partial(globals()[row["writer"]], **row["options"]), row["config"], row.get("heads", False))
+    for name, row in cases_of(__file__).items()
+}
 
 
 def quantized(source: Path, target: Path, name: str, dense: Path | None = None, dtype: str = "float32") -> Path:
@@ -267,8 +216,7 @@ def quantized(source: Path, target: Path, name: str, dense: Path | None = None, 
     for goes."""
     kind = KINDS[name]
     shutil.copytree(source, target)
-    with safe_open(str(target / "model.safetensors"), "pt") as stream:
-        tensors = {key: stream.get_tensor(key).clone() for key in stream.keys()}  # noqa: SIM118 - not a dict
+    tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
     stored: Tensors = {}
     for key, tensor in tensors.items():
         if key.endswith("_proj.weight") or (kind.heads and key == "lm_head.weight"):
@@ -290,8 +238,7 @@ def quantized(source: Path, target: Path, name: str, dense: Path | None = None, 
 def rewritten(source: Path, target: Path, change: Callable[[Tensors], Any], **settings: Any) -> Path:
     """A copy of a checkpoint with other tensors, and other settings in its quantization_config."""
     shutil.copytree(source, target)
-    with safe_open(str(target / "model.safetensors"), "pt") as stream:
-        tensors = {key: stream.get_tensor(key).clone() for key in stream.keys()}  # noqa: SIM118 - not a dict
+    tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
     change(tensors)
     save_file(tensors, str(target / "model.safetensors"), {"format": "pt"})
     file = target / "config.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,6 @@ from asyncengine.testing.leaks import assert_nothing_held
 
 MAX_TURNS = 5_000
 LETTERS = range(5, 31)
-
-
-@dataclass
-class AdapterTally:
-    """Counts of what a number of lives contained."""
-
-    requests: int = 0
-    with_adapter: int = 0
-    constrained: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    copies: int = 0
-    moved: int = 0
-    """Requests that were in more than one slot."""
-    reads: int = 0
-    loads: int = 0
-    depth2: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
 
 
 class AdapterLife(EngineByHand):
@@ -226,19 +207,18 @@ class AdapterLife(EngineByHand):
             assert self.registry.unload(name).done()
         assert self.registry.counts() == {"loaded": 0, "in_memory": 0, "nbytes": 0}
 
-    def count(self, tally: AdapterTally) -> None:
-        counters = self.scheduler.counters
-        tally.requests += len(self.samples)
-        tally.with_adapter += sum(bool(sample.digest) for sample in self.samples.values())
-        tally.constrained += 0 if self.compiler is None else len(self.compiler.started)
-        tally.preemptions += counters.preemptions
-        tally.cached_tokens += counters.cached_tokens
-        tally.copies += self.slots.copies
-        tally.reads += len(self.loader.reads)
-        tally.loads += self.loads
-        tally.depth2 += self.core.config.max_steps_in_flight == 2
-        for kind, count in self.refused.items():
-            tally.refused[kind] = tally.refused.get(kind, 0) + count
-        for sample in self.samples.values():
-            tally.moved += len(sample.slots) > 1
-            tally.reasons[sample.reason] = tally.reasons.get(sample.reason, 0) + 1
+    def counts(self) -> Counter[str]:
+        """What the life contained; refusals by the names of their errors, ends by their reasons."""
+        counters, samples = self.scheduler.counters, self.samples.values()
+        found = Counter(
+            requests=len(samples),
+            with_adapter=sum(bool(sample.digest) for sample in samples),
+            constrained=0 if self.compiler is None else len(self.compiler.started),
+            preemptions=counters.preemptions,
+            cached_tokens=counters.cached_tokens,
+            copies=self.slots.copies,
+            in_two_slots=sum(len(sample.slots) > 1 for sample in samples),
+            read_again=len(self.loader.reads) - self.loads,
+            depth2=self.core.config.max_steps_in_flight == 2,
+        )
+        return found + Counter(self.refused) + Counter(sample.reason for sample in samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from support.constrained_reference import constrained_reference, fake_choice
 from support.grammar_walks import text_of
 from support.small_grammars import NAMES, SmallGrammar, shared_vocabulary, small_grammar
 from support.small_vocabulary import EOS, LOGITS, SECOND_EOS
-from worlds.schedule_fuzz import Life, Tally
+from worlds.schedule_fuzz import Life
 
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.lora.admission import AdapterSlots
@@ -211,18 +212,13 @@ class GrammarLife(Life):
             plan.grammar.validate(text_of(shared_vocabulary(), tokens))
             self.valid += 1
 
-    def count(self, tally: Tally) -> None:
-        counters = self.scheduler.counters
-        tally.requests += len(self.plans)
-        tally.constrained += sum(plan.grammar is not None for plan in self.plans.values())
-        tally.valid += self.valid
-        tally.forced += counters.forced_tokens
-        tally.preemptions += counters.preemptions
-        tally.cached_tokens += counters.cached_tokens
-        tally.state_hits += self.scheduler.kv.state_counts([]).hits
-        tally.depth2 += self.config.max_steps_in_flight == 2
-        for reason in self.ended.values():
-            tally.reasons[reason] = tally.reasons.get(reason, 0) + 1
+    def counts(self) -> Counter[str]:
+        return super().counts() + Counter(
+            requests=len(self.plans),
+            constrained=sum(plan.grammar is not None for plan in self.plans.values()),
+            valid=self.valid,
+            forced=self.scheduler.counters.forced_tokens,
+        )
 
 
 def _taken(sampled: int, forced: list[int], stop_ids: tuple[int, ...]) -> int:

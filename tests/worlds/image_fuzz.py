@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 from worlds.schedule_fuzz import Life
@@ -62,3 +63,9 @@ class ImageLife(Life):
         if batch.encode is not None:
             self.encoded += 1
             self.dropped += len(batch.encode.dropped)
+
+    def counts(self) -> Counter[str]:
+        found = self.scheduler.encoding.found
+        return super().counts() + Counter(
+            pictured=self.pictured, encoded=self.encoded, dropped=self.dropped, encoded_before=found
+        )

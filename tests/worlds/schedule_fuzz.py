@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncengine.config import EngineConfig
@@ -29,31 +28,6 @@ TENANTS = [None, "a", "b"]
 SESSIONS = [None, "s", "t", "u"]
 LONGEST = 3
 """Pools that a request may be long, where it need not fit into one."""
-
-
-@dataclass
-class Tally:
-    """Counts of what a number of lives contained: a fuzz that never preempts proves nothing about preemption."""
-
-    requests: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    depth2: int = 0
-    copies: int = 0
-    """Pages that samples of a prompt took as copies."""
-    state_hits: int = 0
-    state_evictions: int = 0
-    beyond_the_pool: int = 0
-    """Requests that had more tokens than the whole pool holds."""
-    windowed: int = 0
-    """Lives of models that see no further than their windows."""
-    vectors: int = 0
-    constrained: int = 0
-    valid: int = 0
-    """Outputs that their grammar was checked to accept."""
-    forced: int = 0
-    """Tokens that a grammar left no choice about."""
 
 
 def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
@@ -395,18 +369,27 @@ class Life:
         if not self.config.prefix_caching:
             assert not states.snapshots, "nobody can find these"
 
-    def count(self, tally: Tally) -> None:
-        tally.requests += len(self.expected)
-        tally.preemptions += self.scheduler.counters.preemptions
-        tally.cached_tokens += self.scheduler.counters.cached_tokens
-        states = self.scheduler.kv.state_counts([])
+    def counts(self) -> Counter[str]:
+        """What the life contained: a fuzz that never preempts proves nothing about preemption. Ends are counted by
+        their reasons."""
+        counters, states = self.scheduler.counters, self.scheduler.kv.state_counts([])
         whole = self.scheduler.kv.pool.capacity * self.config.page_size
-        tally.beyond_the_pool += sum(len(got) + self.prompts[t] > whole for t, got in self.received.items())
-        tally.state_hits += states.hits
-        tally.state_evictions += states.evictions
-        tally.copies += self.copies
-        tally.depth2 += self.config.max_steps_in_flight == 2
-        tally.windowed += self.windowed
-        tally.vectors += len(self.vectors)
-        for reason in self.ended.values():
-            tally.reasons[reason] = tally.reasons.get(reason, 0) + 1
+        found = Counter(
+            requests=len(self.expected),
+            preemptions=counters.preemptions,
+            cached_tokens=counters.cached_tokens,
+            beyond_the_pool=sum(len(self.received[ticket]) + length > whole for ticket, length in self.prompts.items()),
+            state_hits=states.hits,
+            state_evictions=states.evictions,
+            copies=self.copies,
+            depth2=self.config.max_steps_in_flight == 2,
+            windowed=self.windowed,
+            vectors=len(self.vectors),
+        )
+        if self.scheduler.roster.drafts is not None:
+            assert not self.scheduler.roster.drafts.requests
+            drafts = self.scheduler.roster.drafts.counters
+            found.update(accepted=drafts.accepted, refused=drafts.drafted - drafts.accepted)
+            rows = [row for batch in self.executor.executed for row in batch.rows if row.drafts]
+            found.update(behind_prompts=sum(row.start < len(row.spec.prompt) for row in rows))
+        return found + Counter(self.ended.values())

@@ -90,6 +90,7 @@ def speculative_life(seed: int, depth: int | None = None, **model: bool) -> Life
     rng = random.Random(seed)
     life.predict = lambda right: tuple(right) if rng.random() < 0.5 else ()
     life.scheduler.roster.drafts = planner_for(life, life.expected)
+    life.executor.keep_batches = True
     return life
 
 

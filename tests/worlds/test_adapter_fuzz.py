@@ -11,7 +11,7 @@ import pytest
 from support.adapter_engine import AdapterExecutor, Lab, greedy
 from support.fake_engine import make_core
 from support.long import TIMES
-from worlds.adapter_fuzz import AdapterLife, AdapterTally
+from worlds.adapter_fuzz import AdapterLife
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound
 from asyncengine.lora.admission import AdapterSlots
@@ -20,26 +20,24 @@ from asyncengine.testing import FakeModel, Recording, replay
 LIVES = 36 * TIMES
 
 
+LEAST = {
+    "requests": 40, "with_adapter": 25, "constrained": 4, "preemptions": 33, "cached_tokens": 65, "copies": 5,
+    "in_two_slots": 1 / LIVES, "read_again": 2, "depth2": 1 / 4, "AdapterInUse": 1 / LIVES,
+    "AdapterNotFound": 1 / LIVES, "AdapterError": 1 / LIVES, "QueueFull": 1 / LIVES, "stop": 1, "length": 1,
+    "abort": 1, "timeout": 1, "error": 1,
+}  # fmt: skip
+"""What a life contains on average at least."""
+
+
 def test_random_requests_with_adapters() -> None:
     """Loads, reloads, failing files, unloads, little memory, few slots, preemption, leavers, two steps in flight."""
-    tally = AdapterTally()
+    found = Counter[str]()
     for seed in range(LIVES):
         life = AdapterLife(seed, faults=seed % 2 == 0)
         life.run()
-        life.count(tally)
-    assert tally.requests >= 40 * LIVES
-    # and it was worth it:
-    assert tally.with_adapter >= 25 * LIVES
-    assert tally.constrained >= 4 * LIVES
-    assert tally.preemptions >= 33 * LIVES
-    assert tally.cached_tokens >= 65 * LIVES
-    assert tally.copies >= 5 * LIVES
-    assert tally.moved >= 1
-    assert tally.reads - tally.loads >= 2 * LIVES, "dropped from memory and read again"
-    assert tally.depth2 >= LIVES // 4
-    assert {"AdapterInUse", "AdapterNotFound", "AdapterError", "QueueFull"} == set(tally.refused)
-    assert {"stop", "length", "abort", "timeout", "error"} == set(tally.reasons)
-    assert min(tally.reasons.values()) >= LIVES
+        found += life.counts()
+    missed = {name: found[name] / LIVES for name, least in LEAST.items() if found[name] / LIVES < least}
+    assert not missed, missed
 
 
 def test_a_saved_recording_replays_to_the_same_outputs(tmp_path: Path) -> None:

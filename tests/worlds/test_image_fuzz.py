@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.long import LONG, TIMES
+from support.long import LONG
 from worlds.image_fuzz import ImageLife
 from worlds.plants import in_place_of
-from worlds.schedule_fuzz import Life, Tally
+from worlds.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.images import ImageSpan
 from asyncengine.scheduler.encoding import EncodedImages
 from asyncengine.scheduler.request import Request
-
-BOOKS_EVERY = 8 if LONG else 1
-KINDS: Mapping[str, Callable[[int], ImageLife]] = {
-    "all layers alike": partial(ImageLife, books_every=BOOKS_EVERY),
-    "states": partial(ImageLife, states=True, books_every=BOOKS_EVERY),
-    "windows in some layers": partial(ImageLife, mixed=True, books_every=BOOKS_EVERY),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_requests_with_pictures(kind: str) -> None:
-    tally, pictured, encoded, dropped, found, lives = Tally(), 0, 0, 0, 0, 4 * TIMES
-    for seed in range(lives):
-        life = KINDS[kind](seed)
-        life.run()
-        life.count(tally)
-        pictured += life.pictured
-        encoded += life.encoded
-        dropped += life.dropped
-        found += life.scheduler.encoding.found
-    assert min(pictured, encoded, dropped, found, tally.preemptions, tally.cached_tokens) > 4 * lives
 
 
 def shorten_ids(count: int, at: int = 0) -> Callable[[pytest.MonkeyPatch], None]:

@@ -8,30 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.long import TIMES
 from worlds.update_fuzz import UpdateLife
 
 from asyncengine.kvcache import KVCache
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.roster import Roster, WeightUpdates
 
-LIVES = 8 * TIMES
 
-
-def live(lives: int = LIVES) -> list[UpdateLife]:
-    found = [UpdateLife(seed, states=seed % 4 == 3) for seed in range(lives)]
-    for life in found:
-        life.run()
-    return found
-
-
-def test_random_requests_with_updates() -> None:
-    lives = live()
-    assert sum(len(life.expected) for life in lives) >= LIVES * 40
-    # and it was worth it:
-    assert sum(len(life.happened) for life in lives) >= LIVES * 3
-    assert sum(life.recomputed for life in lives) >= LIVES // 2
-    assert sum(len(set(weights)) > 1 for life in lives for weights in life.seen.values()) >= LIVES // 2
+def live(lives: int) -> None:
+    for seed in range(lives):
+        UpdateLife(seed, states=seed % 4 == 3).run()
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

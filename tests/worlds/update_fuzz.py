@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from worlds.schedule_fuzz import EOS, Life
 
 from asyncengine.request_spec import RequestSpec
@@ -78,3 +80,9 @@ class UpdateLife(Life):
             else:
                 self.expected[ticket] = [*received, -1]
         super().check_end()
+
+    def counts(self) -> Counter[str]:
+        several = sum(len(set(weights)) > 1 for weights in self.seen.values())
+        return super().counts() + Counter(
+            updates=len(self.happened), recomputed=self.recomputed, of_several_weights=several
+        )

@@ -19,20 +19,6 @@ from .shapes import Shape
 
 _RANK = 16
 _BLOCK = 128
-_ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "minLength": 5, "maxLength": 30},
-        "quantity": {"type": "integer", "minimum": 0, "maximum": 9999},
-        "available": {"type": "boolean"},
-    },
-    "required": ["name", "quantity", "available"], "additionalProperties": False,
-}  # fmt: skip
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"items": {"type": "array", "items": _ITEM, "minItems": 1}, "comment": {"type": "string"}},
-    "required": ["items", "comment"], "additionalProperties": False,
-}  # fmt: skip
 
 
 def make_adapters(shape: Shape, count: int, folder: Path, *, everywhere: bool) -> dict[str, Path]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +26,12 @@ from ..engines import GREEDY, backend_of, small_engine
 from . import machine
 from .kernel_table import kernel_table
 from .machine import BANDWIDTH
-from .models import SCHEMA, make_adapters, write_fp8, write_mxfp4, write_tokenizer
+from .models import make_adapters, write_fp8, write_mxfp4, write_tokenizer
 from .session import Section, Session, Skipped, release
 from .shapes import SHAPES, TINY, Shape
 from .steps import PARTS, StepClock
 from .workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
 
-STREAMS = (1, 4, 16, 64, 128, 256)
 LOADS = ((128, 128), (1193, 256), (4593, 512))
 """Prompt and output tokens: a chat, a chat with documents, a long document (the means of well-known traces)."""
 ARRIVALS = (100.0, 10.0)
@@ -40,20 +41,13 @@ AIMS = {
 }  # fmt: skip
 """Output tokens per second of so many streams of `LOADS[0]` on an H200, by engine."""
 _ADAPTERS = 16
-_LONGEST = 5120
-_BASE: dict[str, Any] = {
-    "max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": _LONGEST, "prefix_caching": False,
-}  # fmt: skip
-_MODEST = {**_BASE, "max_model_len": 2304}
-_ADAPTED = {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "small": ("small", _BASE), "defaults": ("small", {"max_model_len": _LONGEST}), "tokenizer": ("small", _MODEST),
-    "adapters": ("small", _ADAPTED), "adapters everywhere": ("small", _ADAPTED),
-    "large": ("large", _MODEST), "large, 4 bits": ("large", {**_MODEST, "quantization": "int4"}),
-    "large, FP8": ("large", _MODEST), "mixture": ("mixture", _MODEST),
-    "hybrid": ("hybrid", {**_MODEST, "max_num_seqs": 64}), "gpt-oss": ("gpt-oss", _MODEST),
-}  # fmt: skip
+    name: (shape, _TABLES["settings"][settings] | more) for name, (shape, settings, more) in _TABLES["engines"].items()
+}
 """Shapes and settings by name; all compute in bfloat16."""
+SCHEMA: dict[str, Any] = _TABLES["schema"]
+"""Records of strings and numbers, which constrained requests write."""
 STORED = {"large, FP8": write_fp8, "gpt-oss": write_mxfp4}
 """Writers of weights, by name of those engines that read some instead of making them up."""
 
@@ -79,35 +73,12 @@ class Ladder:
     def sections(self) -> list[Section]:
         """In the order of their worth."""
 
-        def section(name: str, about: str, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> Section:
-            return Section(name, about, seconds, lambda: self._run(work))
+        def section(name: str, about: str, seconds: float, work: str, arguments: dict[str, Any]) -> Section:
+            return Section(name, about, seconds, lambda: self._run(partial(getattr(self, work), **arguments)))
 
         return [
             Section("environment", "the machine", 15, lambda: machine.run(self._session)),
-            section("prompt", "a prompt longer than a step, default settings", 60, self.long_prompt),
-            section("streams", "0.6B, greedy, all at once, 128/128", 60, partial(self.streams, "small", STREAMS)),
-            section("host", "where the host's time goes", 20, self.host),
-            section("kernels", "0.6B, kernels of a step", 30, partial(self.kernels, "small")),
-            section("sampled", "sampled beside greedy", 30, self.sampled),
-            section("prompts", "0.6B, prompts of 2,048", 20, partial(self.prompts, "small", 9.0)),
-            section("arrivals", "requests at random moments", 45, self.arrivals),
-            section("nano", "nano-vllm's bench", 30, self.nano),
-            section("chats", "0.6B, 1,193/256", 40, partial(self.streams, "small", STREAMS[::-1], LOADS[1])),
-            section("documents", "0.6B, 4,593/512", 60, partial(self.streams, "small", (64, 16, 1, 256), LOADS[2])),
-            section("prefix", "a shared prefix", 40, self.prefix),
-            section("adapters", "16 adapters beside none", 40, partial(self.adapters, "adapters")),
-            section("linears", "16 adapters on all linears", 40, partial(self.adapters, "adapters everywhere")),
-            section("constrained", "constrained beside free", 60, self.constrained),
-            section("large", "8B, 128/128", 60, partial(self.streams, "large", (1, 16, 64, 256))),
-            section("large_prompts", "8B, prompts of 2,048", 30, partial(self.prompts, "large")),
-            section("large_kernels", "8B, kernels of a step", 30, partial(self.kernels, "large", (1, 256))),
-            section("four_bits", "8B, 4 bits", 60, partial(self.streams, "large, 4 bits", (1, 16, 64, 256))),
-            section("eight_bits", "8B, FP8", 90, partial(self.streams, "large, FP8", (1, 16, 64, 256))),
-            section("gpt_oss", "gpt-oss in MXFP4", 120, partial(self.streams, "gpt-oss", (1, 16, 64, 256))),
-            section("mixture", "a mixture of experts", 60, partial(self.streams, "mixture", (1, 16, 64, 256))),
-            section("hybrid", "recurrent states beside attention", 90, partial(self.streams, "hybrid", (1, 16, 64))),
-            section("hybrid_prompts", "the same, prompts of 2,048", 30, partial(self.prompts, "hybrid")),
-            section("ranks", "8B over two GPUs", 120, self.ranks),
+            *(section(*each) for each in _TABLES["sections"]),
         ]
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -194,8 +165,9 @@ class Ladder:
         took = await burst(engine, self._lengths(4, (3000, 16)), self._seed)
         self._session.figure("four of 3,000", took.seconds * 1e3, "ms", note=str(took))
 
-    async def streams(self, name: str, counts: Sequence[int], load: tuple[int, int] = LOADS[0]) -> None:
-        engine = await self.engine(name)
+    async def streams(self, name: str, counts: Sequence[int], length: int = 0) -> None:
+        """`length`: of the requests, by its place in `LOADS`."""
+        load, engine = LOADS[length], await self.engine(name)
         shape = self._shape(name)
         for count in dict.fromkeys(map(self._rows, counts)):
             aim = AIMS.get((name, count)) if load == LOADS[0] else None

@@ -147,7 +147,7 @@ async def test_through_transformers_own_modules(family: str, forms: Any) -> None
         assert [tokens for tokens, _ in made] == [known.answer(form, prompt) for form, prompt in jobs]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
 def test_the_same_shapes_in_every_step(family: str, forms: Any) -> None:
     """The masked form, which a GPU's graphs have."""
     known: Forms = forms(family)
@@ -159,10 +159,10 @@ def test_the_same_shapes_in_every_step(family: str, forms: Any) -> None:
     assert driver.lora.version > version
     jobs = [driver.with_adapter(PROMPTS[0], slot, WANT) for slot in range(len(known.paths) + 1)]
     assert driver.run(jobs) == [known.answer(form, PROMPTS[0]) for form in (None, *known.paths)]
-    version = driver.lora.version
-    tables = 1 + list(known.paths).index("tables")
-    driver.lora.clear(tables)
-    assert driver.lora.version == version + 2, "graphs that read these tables are stale"
+    if "tables" in known.paths:
+        version = driver.lora.version
+        driver.lora.clear(1 + list(known.paths).index("tables"))
+        assert driver.lora.version == version + 2, "graphs that read these tables are stale"
 
 
 async def test_a_smaller_vocabulary_has_no_other_tokens(tmp_path: Path) -> None:

@@ -17,16 +17,9 @@ from support.worded_model import make_worded_model
 from asyncengine import AsyncEngine, SamplingParams
 
 FAMILIES = (
-    "qwen3.5",
-    "lfm2",
-    "granite4",
-    "nemotron-h",
-    "mamba2",
-    "falcon-h1",
-    "qwen3.5moe",
-    "kimi-linear-wide",
+    "qwen3.5", "lfm2", "granite4", "nemotron-h", "mamba2", "falcon-h1", "qwen3.5moe", "kimi-linear-wide",
     "olmo-hybrid",
-)
+)  # fmt: skip
 """Gated delta rule, short convolution, Mamba-2 with experts, between other layers, alone and beside attention in one
 layer, gated delta rule with experts, Kimi's delta attention beside latent pages."""
 COSTS: dict[str, Any] = {**ALWAYS, "num_threads": 1}

@@ -63,14 +63,10 @@ def sentencepiece_metadata(
         types.append(kind)
         written.append(score)
     return {
-        "general.architecture": architecture,
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": written,
-        "tokenizer.ggml.token_type": types,
+        "general.architecture": architecture, "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": written, "tokenizer.ggml.token_type": types,
         **special_ids(hf),
-    }
+    }  # fmt: skip
 
 
 def wordpiece_metadata(hf: Any) -> dict[str, Any]:

@@ -15,13 +15,9 @@ FILE = Path(__file__).with_name("recorded_by_0_1.jsonl")
 """Two requests of one prompt, with an adapter that is loading and with one that is there; two samples of another, one
 with a deadline; one with a grammar; one whose adapter cannot be loaded."""
 ANSWERED = {
-    1: ([90, 28, 18, 48], "length"),
-    2: ([90, 28, 18, 48], "length"),
-    3: ([85, 46, 62, 28], "length"),
-    4: ([], "timeout"),
-    5: ([10, 10, 10], "stop"),
-    6: ([], "error"),
-}
+    1: ([90, 28, 18, 48], "length"), 2: ([90, 28, 18, 48], "length"), 3: ([85, 46, 62, 28], "length"),
+    4: ([], "timeout"), 5: ([10, 10, 10], "stop"), 6: ([], "error"),
+}  # fmt: skip
 
 
 def test_a_recording_of_0_1_replays_to_the_outputs_it_had(tmp_path: Path) -> None:

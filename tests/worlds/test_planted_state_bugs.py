@@ -120,15 +120,9 @@ def a_trail_a_page_further(close: Any, self: StateGroup, working: Any, node: Any
 
 
 PLANTS: list[Plant] = [
-    a_trail_that_is_another_state,
-    a_trail_a_page_further,
-    share_a_state,
-    move_a_snapshot_by(1),
-    hang_it_on_another_page,
-    free_under_a_running_step,
-    evict_what_is_read,
-    a_snapshot_of_a_moved_state,
-]
+    a_trail_that_is_another_state, a_trail_a_page_further, share_a_state, move_a_snapshot_by(1),
+    hang_it_on_another_page, free_under_a_running_step, evict_what_is_read, a_snapshot_of_a_moved_state,
+]  # fmt: skip
 IN_ORDER = [free_under_a_running_step]
 """Bugs that the books and the retire rule alone see: the fake device runs one step after another, as a stream does."""
 IN_TOKENS = [plant for plant in PLANTS if plant not in IN_ORDER]

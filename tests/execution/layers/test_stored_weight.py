@@ -97,14 +97,9 @@ def test_any_number_of_threads_loads_the_same(name: str, monkeypatch: pytest.Mon
 
 
 KINDS = (
-    ("q_proj", "Q4_0"),
-    ("k_proj", "Q4_0"),
-    ("v_proj", "Q8_0"),
-    ("gate", "Q4_1"),
-    ("up_proj", "Q4_0"),
-    ("down", "w8a8"),
-    ("embed", "Q8_0"),
-)
+    ("q_proj", "Q4_0"), ("k_proj", "Q4_0"), ("v_proj", "Q8_0"), ("gate", "Q4_1"), ("up_proj", "Q4_0"),
+    ("down", "w8a8"), ("embed", "Q8_0"),
+)  # fmt: skip
 """Storage forms by a part of a matrix's name; the rest is plain."""
 
 

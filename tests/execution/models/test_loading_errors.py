@@ -22,6 +22,7 @@ from asyncengine.execution.models.fallback.model import TransformersModel
 from asyncengine.execution.models.loading import load_model
 
 CONFIG = EngineConfig()
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def copy(source: Path, target: Path) -> Path:
@@ -64,20 +65,18 @@ def test_pickles_are_never_read(checkpoint: Checkpoint, tmp_path: Path, monkeypa
         load_model(str(folder), CONFIG)
 
 
-def test_missing_tensor_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(lambda tensors: tensors.pop(UP), f"lacks the tensor {UP}"),
+     (lambda tensors: tensors.update({UP: torch.ones(7)}), f"has a wrong shape for the tensor {UP}")],
+    ids=["a missing one", "one of another shape"],
+)  # fmt: skip
+def test_a_tensor_is_named(change: Any, says: str, fuse: bool, checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "a")
-    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    for fuse in (True, False):
-        with pytest.raises(ModelNotFound, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
-            load_model(str(folder), CONFIG.replace(fuse=fuse))
-
-
-def test_wrong_shape(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama"), tmp_path / "a")
-    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-    for fuse in (True, False):
-        with pytest.raises(ModelNotFound, match=r"has a wrong shape for the tensor model\.norm\.weight"):
-            load_model(str(folder), CONFIG.replace(fuse=fuse))
+    rewrite(folder, change)
+    with pytest.raises(ModelNotFound, match=re.escape(says)):
+        load_model(str(folder), CONFIG.replace(fuse=fuse))
 
 
 def test_too_large_for_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

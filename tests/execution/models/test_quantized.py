@@ -53,9 +53,6 @@ def test_every_linear_of_a_model_is_quantized(name: str, quantization: str, chec
     assert 0 < relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)
 
 
-# ---------------------------------------------------------------- adapters
-
-
 @pytest.mark.parametrize("quantization", BOTH if LONG else BOTH[-1:])
 def test_adapters_add_to_the_quantized_product(quantization: str, checkpoint: Checkpoint) -> None:
     """Scores of a prompt with each adapter are near those without quantization, far from another adapter's."""
@@ -72,12 +69,6 @@ def test_adapters_add_to_the_quantized_product(quantization: str, checkpoint: Ch
     assert apart.argmin(1).tolist() == [0, 1, 2]
     if quantization == "int8":
         assert float(apart.diagonal().max()) < 0.3 * float(apart[0, 1:].min())
-
-
-# ---------------------------------------------------------------- the demo model
-
-
-# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

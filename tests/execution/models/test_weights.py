@@ -17,7 +17,6 @@ from support.checkpoints import Checkpoint
 from support.forwards import logits_of
 from support.long import LONG
 from support.panels import use_panels
-from support.reachable import tensors_in
 from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
@@ -129,38 +128,6 @@ def test_a_tied_model_s_heads_are_what_transformers_takes(case: str, checkpoint:
     with torch.inference_mode():
         expected = oracle(torch.tensor([IDS]), use_cache=False).logits[0]
     torch.testing.assert_close(logits_of(model, IDS), expected, rtol=0.0, atol=1e-5 * float(expected.abs().max()))
-
-
-# ---------------------------------------------------------------- updates
-
-FORMS: list[tuple[str, str, Any]] = [
-    ("qwen3", "bfloat16", None), ("qwen3", "float32", None), ("qwen3", "bfloat16", "int8"),
-    ("qwen3", "float32", "int4"), ("llama", "bfloat16", None), ("llama", "float32", "int8"),
-    ("llama", "bfloat16", "int4"), ("qwen2", "float16", None), ("gpt-oss", "bfloat16", None),
-    ("gpt-oss", "bfloat16", "int4"), ("qwen2moe", "float32", None), ("ernie4.5moe", "float32", "int8"),
-]  # fmt: skip
-"""qwen3 is tied, panels of llama's and qwen2moe's are not full, qwen2 has biases, and the last are mixtures."""
-
-
-@pytest.mark.parametrize(("name", "dtype", "quantization"), FORMS)
-def test_the_same_door_serves_later_updates(
-    name: str, dtype: str, quantization: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits are to the bit a fresh model's on the second checkpoint, in short steps and long; no weight moves."""
-    if quantization is not None:
-        pytest.importorskip("numba")
-    use_panels(True, monkeypatch)
-    options = {"dtype": dtype, "quantization": quantization}
-    live, fresh = load(checkpoint(name), **options), load(checkpoint(name, seed=1), **options)
-    first = logits_of(live, IDS)
-    addresses = {each.data_ptr() for each in tensors_in(live) if not each.is_mkldnn}
-    update(live, checkpoint(name, seed=1))
-    assert addresses == {each.data_ptr() for each in tensors_in(live) if not each.is_mkldnn}
-    for ids in (IDS, IDS * 12):
-        assert torch.equal(logits_of(live, ids), logits_of(fresh, ids))
-    assert not torch.equal(logits_of(live, IDS), first)
-    update(live, checkpoint(name))
-    assert torch.equal(logits_of(live, IDS), first)
 
 
 # ---------------------------------------------------------------- memory

@@ -34,7 +34,6 @@ KILLS = TIMES
 BUSY = 30.0
 """Seconds that a busy machine may take to tell of an end, which comes within one."""
 TOPICS = {"trains": "a train", "weather": None, "books": None}
-BOTH = pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel"])
 
 
 async def scores(engine: AsyncEngine) -> list[Any]:
@@ -196,21 +195,17 @@ def test_a_killed_engine_leaves_no_rank() -> None:
     assert gone
 
 
-@BOTH
-@pytest.mark.parametrize("value", [0, 65, -1, True, 2.0, "2"])
-def test_values_that_are_none(value: Any, setting: str) -> None:
-    with pytest.raises(InvalidParameter, match=rf"{setting}.* 1 .* 64|{setting}: must be an int"):
-        EngineConfig(**{setting: value})
-
-
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="pipeline_parallel: on CUDA is not there yet"):
-        EngineConfig(pipeline_parallel=2, device="cuda:1")
-
-
-def test_too_many_of_both_are_refused() -> None:
-    with pytest.raises(InvalidParameter, match="pipeline_parallel: times tensor_parallel must be at most 64"):
-        EngineConfig(tensor_parallel=16, pipeline_parallel=5)
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [*(({setting: value}, rf"{setting}.* 1 .* 64|{setting}: must be an int") for value in (0, 65, -1, True, 2.0, "2")
+       for setting in ("tensor_parallel", "pipeline_parallel")),
+     ({"pipeline_parallel": 2, "device": "cuda:1"}, "pipeline_parallel: on CUDA is not there yet"),
+     ({"tensor_parallel": 16, "pipeline_parallel": 5}, "times tensor_parallel must be at most 64")],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_cannot_be(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidParameter, match=says):
+        EngineConfig(**settings)
 
 
 @pytest.mark.parametrize(

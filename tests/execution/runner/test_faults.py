@@ -134,12 +134,6 @@ def test_a_row_without_its_tokens_is_refused(make_runner: MakeRunner) -> None:
         driver.runner.launch(Batch(1, (row._replace(pages=[]),)))
 
 
-def test_closing_twice(make_runner: MakeRunner) -> None:
-    runner = make_runner("llama")
-    runner.close()
-    runner.close()
-
-
 class Hungry:
     """A model of which a forward of more than `most` tokens does not fit, as torch says it on each device."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
 from support.layer_options import fill, options
-from support.segments import Part, assert_same_bits, segments_of
+from support.segments import Part, segments_of
 from torch.nn import functional
 
 from asyncengine.execution.layers.causal_conv import CausalConv
@@ -57,11 +56,3 @@ def test_equals_torchs_convolution(channels: int, taps: int, own: bool, dtype: t
         wanted = functional.silu(wanted) if own else wanted
         tolerance = 2e-6 if dtype == torch.float32 else 4e-3
         assert torch.allclose(found.double(), wanted, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize(("channels", "taps"), SHAPES)
-def test_chunks_company_and_teams_change_no_bit(channels: int, taps: int, plain: bool, dtype: torch.dtype) -> None:
-    layer = make_layer(channels, taps, dtype, plain)
-    assert_same_bits(partial(run, layer), partial(pools_of, layer, dtype), torch.randn(23, channels).to(dtype), 11)

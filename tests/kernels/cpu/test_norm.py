@@ -53,12 +53,6 @@ def test_sum_and_norm(shape: tuple[int, ...], dtype: torch.dtype, scale: float) 
     assert torch.equal(normed, rms_norm(total, weight, 1e-5))
 
 
-def test_epsilon_counts() -> None:
-    x, weight = torch.full((1, 16), 1e-3), torch.ones(16)
-    assert float(rms_norm(x, weight, 0.0)[0, 0]) == pytest.approx(1.0)
-    assert float(rms_norm(x, weight, 3e-6)[0, 0]) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [48, 96, 512, 1000, 1024])
 def test_a_row_s_result_is_its_own(width: int, dtype: torch.dtype) -> None:
@@ -76,11 +70,3 @@ def test_a_row_s_result_is_its_own(width: int, dtype: torch.dtype) -> None:
                 found = add_rms_norm(x[alone], branch[alone], 1.0, weight, 1e-6)
                 assert torch.equal(total[alone], found[0])
                 assert torch.equal(normed[alone], found[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
-    x = torch.randn(3, 32).to(dtype)
-    x[1, 5] = float("nan")
-    found = rms_norm(x, torch.ones(32), 1e-6)
-    assert torch.isfinite(found).all(dim=-1).tolist() == [True, False, True]

@@ -264,21 +264,12 @@ def test_headers_that_lie(base: dict[str, ModuleDims], folder: Path):
 
     start, end = header[Q_A]["data_offsets"]
     lies: list[Any] = [
-        changed(data_offsets=[start - 4, end]),
-        changed(data_offsets=[start, end - 4]),
-        changed(data_offsets=[end, start]),
-        changed(data_offsets=[0, 2**70]),
-        changed(data_offsets=[float(start), float(end)]),
-        changed(data_offsets=[start]),
-        changed(data_offsets=None),
-        changed(shape=[True, 16]),
-        changed(shape=[-4, -16]),
-        changed(shape="ab"),
-        changed(dtype=None),
-        {**header, Q_A: 7},
-        {**header, "second": header[Q_A]},
-        [],
-    ]
+        changed(data_offsets=[start - 4, end]), changed(data_offsets=[start, end - 4]),
+        changed(data_offsets=[end, start]), changed(data_offsets=[0, 2**70]),
+        changed(data_offsets=[float(start), float(end)]), changed(data_offsets=[start]), changed(data_offsets=None),
+        changed(shape=[True, 16]), changed(shape=[-4, -16]), changed(shape="ab"), changed(dtype=None),
+        {**header, Q_A: 7}, {**header, "second": header[Q_A]}, [],
+    ]  # fmt: skip
     for lie in lies:
         join_file(folder / WEIGHTS, json.dumps(lie).encode(), data)
         assert refused(base, folder).field == WEIGHTS, lie
@@ -323,14 +314,10 @@ def test_an_oversized_configuration(base: dict[str, ModuleDims], folder: Path):
 
 
 EVIL = {
-    "nested counts": "(((a{1000}){1000}){1000}){1000}",
-    "many counts": "(?:" * 20 + "a" + "){0,99}" * 20,
-    "recursion": "(?R)*",
-    "fuzzy count": "(?:q_proj){e<=2}",
-    "nesting": "(" * 1500 + ")" * 1500,
-    "unbalanced": "(q_proj",
-    "lookbehind": "(?<=.*)q_proj",
-}
+    "nested counts": "(((a{1000}){1000}){1000}){1000}", "many counts": "(?:" * 20 + "a" + "){0,99}" * 20,
+    "recursion": "(?R)*", "fuzzy count": "(?:q_proj){e<=2}", "nesting": "(" * 1500 + ")" * 1500,
+    "unbalanced": "(q_proj", "lookbehind": "(?<=.*)q_proj",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", ["target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"])

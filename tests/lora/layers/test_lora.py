@@ -71,25 +71,6 @@ def test_eight_adapters_and_the_base_in_one_batch(
         assert driver.answers(slots, 16) == expected, f"products for segments from {length} rows on"
 
 
-def test_the_same_shapes_in_every_step(family: str, reference: Reference, checkpoint: Checkpoint) -> None:
-    """The masked form, which a GPU gets where there is no Triton, answers like peft whichever slots a batch has."""
-    driver = make_driver(checkpoint, family, masked=True)
-    for slot, adapter in enumerate(reference.adapters, 1):
-        driver.lora.write(slot, adapter)
-    slots = [3, 0, 1, 2, 8, 4, 7, 5, 6]
-    expected = [reference.base if slot == 0 else reference.outputs[slot - 1] for slot in slots]
-    assert driver.answers(slots, 16) == expected
-
-
-def test_unfused_equals_peft(family: str, reference: Reference, checkpoint: Checkpoint) -> None:
-    if family == "falcon-40b":
-        pytest.skip("its attention computes by itself in transformers")
-    driver = make_driver(checkpoint, family, max_loras=4, fuse=False)
-    driver.lora.write(4, reference.adapters[1])
-    driver.lora.write(2, reference.adapters[4])
-    assert driver.answers([4, 0, 2]) == [reference.outputs[1], reference.base, reference.outputs[4]]
-
-
 def test_a_cleared_slot_leaves_nothing(family: str, reference: Reference, checkpoint: Checkpoint) -> None:
     driver = make_driver(checkpoint, family)
     before = driver.scores(0)

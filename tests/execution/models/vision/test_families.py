@@ -101,9 +101,20 @@ def test_equals_transformers(model: Any) -> None:
 
 
 @some_models
-def test_in_a_batch(model: Any) -> None:
-    every = [spec for _ in range(4) for spec in specs(model)]
-    assert Run(model.loaded, prefix_caching=False).serve(every) == answers(model) * 4
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [({"prefix_caching": False}, 4), ({"preempt_every": 5, "max_num_batched_tokens": 16}, 1),
+     ({"image_cache_memory": None, "max_num_batched_tokens": 16, "prefix_caching": False}, 1)],
+    ids=["in a batch", "preempted", "encoded again"],
+)  # fmt: skip
+def test_however_it_is_computed(settings: dict[str, Any], times: int, model: Any) -> None:
+    run = Run(model.loaded, **settings)
+    assert run.serve([spec for _ in range(times) for spec in specs(model)]) == answers(model) * times
+    if "preempt_every" in settings:
+        assert run.scheduler.counters.preemptions > 5
+    if "image_cache_memory" in settings:
+        assert run.encoded > 2
+        assert len(model.loaded.runner.image_store._encoded) <= 2
 
 
 @some_models
@@ -125,13 +136,6 @@ def test_in_chunks_of_every_size_that_cuts_a_picture(model: Any) -> None:
 
 
 @some_models
-def test_preempted(model: Any) -> None:
-    run = Run(model.loaded, preempt_every=5, max_num_batched_tokens=16)
-    assert run.serve(specs(model)) == answers(model)
-    assert run.scheduler.counters.preemptions > 5
-
-
-@some_models
 def test_in_a_pool_that_is_too_small_for_all(model: Any) -> None:
     every = specs(model)
     pages = max(36, max(spec.max_total for spec in every) // PAGE + 6)
@@ -150,14 +154,6 @@ def test_from_the_cache_without_encoding(model: Any) -> None:
     assert run.serve(again) == expected
     assert run.encoded == encoded
     assert all(run.cached[spec.ticket] >= spec.prompt_len - 4 for spec in again)
-
-
-@some_models
-def test_encoded_again_where_it_does_not_stay(model: Any) -> None:
-    run = Run(model.loaded, image_cache_memory=None, max_num_batched_tokens=16, prefix_caching=False)
-    assert run.serve(specs(model)) == answers(model)
-    assert run.encoded > 2
-    assert len(model.loaded.runner.image_store._encoded) <= 2
 
 
 @some_models

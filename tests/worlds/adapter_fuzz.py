@@ -208,7 +208,7 @@ class AdapterLife(EngineByHand):
         assert self.registry.counts() == {"loaded": 0, "in_memory": 0, "nbytes": 0}
 
     def counts(self) -> Counter[str]:
-        """What the life contained; refusals by the names of their errors, ends by their reasons."""
+        """Counts of what the life contained; refusals by the names of their errors, ends by their reasons."""
         counters, samples = self.scheduler.counters, self.samples.values()
         found = Counter(
             requests=len(samples),

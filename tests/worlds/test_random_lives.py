@@ -26,7 +26,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 
 LIVES = cases_of(__file__)
-"""By kind of life: how many of them, and what one contains on average at least."""
+"""Numbers of lives by their kind, and what one contains on average at least."""
 ImageLife = partial(ImageLife, books_every=8 if LONG else 1)
 KINDS: dict[str, Callable[[int], Life]] = {
     "requests": Life,

@@ -370,7 +370,7 @@ class Life:
             assert not states.snapshots, "nobody can find these"
 
     def counts(self) -> Counter[str]:
-        """What the life contained: a fuzz that never preempts proves nothing about preemption. Ends are counted by
+        """Counts of what the life contained: a fuzz that never preempts proves nothing about preemption. Ends are counted by
         their reasons."""
         counters, states = self.scheduler.counters, self.scheduler.kv.state_counts([])
         whole = self.scheduler.kv.pool.capacity * self.config.page_size

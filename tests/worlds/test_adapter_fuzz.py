@@ -26,7 +26,7 @@ LEAST = {
     "AdapterNotFound": 1 / LIVES, "AdapterError": 1 / LIVES, "QueueFull": 1 / LIVES, "stop": 1, "length": 1,
     "abort": 1, "timeout": 1, "error": 1,
 }  # fmt: skip
-"""What a life contains on average at least."""
+"""Numbers that a life reaches on average at least."""
 
 
 def test_random_requests_with_adapters() -> None:

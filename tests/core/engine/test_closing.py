@@ -14,7 +14,6 @@ from support.fake_engine import executor_of, greedy, in_thread, make_core, make_
 from support.plug_points import Compiler
 
 from asyncengine import AsyncEngine, Engine, TokenStream
-from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.frontend import Frontend
 from asyncengine.errors import EngineClosed, WrongLoop
 
@@ -220,15 +219,6 @@ def test_a_start_that_is_cancelled_while_loading_leaves_no_thread():
         go.set()
 
     asyncio.run(main())
-
-
-async def test_a_runner_closes_its_executor_once_and_idempotently():
-    core = make_core()
-    runner = core.loop.runner
-    assert isinstance(runner, DeviceThread)
-    await runner.aclose()
-    await runner.aclose()
-    assert runner.executor.closed  # type: ignore[attr-defined]
 
 
 async def test_a_blocking_call_on_the_thread_of_an_owned_engine_raises_and_never_hangs():

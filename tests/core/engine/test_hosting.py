@@ -20,17 +20,6 @@ from asyncengine.testing import ManualClock
 from asyncengine.testing.leaks import assert_nothing_held
 
 
-def test_a_hosted_engine_outlives_loops():
-    engine = make_engine(hosted=True)
-    engine.start_blocking()
-    try:
-        for i in range(3):
-            done = asyncio.run(engine.generate([2 + i, 3], greedy(5)))
-            assert done.token_ids == oracle(engine, [2 + i, 3], 5)
-    finally:
-        engine.close_blocking()
-
-
 def test_many_threads_and_their_loops_share_one_batch():
     with Engine(make_engine(hosted=True)) as engine:
         engine.aengine.start_blocking()
@@ -70,17 +59,6 @@ def test_generate_many_submits_everything_before_it_waits_and_aborts_the_rest_on
         executor.release()
         asyncio.run(idle(engine.aengine))
         assert engine.stats().finished["abort"] == 2
-
-
-def test_a_blocking_call_inside_a_running_loop_works_with_a_hosted_engine():
-    """LlamaIndex does it: `query_engine.query()` inside a coroutine."""
-    with Engine(make_engine(hosted=True)) as engine:
-        engine.aengine.start_blocking()
-
-        async def main() -> list[int]:
-            return engine.generate([2, 3], greedy(4)).token_ids
-
-        assert asyncio.run(main()) == oracle(engine.aengine, [2, 3], 4)
 
 
 def test_leaving_a_blocking_stream_aborts():
@@ -141,14 +119,6 @@ async def test_handles_are_cheap_and_equal_ones_share_one_engine(loader: Loader)
     assert handles[-1].closed
     with pytest.raises(EngineClosed):
         await handles[-1].aget()
-
-
-async def test_different_settings_are_different_engines(loader: Loader):
-    one, two = (asyncengine.shared_engine("m", keep_alive=0, max_num_seqs=n) for n in (4, 5))
-    assert await one.aget() is not await two.aget()
-    assert loader.calls == 2
-    one.close()
-    two.close()
 
 
 async def test_a_dropped_handle_is_given_back(loader: Loader):
@@ -317,12 +287,6 @@ async def test_a_failed_load_and_an_engine_that_ended_are_not_kept(loader: Loade
     await engine.aclose()  # got from a handle, and closed by somebody all the same
     assert await use_shared() is not engine
     assert loader.calls == 3
-
-
-@pytest.mark.parametrize("wrong", [-1, "long", True, float("nan"), float("inf")])
-def test_a_keep_alive_that_is_no_time_is_refused_by_name(wrong: Any):
-    with pytest.raises(InvalidParameter, match="keep_alive"):
-        asyncengine.shared_engine("m", keep_alive=wrong)
 
 
 # -------------------------------------------------------------------- stats

@@ -13,6 +13,7 @@ import anyio
 import pytest
 from support.fake_engine import until
 
+from asyncengine import shared_engine
 from asyncengine.config import parse_keep_alive
 from asyncengine.engine.on_demand import OnDemand, OnDemandModel
 from asyncengine.errors import EngineClosed, InvalidParameter, ModelNotFound, OutOfMemory
@@ -247,6 +248,8 @@ async def test_closing_ends_loads_and_those_who_wait() -> None:
 def test_a_keep_alive_that_is_no_time_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidParameter, match="keep_alive: must be seconds"):
         parse_keep_alive("keep_alive", wrong)
+    with pytest.raises(InvalidParameter, match="^keep_alive: "):
+        shared_engine("m", keep_alive=wrong)
 
 
 @pytest.mark.parametrize(

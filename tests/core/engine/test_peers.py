@@ -142,14 +142,6 @@ async def test_only_what_is_not_here_is_pulled() -> None:
         assert parts == [*range(6, FULL)]
 
 
-async def test_simultaneous_requests_share_one_pull() -> None:
-    async with pair_of() as pair:
-        answers = await asyncio.gather(*(pair.ask([*PROMPT, number]) for number in range(3, 9)))
-        assert {answer.usage.restored_tokens for answer in answers} == {FULL * SIZE}
-        asked = [question for question in pair.wire.questions if "parts" in question]
-        assert len(asked) == -(-FULL // 2)
-
-
 @pytest.mark.parametrize("planned", [False, True])
 async def test_a_peer_is_asked_only_where_that_is_worth_it_or_planned(planned: bool) -> None:
     async with pair_of() as pair:

@@ -8,9 +8,9 @@ import threading
 import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, num_in_line, until
 
-from asyncengine import Engine, EngineConfig
+from asyncengine import Engine
 from asyncengine.engine.serving_loop import QueueLimit
-from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
+from asyncengine.errors import EngineClosed, QueueFull
 from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
@@ -71,12 +71,6 @@ async def test_a_limit_of_zero_admits_only_what_nobody_waits_before():
             await engine.generate([6, 7], greedy(2))
         executor_of(engine).release()
         await asyncio.gather(running.result(), one.result())
-
-
-@pytest.mark.parametrize("field", ["max_queued_requests", "max_queued_tokens"])
-def test_a_negative_limit_is_refused(field: str):
-    with pytest.raises(InvalidParameter, match=f"{field}: must be an integer >= 0, got -1"):
-        EngineConfig(**{field: -1})
 
 
 async def test_leaving_the_queue_frees_the_place():

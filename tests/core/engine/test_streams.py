@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
+from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle
 
 from asyncengine import Chunk, Engine, SamplingParams
 from asyncengine.engine.mailbox import Mailbox
@@ -58,15 +58,6 @@ async def test_generate_and_stream_agree(hosted: bool):
         assert whole.timings.queued is not None
         assert whole.timings.first_token is not None
         assert 0 <= whole.timings.queued <= whole.timings.first_token <= whole.timings.total
-
-
-async def test_result_after_reading_some_holds_everything():
-    async with make_engine() as engine, engine.stream([2, 3, 4], greedy(9)) as stream:
-        await anext(stream)
-        await anext(stream)
-        assert (await stream.result()).token_ids == oracle(engine, [2, 3, 4], 9)
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
 
 
 async def test_a_slow_reader_gets_merged_chunks_and_the_engine_does_not_wait():
@@ -138,29 +129,6 @@ async def test_logprobs_come_one_per_token_even_through_a_slow_reader():
             done = await stream.result()
         assert done.logprobs is not None
         assert [entry.token_id for entry in done.logprobs] == done.token_ids
-
-
-async def test_timeout_gives_the_partial_answer_as_a_reason():
-    async with make_engine() as engine:
-        done = await engine.generate([2, 3], greedy(400, ignore_eos=True), timeout=0.02)
-        assert done.finish_reason in ("timeout", "length")
-        assert done.token_ids == oracle(engine, [2, 3], 400)[: len(done.token_ids)] or done.finish_reason == "length"
-
-
-@pytest.mark.parametrize("hosted", HOSTINGS)
-async def test_the_waiting_limit_ends_what_cannot_start(hosted: bool):
-    async with make_engine(hosted=hosted, max_num_seqs=1) as engine:
-        executor = executor_of(engine)
-        executor.hold(after=1)  # the first has its place then, and is not at its end
-        async with engine.stream([2, 3], greedy(450, ignore_eos=True)) as first:
-            await anext(first)
-            await in_thread(executor.entered.wait)
-            engine.core.validator.config = engine.core.config.replace(waiting_timeout=0.05)
-            async with engine.stream([4, 5], greedy(4)) as second:
-                deadline = engine.core.loop.clock.now() + 0.06
-                await until(lambda: engine.core.loop.clock.now() > deadline)
-                executor.release()
-                assert (await second.result()).finish_reason == "timeout"
 
 
 async def test_nothing_runs_before_the_first_await():

@@ -5,71 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import (
-    AudioBlock,
-    CacheControl,
-    CachePoint,
-    ChatMessage,
-    CitableBlock,
-    DocumentBlock,
-    ImageBlock,
-    MessageRole,
-    TextBlock,
-    ThinkingBlock,
-    ToolCallBlock,
-)
+from llama_index.core.base.llms.types import AudioBlock, ChatMessage, CitableBlock, DocumentBlock, ImageBlock, TextBlock
+from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.llama_index.messages import to_openai
 
-AS_OPENAI = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
-
-def call_block(arguments: dict[str, Any] | str) -> ToolCallBlock:
-    return ToolCallBlock(tool_call_id="c1", tool_name="add", tool_kwargs=arguments)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (ChatMessage("hi"), {"role": "user", "content": "hi"}),
-        (ChatMessage("hi", role="system"), {"role": "system", "content": "hi"}),
-        (ChatMessage("hi", role=MessageRole.DEVELOPER), {"role": "system", "content": "hi"}),
-        (ChatMessage("hi", role=MessageRole.MODEL), {"role": "assistant", "content": "hi"}),
-        (ChatMessage("hi", role=MessageRole.CHATBOT), {"role": "assistant", "content": "hi"}),
-        (ChatMessage("hi", additional_kwargs={"name": "ann"}), {"role": "user", "content": "hi", "name": "ann"}),
-        (ChatMessage(None, role="assistant"), {"role": "assistant", "content": ""}),
-        (
-            ChatMessage("3", role="tool", additional_kwargs={"tool_call_id": "c1"}),
-            {"role": "tool", "content": "3", "tool_call_id": "c1"},
-        ),
-        (ChatMessage("3", role="function"), {"role": "tool", "content": "3"}),
-        (
-            ChatMessage(
-                [TextBlock(text="a"), CachePoint(cache_control=CacheControl(type="ephemeral")), TextBlock(text="b")]
-            ),
-            {"role": "user", "content": "a\nb"},
-        ),
-        (
-            ChatMessage([ThinkingBlock(content="hm"), TextBlock(text="a"), call_block({"a": 1})], role="assistant"),
-            {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": [AS_OPENAI]},
-        ),
-        (
-            ChatMessage([call_block('{"a": 1}')], role="assistant", additional_kwargs={"tool_calls": [AS_OPENAI]}),
-            {"role": "assistant", "content": "", "tool_calls": [AS_OPENAI]},
-        ),
-        (
-            ChatMessage("a", role="assistant", additional_kwargs={"tool_calls": [AS_OPENAI]}),
-            {"role": "assistant", "content": "a", "tool_calls": [AS_OPENAI]},
-        ),
-        (
-            ChatMessage([CitableBlock(title="t", source="s", content=[TextBlock(text="cited")])]),
-            {"role": "user", "content": "cited"},
-        ),
-    ],
-)
-def test_one_message(given: ChatMessage, expected: dict[str, Any]) -> None:
-    assert to_openai([given]) == [expected]
+@pytest.mark.parametrize(("given", "expected"), cases_of(__file__)["messages"])
+def test_one_message(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert to_openai([ChatMessage.model_validate(given)]) == [expected]
 
 
 @pytest.mark.parametrize(

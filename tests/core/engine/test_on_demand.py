@@ -248,7 +248,7 @@ async def test_closing_ends_loads_and_those_who_wait() -> None:
 def test_a_keep_alive_that_is_no_time_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidParameter, match="keep_alive: must be seconds"):
         parse_keep_alive("keep_alive", wrong)
-    with pytest.raises(InvalidParameter, match="^keep_alive: "):
+    with pytest.raises(InvalidParameter, match=r"^keep_alive: "):
         shared_engine("m", keep_alive=wrong)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import cases_of
 from support.fake_engine import SteppedExecutor, executor_of, gather_all, idle, in_thread, make_engine, until
 
 from asyncengine import AsyncEngine, Embeddings, Engine
@@ -214,26 +215,11 @@ async def test_a_causal_embedder_starts_from_the_cache() -> None:
 
 
 BAD: list[tuple[str, Any, dict[str, Any], str, type[Exception]]] = [
-    ("None", None, {}, "texts: must be a str or a list", InvalidParameter),
-    ("None in the list", [[2], None], {}, r"texts\[1\]: must be a str or a sequence of token ids", InvalidParameter),
-    ("a number in the list", [[2], 7], {}, r"texts\[1\]: must be a str", InvalidParameter),
+    *((*row, InvalidParameter) for row in cases_of(__file__)["bad"]),
     ("bytes", [b"ab"], {}, r"texts\[0\]: must be a str", InvalidParameter),
-    ("a mapping", {"a": 1}, {}, "texts: must be", InvalidParameter),
-    ("text without a tokenizer", ["a"], {}, "has no tokenizer", InvalidParameter),
-    ("fractions", [[2.5]], {}, r"texts\[0\]", InvalidParameter),
-    ("an empty text", [[2], []], {}, r"texts\[1\]: is empty", InvalidParameter),
-    ("id out of range", [[2], [3, 97]], {}, r"texts\[1\]: .*between 0 and 96.*got 97", InvalidParameter),
-    ("negative id", [[-1]], {}, r"texts\[0\]: .*between 0 and 96", InvalidParameter),
     ("too long", [[2] * 2000], {"truncate": False}, r"texts\[0\]: .*1000 tokens", InvalidParameter),
     ("dimensions too many", [[2]], {"dimensions": WIDTH + 1}, "dimensions: .*3", InvalidParameter),
-    ("no dimensions", [[2]], {"dimensions": 0}, "dimensions", InvalidParameter),
-    ("unknown prompt", [[2]], {"prompt_name": "query"}, "prompt_name: is none of the prompts", InvalidParameter),
-    ("prompt before ids", [[2]], {"prompt": "a"}, r"texts\[0\]: is token ids", InvalidParameter),
-    ("prompt of no text", [[2]], {"prompt": 3}, "prompt: must be a str", InvalidParameter),
-    ("normalize", [[2]], {"normalize": 1}, "normalize: must be True or False", InvalidParameter),
-    ("truncate", [[2]], {"truncate": None}, "truncate: must be True or False", InvalidParameter),
     ("timeout", [[2]], {"timeout": float("nan")}, "timeout", InvalidParameter),
-    ("unknown option", [[2]], {"dimension": 3}, "dimension.*did you mean 'dimensions'|dimension", InvalidParameter),
     ("no adapters", [[2]], {"adapter": "a"}, "adapter", AdapterNotFound),
 ]
 

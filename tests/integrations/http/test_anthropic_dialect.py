@@ -16,8 +16,9 @@ from pydantic import TypeAdapter
 from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http import events
 from asyncengine.integrations.http.dialects.anthropic_messages import Writer, read
-from asyncengine.integrations.http.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
+from asyncengine.integrations.http.events import Event
 from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.generating import grant
 from asyncengine.integrations.http.turn import Answered, Turn
@@ -27,11 +28,6 @@ ROWS: dict[str, Any] = cases_of(__file__)
 
 ANSWERED = Answered("abc", "demo", 0)
 USAGE = Usage(30, 9, cached_tokens=16, reasoning_tokens=4)
-EVENTS: list[Event] = [
-    Thinking(0, "Let me "), Thinking(0, "see."), Text(0, "I look"), Text(0, "."), CallBegin(0, 0, "call_1", "add"),
-    CallArguments(0, 0, '{"a": '), CallArguments(0, 0, "1}"), CallEnd(0, 0), CallBegin(0, 1, "call_2", "now"),
-    CallArguments(0, 1, "{}"), CallEnd(0, 1), End(0, "tool_calls"),
-]  # fmt: skip
 
 
 def turn(*messages: Any, **fields: Any) -> Turn:
@@ -46,8 +42,8 @@ def stream_event() -> TypeAdapter[Any]:
     return TypeAdapter(RawMessageStreamEvent)
 
 
-def frames(writer: Writer, events: list[Event]) -> list[dict[str, Any]]:
-    text = writer.begin(USAGE, 1) + "".join(writer.write(event) for event in events) + writer.end(USAGE)
+def frames(writer: Writer, given: list[Event]) -> list[dict[str, Any]]:
+    text = writer.begin(USAGE, 1) + "".join(writer.write(event) for event in given) + writer.end(USAGE)
     found = []
     for frame in text.removesuffix("\n\n").split("\n\n"):
         kind, _, data = frame.partition("\ndata: ")
@@ -65,37 +61,16 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
-def test_blocks_come_one_after_another_each_begun_and_ended() -> None:
-    told = frames(Writer(turn(user(text("hi"))), ANSWERED), EVENTS)
-    assert told[0]["message"]["usage"] == {
-        "input_tokens": 14, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 16, "output_tokens": 0,
-        "output_tokens_details": {"thinking_tokens": 0},
-    }  # fmt: skip
-    middle = [(e["type"].removeprefix("content_block_"), e["index"]) for e in told if "index" in e]
-    assert [index for kind, index in middle if kind == "start"] == [0, 1, 2, 3]
-    for index, group in itertools.groupby(middle, key=lambda each: each[1]):
-        kinds = [kind for kind, _ in group]
-        assert (kinds[0], kinds[-1], set(kinds[1:-1])) == ("start", "stop", {"delta"}), index
-    deltas = [(e["index"], e["delta"]) for e in told if e["type"] == "content_block_delta"]
-    assert [d["type"] for i, d in deltas if i == 0] == ["thinking_delta", "thinking_delta", "signature_delta"]
-    assert "".join(d["partial_json"] for i, d in deltas if i == 2) == '{"a": 1}'
-    assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+STREAMS: dict[str, Any] = json.loads((Path(__file__).parent / "anthropic_streams.json").read_text(encoding="utf-8"))
+"""Events and the frames that they become: blocks come one after another, each begun and ended once, text behind a call
+in one of its own; a stop string of the model's own is no stop sequence."""
 
 
-def test_text_after_a_call_is_a_block_of_its_own_and_nothing_ends_twice() -> None:
-    events = [CallBegin(0, 0, "c", "f"), Text(0, "then"), CallEnd(0, 0), Text(0, " on"), End(0, "length")]
-    told = frames(Writer(turn(user(text("hi"))), ANSWERED), events)
-    assert [(e["type"], e["index"]) for e in told if e["type"].endswith(("start", "stop")) and "index" in e] == [
-        ("content_block_start", 0), ("content_block_stop", 0), ("content_block_start", 1), ("content_block_stop", 1),
-        ("content_block_start", 2), ("content_block_stop", 2),
-    ]  # fmt: skip
-
-
-def test_a_stop_string_of_the_models_own_is_no_stop_sequence() -> None:
-    asked = turn(user(text("hi")), stop_sequences=["END"])
-    for stop, reason in (("END", "stop_sequence"), ("<own>", "end_turn"), (None, "end_turn")):
-        ended = frames(Writer(asked, ANSWERED), [Text(0, "x"), End(0, "stop", stop)])[-2]["delta"]
-        assert ended == {"stop_reason": reason, "stop_sequence": "END" if stop == "END" else None}
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_letter_for_letter(name: str) -> None:
+    row = STREAMS[name]
+    given: list[Event] = [getattr(events, kind)(*values) for kind, *values in row["events"]]
+    assert frames(Writer(turn(user(text("hi")), **row["asked"]), ANSWERED), given) == row["frames"]
 
 
 def test_a_whole_answer_goes_back_as_it_came() -> None:

@@ -132,67 +132,22 @@ COMPLETION = Completion(
 )  # fmt: skip
 
 
-def transcript(extra: dict[str, Any]) -> list[Any]:
-    """The frames of CHUNKS, without their common head."""
-    turn = Turn(extra=extra)
-    writer, events = openai_chat.Writer(turn, ANSWERED), EventReader(bool(extra.get("token_ids")))
+STREAMS: dict[str, Any] = json.loads((Path(__file__).parent / "chat_streams.json").read_text(encoding="utf-8"))
+"""What is wished for beside the answer, and the frames of `CHUNKS`."""
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_letter_for_letter(name: str) -> None:
+    extra = STREAMS[name]["extra"]
+    writer, events = openai_chat.Writer(Turn(extra=extra), ANSWERED), EventReader(bool(extra.get("token_ids")))
     text = writer.begin(Usage(2, 0, 1), 1)
     text += "".join(writer.write(event) for chunk in CHUNKS for event in events.read(chunk))
-    text += writer.end(COMPLETION.usage)
-    *frames, done = text.removesuffix("\n\n").split("\n\n")
+    *frames, done = (text + writer.end(COMPLETION.usage)).removesuffix("\n\n").split("\n\n")
     assert done == "data: [DONE]"
-    read = [json.loads(frame.removeprefix("data: ")) for frame in frames]
-    head = {"id": "chatcmpl-1f", "object": "chat.completion.chunk", "created": 7, "model": "demo"}
-    assert all(head.items() <= each.items() for each in read)
-    for each in read:
-        assert each.pop("system_fingerprint") is None
-        for choice in each["choices"]:
-            assert choice.pop("index") == 0
-            assert choice["delta"].get("role", "assistant") == "assistant"  # never null
-        for name in head:
-            del each[name]
-    return read
-
-
-def choice(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-    return {"choices": [{"delta": delta, "logprobs": logprobs, "finish_reason": reason}]}
-
-
-ENTRY = {"token": "He", "logprob": -0.5, "bytes": [72, 101]}
-LOGPROBS = {"content": [{**ENTRY, "top_logprobs": [ENTRY]}], "refusal": None}
-
-
-def test_a_stream_letter_for_letter() -> None:
-    assert transcript({}) == [
-        choice({"role": "assistant", "content": ""}),
-        choice({"reasoning_content": "Hm.", "reasoning": "Hm."}),
-        choice({"content": "He"}, logprobs=LOGPROBS),
-        choice({"tool_calls": [
-            {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": ""}}]}),
-        choice({"tool_calls": [{"index": 0, "function": {"arguments": '{"a":1}'}}]}),
-        choice({}, "tool_calls"),
-    ]  # fmt: skip
-
-
-def test_thoughts_are_left_out_where_they_are_not_wanted() -> None:
-    assert transcript({"reasoning": False})[:3] == [
-        choice({"role": "assistant", "content": ""}),
-        choice({}),
-        choice({"content": "He"}, logprobs=LOGPROBS),
-    ]
-
-
-def test_usage_comes_last() -> None:
-    *frames, last = transcript({"usage": True})
-    assert [frame["usage"] for frame in frames] == [None] * 6
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 4
+    assert [json.loads(frame.removeprefix("data: ")) for frame in frames] == STREAMS[name]["frames"]
 
 
 def test_ids_of_prompt_and_answer_are_told() -> None:
-    frames = transcript({"return_ids": True, "token_ids": True})
-    assert [frame.get("prompt_token_ids") for frame in frames] == [[5, 6], *[None] * (len(frames) - 1)]
-    assert [token for frame in frames for token in frame["choices"][0]["token_ids"]] == [1, 2, 3, 4]
     whole = openai_chat.Writer(Turn(extra={"return_ids": True}), ANSWERED).whole(COMPLETION)
     assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([5, 6], [1, 2, 3, 4])
 

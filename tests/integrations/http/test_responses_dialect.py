@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.http import events
 from asyncengine.integrations.http.dialects import openai_responses as dialect
 from asyncengine.integrations.http.dialects.responses_items import read_input, seal
 from asyncengine.integrations.http.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
@@ -91,29 +92,14 @@ def test_options_become_those_of_a_chat(given: Any, chat: Any) -> None:
 
 # -------------------------------------------------------------------- events
 
-ANSWER: list[Event] = [
-    Thinking(0, "Let"), Thinking(0, " me"), Text(0, "I "), Text(0, "look."), CallBegin(0, 0, "c1", "look"),
-    CallArguments(0, 0, '{"a":'), CallArguments(0, 0, " 1}"), CallEnd(0, 0), CallBegin(0, 1, "c2", "see"),
-    CallArguments(0, 1, "{}"), CallEnd(0, 1), Text(0, "Done."), End(0, "tool_calls"),
-]  # fmt: skip
 
-
-def test_every_item_opens_is_told_and_closes() -> None:
-    told = written(*ANSWER)
-    output = told[-1]["response"]["output"]
-    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call", "message"]
-    assert output[0]["content"] == [{"type": "reasoning_text", "text": "Let me"}]
-    assert [item["content"][0]["text"] for item in output if item["type"] == "message"] == ["I look.", "Done."]
-    assert [item["arguments"] for item in output if item["type"] == "function_call"] == ['{"a": 1}', "{}"]
-    assert {item["status"] for item in output} == {"completed"}
-    for index, item in enumerate(output):
-        mine = [event for event in told if event.get("output_index") == index]
-        assert (mine[0]["type"], mine[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
-        assert mine[-1]["item"] == item
-        deltas = "".join(event["delta"] for event in mine if "delta" in event)
-        assert deltas == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
-        assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
-    assert len({item["id"] for item in output}) == len(output)
+def test_a_stream_letter_for_letter() -> None:
+    """Every item opens, is told in pieces, and closes."""
+    file = Path(__file__).parent / "responses_streams.json"
+    (row,) = json.loads(file.read_text(encoding="utf-8")).values()
+    told = written(*(getattr(events, kind)(*values) for kind, *values in row["events"]))
+    assert isinstance(told[-1]["response"].pop("completed_at"), int)
+    assert told == row["frames"]
 
 
 @pytest.mark.parametrize(("reason", "kind", "status"), ROWS["ends"])

@@ -8,12 +8,14 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
 
+from asyncengine import AsyncEngine
+from asyncengine.integrations.http import app
 from asyncengine.integrations.http.requests import JsonLines
 from asyncengine.integrations.http.server import Server, address_of, bind
 from asyncengine.integrations.http.settings import ServerSettings
@@ -45,11 +47,11 @@ def request_log() -> Iterator[Callable[[int], list[dict[str, Any]]]]:
 
 
 @asynccontextmanager
-async def serving(app: Starlette) -> AsyncIterator[str]:
-    """Serve `app` on the running loop; its base URL, without a path."""
+async def serving(served: Starlette) -> AsyncIterator[str]:
+    """Serve an app on the running loop; its base URL, without a path."""
     settings = ServerSettings(host="127.0.0.1", port=0, log_level="error")
     with bind(settings) as listener:
-        server = Server(app, settings, lambda: None)
+        server = Server(served, settings, lambda: None)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
@@ -67,7 +69,7 @@ def serving_thread(make_app: Any) -> Iterator[str]:
     started, stop, found = threading.Event(), threading.Event(), list[str]()
 
     async def run() -> None:
-        async with make_app() as app, serving(app) as url:
+        async with make_app() as made, serving(made) as url:
             found.append(url)
             started.set()
             await asyncio.to_thread(stop.wait)
@@ -87,3 +89,23 @@ def serving_thread(make_app: Any) -> Iterator[str]:
     finally:
         stop.set()
         thread.join()
+
+
+@contextmanager
+def serving_models(
+    models: Mapping[str, Any], settings: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[str, dict[str, AsyncEngine]]]:
+    """Serve models by their names, each loaded with `settings`, as `serving_thread` does; `options` of the app. The
+    address, and the engines by name."""
+    engines: dict[str, AsyncEngine] = {}
+
+    @asynccontextmanager
+    async def make_app() -> AsyncIterator[Starlette]:
+        async with AsyncExitStack() as stack:
+            for name, model in models.items():
+                engine = await AsyncEngine.from_pretrained(model, show_progress=False, **(settings or {}))
+                engines[name] = await stack.enter_async_context(engine)
+            yield app(engines, **options)
+
+    with serving_thread(make_app) as url:
+        yield url, engines

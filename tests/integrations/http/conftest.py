@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import pytest
-from starlette.applications import Starlette
-from support.http_server import serving_thread
-
-from asyncengine import AsyncEngine
-from asyncengine.integrations.http import app
-
-
-@asynccontextmanager
-async def demo_app() -> AsyncIterator[Starlette]:
-    async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
-        yield app(engine, aliases={"*": "demo"})
+from support.http_server import serving_models
 
 
 @pytest.fixture(scope="module")
 def demo_url() -> Iterator[str]:
     """Base URL of an app that answers with the demo model, whatever name it is asked for."""
-    with serving_thread(demo_app) as url:
+    with serving_models({"demo": "demo"}, aliases={"*": "demo"}) as (url, _):
         yield url

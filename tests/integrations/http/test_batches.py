@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
-from support.http_server import serving_thread
+from support.http_server import serving_models
 
-from asyncengine import AsyncEngine
-from asyncengine.integrations.http import app
 from asyncengine.integrations.http.rows import journal
 
 CHATS = "/v1/chat/completions"
@@ -40,13 +37,9 @@ def rows(count: int, tokens: int = 3) -> bytes:
 
 @contextmanager
 def served(folder: Path | None, **settings: Any) -> Iterator[str]:
-    @asynccontextmanager
-    async def made() -> AsyncIterator[Starlette]:
-        settled = {"show_progress": False, "num_threads": 1, "policy": "priority"}
-        async with await AsyncEngine.from_pretrained("demo", **settled) as engine:
-            yield app(engine, batch_dir=None if folder is None else str(folder), **settings)
-
-    with serving_thread(made) as url:
+    batch_dir = None if folder is None else str(folder)
+    settled = {"num_threads": 1, "policy": "priority"}
+    with serving_models({"demo": "demo"}, settled, batch_dir=batch_dir, **settings) as (url, _):
         yield f"{url}/v1"
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.data import cases_of
-from support.http_server import request_log, serving_thread
+from support.http_server import request_log, serving_models
 
-from asyncengine import AsyncEngine
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http import app, keys
 from asyncengine.integrations.http.keys import Key, KeySettings, keys_of
@@ -31,12 +28,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    @asynccontextmanager
-    async def one() -> AsyncIterator[Starlette]:
-        async with await AsyncEngine.from_pretrained("demo", show_progress=False, kv_cache_memory="16MiB") as engine:
-            yield app(engine, api_keys=["plain"], keys=KEYS)
-
-    with serving_thread(one) as found:
+    with serving_models({"demo": "demo"}, {"kv_cache_memory": "16MiB"}, api_keys=["plain"], keys=KEYS) as (found, _):
         yield found
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from support.http_server import serving_thread
+from support.http_server import serving_models
 
 import asyncengine
-from asyncengine import AsyncEngine, Engine, SamplingParams
-from asyncengine.integrations.http import app
+from asyncengine import Engine, SamplingParams
 
 QUESTION = [{"role": "user", "content": "hello"}]
 
@@ -76,13 +73,7 @@ def test_an_answer_may_begin_with_the_message_that_it_goes_on_from(client: opena
 
 
 def test_all_of_the_vocabulary_is_scored() -> None:
-    @asynccontextmanager
-    async def wide() -> AsyncIterator[Any]:
-        settings: dict[str, Any] = {"show_progress": False, "max_top_logprobs": 2048, "num_threads": 1}
-        async with await AsyncEngine.from_pretrained("demo", **settings) as engine:
-            yield app(engine)
-
-    with serving_thread(wide) as url:
+    with serving_models({"demo": "demo"}, {"max_top_logprobs": 2048, "num_threads": 1}) as (url, _):
         ask = partial(openai.OpenAI(base_url=f"{url}/v1", api_key="none").chat.completions.create, model="demo")
         more = {"top_logprobs": -1, "prompt_logprobs": -1}
         answer = ask(messages=QUESTION, max_tokens=1, logprobs=True, extra_body=more)

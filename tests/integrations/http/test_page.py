@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 from support.fake_engine import make_engine
 from support.held_steps import HeldSteps
-from support.http_server import serving_thread
+from support.http_server import serving_models
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.http import app
@@ -33,13 +32,8 @@ ENGINES: list[AsyncEngine] = []
 def url() -> Iterator[str]:
     """Address of an app that asks for a key, with a slash at its end."""
 
-    @asynccontextmanager
-    async def demo() -> AsyncIterator[Starlette]:
-        async with await AsyncEngine.from_pretrained("demo", show_progress=False, kv_cache_memory="8MiB") as engine:
-            ENGINES[:] = [engine]
-            yield app(engine, api_keys=[KEY])
-
-    with serving_thread(demo) as found:
+    with serving_models({"demo": "demo"}, {"kv_cache_memory": "8MiB"}, api_keys=[KEY]) as (found, engines):
+        ENGINES[:] = engines.values()
         yield f"{found}/"
 
 
@@ -404,13 +398,7 @@ def test_pictures_go_where_a_model_reads_them(browser: Any, tmp_path: Path) -> N
     image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "red.png")
     (tmp_path / "none.png").write_bytes(b"no picture")
 
-    @asynccontextmanager
-    async def seeing() -> AsyncIterator[Starlette]:
-        settings: dict[str, Any] = {"show_progress": False, "kv_cache_memory": "8MiB"}
-        async with await AsyncEngine.from_pretrained("demo-vision", **settings) as engine:
-            yield app({"eyes": engine})
-
-    with serving_thread(seeing) as url:
+    with serving_models({"eyes": "demo-vision"}, {"kv_cache_memory": "8MiB"}) as (url, _):
         context = browser.new_context()
         page = context.new_page()
         page.goto(f"{url}/")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
-from starlette.applications import Starlette
-from support.http_server import serving_thread
+from support.http_server import serving_models
 from support.picture_models import chat, picture, png, save_picture_model
 
-from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.integrations.http import app
+from asyncengine import Engine, SamplingParams
 
 SEEN = [picture(1), Image.new("RGB", (32, 32), "red")]
 LINK = "https://example.com/cat.png"
@@ -33,17 +30,11 @@ def url(tmp_path_factory: pytest.TempPathFactory, answers: list[str]) -> Iterato
     folder: Path = tmp_path_factory.mktemp("qwen3_vl")
     save_picture_model("qwen3_vl", folder)
 
-    @asynccontextmanager
-    async def made() -> AsyncIterator[Starlette]:
-        async with await AsyncEngine.from_pretrained(
-            folder, dtype="float32", kv_cache_memory="16MiB", show_progress=False, num_threads=1
-        ) as engine:
-            for image in SEEN:
-                params = SamplingParams(max_tokens=8, temperature=0.0)
-                answers.append((await engine.chat(chat(image, "what?"), params)).text)
-            yield app(engine, aliases={"*": engine.info.name})
-
-    with serving_thread(made) as address:
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "16MiB", "num_threads": 1}
+    with Engine.from_pretrained(folder, show_progress=False, **settings) as engine:
+        params = SamplingParams(max_tokens=8, temperature=0.0)
+        answers += [engine.chat(chat(image, "what?"), params).text for image in SEEN]
+    with serving_models({"eyes": folder}, settings, aliases={"*": "eyes"}) as (address, _):
         yield address
 
 

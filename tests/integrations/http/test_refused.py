@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from support.http_server import serving_thread
+from support.http_server import serving_models
 
-from asyncengine import AsyncEngine
-from asyncengine.integrations.http import app, body
+from asyncengine.integrations.http import body
 from asyncengine.integrations.http.problems import Problem
 
 PATHS: dict[str, Any] = json.loads((Path(__file__).parent / "refused.json").read_text(encoding="utf-8"))
@@ -35,17 +32,9 @@ def grown(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    @asynccontextmanager
-    async def three() -> AsyncIterator[Starlette]:
-        settings: dict[str, Any] = {"show_progress": False, "num_threads": 1, "kv_cache_memory": "16MiB"}
-        async with (
-            await AsyncEngine.from_pretrained("demo", **settings) as demo,
-            await AsyncEngine.from_pretrained("demo-embed", **settings) as embedder,
-            await AsyncEngine.from_pretrained("demo-rerank", **settings) as reranker,
-        ):
-            yield app({"demo": demo, "embedder": embedder, "reranker": reranker})
-
-    with serving_thread(three) as url, httpx.Client(base_url=url, timeout=60) as client:
+    models = {"demo": "demo", "embedder": "demo-embed", "reranker": "demo-rerank"}
+    settings = {"num_threads": 1, "kv_cache_memory": "16MiB"}
+    with serving_models(models, settings) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 

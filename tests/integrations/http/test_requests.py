@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
 from support.fake_engine import executor_of, make_engine, until
-from support.http_server import request_log, serving_thread
+from support.http_server import request_log, serving_models
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.http import app
@@ -26,16 +24,8 @@ CHAT = {"model": "gpt", "messages": [{"role": "user", "content": SECRET}], "max_
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    @asynccontextmanager
-    async def two() -> AsyncIterator[Starlette]:
-        settings: dict[str, Any] = {"show_progress": False, "max_num_seqs": 1, "max_queued_requests": 2}
-        async with (
-            await AsyncEngine.from_pretrained("demo", **settings) as demo,
-            await AsyncEngine.from_pretrained("demo-embed", show_progress=False) as embedder,
-        ):
-            yield app({"demo": demo, "embedder": embedder}, aliases={"gpt": "demo"})
-
-    with serving_thread(two) as found:
+    settings = {"max_num_seqs": 1, "max_queued_requests": 2}
+    with serving_models({"demo": "demo", "embedder": "demo-embed"}, settings, aliases={"gpt": "demo"}) as (found, _):
         yield found
 
 

@@ -7,8 +7,7 @@ Every turn must find what was said before it in the cache, whatever changes arou
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -16,8 +15,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from starlette.applications import Starlette
-from support.http_server import serving_thread
+from support.http_server import serving_models
 
 from asyncengine import AsyncEngine
 from asyncengine.integrations.http import app
@@ -25,24 +23,18 @@ from asyncengine.integrations.http.dialects import anthropic_messages
 from asyncengine.integrations.http.fields import Fields
 
 USER = [{"role": "user", "content": "Hello!"}]
-engines: list[AsyncEngine] = []
-
-
-@asynccontextmanager
-async def demo_app() -> AsyncIterator[Starlette]:
-    async with await AsyncEngine.from_pretrained("demo", show_progress=False) as engine:
-        engines.append(engine)
-        yield app(engine)
+ENGINES: list[AsyncEngine] = []
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving_thread(demo_app) as url:
+    with serving_models({"demo": "demo"}) as (url, engines):
+        ENGINES[:] = engines.values()
         yield url
 
 
 def known() -> list[str]:
-    return list(engines[-1].core.loop.scheduler.roster.sessions._branches)
+    return list(ENGINES[0].core.loop.scheduler.roster.sessions._branches)
 
 
 def test_official_clients_name_sessions(url: str) -> None:

@@ -6,7 +6,7 @@ traffic. The other methods of structured output are in test_langchain_structured
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -21,17 +21,9 @@ from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
 
 class TestUnit(ChatModelUnitTests):
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatAsyncEngine
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "a-model"}
-
-    @property
-    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-        return {"ASYNCENGINE_MODEL": "from-the-environment"}, {}, {"model": "from-the-environment"}
+    chat_model_class = ChatAsyncEngine
+    chat_model_params: ClassVar[dict[str, Any]] = {"model": "a-model"}
+    init_from_env_params = {"ASYNCENGINE_MODEL": "from-the-environment"}, {}, {"model": "from-the-environment"}
 
     @pytest.fixture
     def snapshot(self) -> Any:
@@ -61,52 +53,25 @@ class TestIntegration(ChatModelIntegrationTests):
     def vcr(self) -> None:
         """Recorded network traffic, of which there is none: the test that asks for it skips itself."""
 
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatAsyncEngine
+    chat_model_class = ChatAsyncEngine
+    chat_model_params: ClassVar[dict[str, Any]] = {
+        "model": "demo", "temperature": 0, "seed": 7, "max_tokens": 40, "model_kwargs": {"on_budget": "offer"},
+    }  # fmt: skip
+    """The bundled model knows no jokes, and writes on for ever: what the engine closes is taken for its own."""
 
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        """The bundled model knows no jokes, and writes on for ever: what the engine closes is taken for its own."""
-        offered = {"on_budget": "offer"}
-        return {"model": "demo", "temperature": 0, "seed": 7, "max_tokens": 40, "model_kwargs": offered}
+    has_tool_calling = True
+    has_tool_choice = True
+    has_structured_output = True
+    supports_json_mode = True
+    supports_anthropic_inputs = True
+    returns_usage_metadata = True
+    supports_model_override = True
+    model_override_value = "pirate"
+    """A LoRA adapter's name."""
 
-    @property
-    def has_tool_calling(self) -> bool:
-        return True
-
-    @property
-    def has_tool_choice(self) -> bool:
-        return True
-
-    @property
-    def has_structured_output(self) -> bool:
-        return True
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def supports_anthropic_inputs(self) -> bool:
-        return True
-
-    @property
-    def returns_usage_metadata(self) -> bool:
-        return True
-
-    @property
-    def supports_model_override(self) -> bool:
-        return True
-
-    @property
-    def model_override_value(self) -> str:
-        """A LoRA adapter's name."""
-        return "pirate"
-
-    @property
-    def supported_usage_metadata_details(self) -> dict[Any, Any]:
-        return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+    supported_usage_metadata_details: ClassVar[dict[str, list[str]]] = {
+        "invoke": ["cache_read_input"], "stream": ["cache_read_input"],
+    }  # fmt: skip
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> Any:
         model = self.chat_model_class(**self.chat_model_params)

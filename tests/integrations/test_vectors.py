@@ -4,13 +4,12 @@ parts as programs use them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import transformers
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -58,28 +57,15 @@ def index(embedder: EngineHandle) -> AsyncEngineEmbedding:
 
 
 class TestUnit(EmbeddingsUnitTests):
-    @property
-    def embeddings_class(self) -> type[Embeddings]:
-        return AsyncEngineEmbeddings
-
-    @property
-    def embedding_model_params(self) -> dict[str, Any]:
-        return {"model": "a-model"}
-
-    @property
-    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
-        return {"ASYNCENGINE_EMBEDDING_MODEL": "from-the-environment"}, {}, {"model": "from-the-environment"}
+    embeddings_class = AsyncEngineEmbeddings
+    embedding_model_params: ClassVar[dict[str, Any]] = {"model": "a-model"}
+    init_from_env_params = {"ASYNCENGINE_EMBEDDING_MODEL": "an-embedder"}, {}, {"model": "an-embedder"}
 
 
 @pytest.mark.usefixtures("embedder")
 class TestIntegration(EmbeddingsIntegrationTests):
-    @property
-    def embeddings_class(self) -> type[Embeddings]:
-        return AsyncEngineEmbeddings
-
-    @property
-    def embedding_model_params(self) -> dict[str, Any]:
-        return {"model": "demo-embed", "engine_config": EMBEDDER}
+    embeddings_class = AsyncEngineEmbeddings
+    embedding_model_params: ClassVar[dict[str, Any]] = {"model": "demo-embed", "engine_config": EMBEDDER}
 
 
 async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: AsyncEngineEmbedding) -> None:

@@ -133,7 +133,7 @@ COMPLETION = Completion(
 
 
 STREAMS: dict[str, Any] = json.loads((Path(__file__).parent / "chat_streams.json").read_text(encoding="utf-8"))
-"""What is wished for beside the answer, and the frames of `CHUNKS`."""
+"""Frames of `CHUNKS`, by what a request wishes beside its answer."""
 
 
 @pytest.mark.parametrize("name", STREAMS)

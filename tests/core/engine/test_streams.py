@@ -86,16 +86,6 @@ async def test_samples_of_one_request_come_in_one_stream_each_ending_once():
         assert whole.token_ids == whole.samples[0].token_ids
 
 
-async def test_a_shared_prefix_over_simultaneous_requests_is_computed_once_and_shows_in_usage():
-    prefix = [2 + i % 90 for i in range(1024)]
-    async with make_engine(pages=2000, page_size=16, max_num_batched_tokens=512) as engine:
-        done = await asyncio.gather(*(engine.generate([*prefix, 3 + i, 5], greedy(3)) for i in range(32)))
-        assert sorted(c.usage.cached_tokens for c in done) == [0] + [1024] * 31
-        stats = engine.stats()
-        assert stats.computed_tokens == 1024 + 32 * 2 + sum(len(c.token_ids) - 1 for c in done)
-        assert stats.hit_rate > 0.96
-
-
 async def test_a_fault_of_one_row_ends_one_request():
     async with make_engine() as engine:
         executor = executor_of(engine)

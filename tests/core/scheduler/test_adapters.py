@@ -19,16 +19,6 @@ def test_an_adapter_without_a_slot_is_skipped_and_does_not_block():
     assert order.index(skipped) > order.index(behind)
 
 
-def test_rows_carry_their_adapter_slot():
-    steps = Steps(adapters=AdapterSlots(2))
-    steps.add([2, 3], 2, adapter="A")
-    steps.add([4, 5], 2, adapter="B")
-    steps.add([6, 7], 2)
-    batch = steps.step()
-    assert batch is not None
-    assert [row.adapter_slot for row in batch.rows] == [1, 2, 0]
-
-
 def test_an_adapter_is_released_only_when_no_step_in_flight_names_it():
     slots = AdapterSlots(1)
     steps = Steps(adapters=slots, max_steps_in_flight=2)

@@ -34,18 +34,6 @@ def test_decodes_come_first_and_prompts_share_the_rest_of_the_same_step():
     steps.assert_right()
 
 
-def test_every_running_request_decodes_in_every_step_whatever_prompts_arrive():
-    steps = Steps(max_num_batched_tokens=4, max_num_seqs=8, pages=200)
-    decoding = [steps.add([i, i + 1], 30) for i in range(2, 5)]
-    while any(not steps.request(t).num_output for t in decoding):
-        steps.step()
-    for i in range(20):
-        steps.add(range(i, i + 30), 1)
-        batch = rows(steps.step())
-        assert all(batch.get(ticket) == 1 for ticket in decoding)
-        assert sum(batch.values()) <= 4
-
-
 @pytest.mark.parametrize(
     ("settings", "rows", "tokens"), ROWS["no_step_exceeds_the_budget_nor_runs_more_than_could_decode"]
 )

@@ -22,15 +22,6 @@ def test_a_request_that_waits_too_long_times_out():
     steps.assert_empty()
 
 
-def test_a_request_that_has_started_no_longer_waits():
-    steps = Steps()
-    ticket = steps.add([2, 3], 5, waiting_deadline=3.0)
-    steps.step()
-    steps.now = 100.0
-    steps.run()
-    steps.assert_right([ticket])
-
-
 def test_a_preempted_request_does_not_count_as_waiting():
     steps = Steps()
     ticket = steps.add([2, 3], 5, waiting_deadline=3.0)

@@ -1,6 +1,7 @@
 """A request changes state only along its table, and the scheduler's own books are proven too."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from support.fake_engine import Steps
@@ -31,38 +32,24 @@ def test_messages_about_unknown_and_ended_tickets_change_nothing():
     assert steps.ended == {ticket: "length"}
 
 
-def test_the_check_finds_a_lost_request():
-    steps = Steps()
-    ticket = steps.add([2, 3])
-    steps.scheduler.waiting.remove(steps.request(ticket))
-    with pytest.raises(InvariantViolation, match="exactly one place"):
-        steps.scheduler.check()
-
-
-def test_the_check_finds_a_lost_slot():
-    steps = Steps()
-    ticket = steps.add([2, 3])
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda steps: steps.scheduler.waiting.remove(steps.request(3)), "exactly one place"),
+        (lambda steps: setattr(steps.request(1), "slot", -1), "slots out of balance"),
+        (lambda steps: setattr(steps.request(1), "slot", steps.request(2).slot), "slots out of balance"),
+        (lambda steps: setattr(steps.request(1), "num_computed", 7), "progress counters"),
+    ],
+    ids=["a lost request", "a lost slot", "a slot used twice", "progress out of order"],
+)
+def test_the_check_finds(spoil: Callable[[Steps], object], said: str):
+    steps = Steps(max_num_seqs=2)
+    for first in (2, 4, 6):
+        steps.add([first, first + 1])
     steps.step()
-    steps.request(ticket).slot = -1
-    with pytest.raises(InvariantViolation, match="slots out of balance"):
-        steps.scheduler.check()
-
-
-def test_the_check_finds_a_slot_used_twice():
-    steps = Steps()
-    tickets = [steps.add([2, 3]), steps.add([4, 5])]
-    steps.step()
-    steps.request(tickets[0]).slot = steps.request(tickets[1]).slot
-    with pytest.raises(InvariantViolation, match="slots out of balance"):
-        steps.scheduler.check()
-
-
-def test_the_check_finds_progress_out_of_order():
-    steps = Steps()
-    ticket = steps.add([2, 3])
-    steps.step()
-    steps.request(ticket).num_computed += 5
-    with pytest.raises(InvariantViolation, match="progress counters"):
+    steps.scheduler.check()
+    spoil(steps)
+    with pytest.raises(InvariantViolation, match=said):
         steps.scheduler.check()
 
 

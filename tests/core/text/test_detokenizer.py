@@ -126,18 +126,6 @@ def test_ids_beyond_the_tokenizer_have_no_text(kind: tuple[str, Any, TokenTable]
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_interleaved_outputs_share_one_table(kind: tuple[str, Any, TokenTable]) -> None:
-    _, tokenizer, table = kind
-    outputs = [encode(tokenizer, line) for line in LINES[:6]]
-    detokenizers = [table.stream() for _ in outputs]
-    texts = [""] * len(outputs)
-    for position in range(max(map(len, outputs))):
-        for number, ids in enumerate(outputs):
-            texts[number] += detokenizers[number].push(ids[position : position + 1])
-    texts = [text + detokenizers[number].finish() for number, text in enumerate(texts)]
-    assert texts == [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
-
-
 @pytest.mark.parametrize("name", ["gpt2", "qwen"])
 def test_byte_level_holds_back_exactly_the_incomplete_character(name: str) -> None:
     _, table = build(name)

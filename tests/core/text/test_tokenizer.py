@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core.text.tokenizer_zoo import LINES, byte_fallback, byte_level, fast
+from core.text.tokenizer_zoo import LINES, byte_level, fast
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, UnsupportedModel
@@ -63,22 +63,6 @@ def test_a_template_that_lies_beside_the_tokenizer(folder: Path, tmp_path: Path)
     assert load(tmp_path).render_chat(chat) == "hi!"
     (tmp_path / "chat_template.jinja").write_text("own")
     assert load(tmp_path).render_chat(chat) == "own"
-
-
-def test_special_tokens_are_added_only_when_asked() -> None:
-    hf = fast(byte_fallback(strip=True), bos_token="<s>", eos_token="</s>", add_bos_token=True)
-    tokenizer = TextTokenizer(hf)
-    assert tokenizer.encode("fox") == hf.encode("fox")
-    assert tokenizer.encode("fox", add_special_tokens=False) == hf.encode("fox", add_special_tokens=False)
-    assert tokenizer.encode("fox") == [tokenizer.bos_token_id, *tokenizer.encode("fox", add_special_tokens=False)]
-
-
-def test_a_detokenizer_of_the_loaded_tokenizer(folder: Path) -> None:
-    tokenizer = load(folder)
-    ids = tokenizer.encode(LINES[5])
-    detokenizer = tokenizer.table.stream()
-    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish() == LINES[5]
-    assert tokenizer.table is tokenizer.table
 
 
 def test_a_folder_without_tokenizer_files_gives_none(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from support.data import cases_of
 from support.tables import table
 
 from asyncengine.grammar.chat import TOOL_FORMATS, OutputParser, Parsed, Reasoning, ToolFormat
@@ -91,44 +92,14 @@ def hermes(name: str, arguments: str) -> str:
 ONE, TWO = ("add", ARGS), ("add_address", "{}")
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "content", "calls"),
-    [
-        (HERMES, "", "", []),
-        (HERMES, "text", "text", []),
-        (HERMES, " text \n\n", " text \n\n", []),
-        (HERMES, hermes(*ONE), "", [ONE]),
-        (HERMES, f"text\n\n{hermes(*ONE)}", "text", [ONE]),
-        (HERMES, f" \n{hermes(*ONE)}\n{hermes(*TWO)}\n", "", [ONE, TWO]),
-        (HERMES, hermes(*ONE).replace("\n", "").replace(": ", ":"), "", [(ONE[0], ARGS.replace(": ", ":"))]),
-        (HERMES, f"a < b <tool <<{hermes(*ONE)}", "a < b <tool <<", [ONE]),
-        (HERMES, f"{hermes(*ONE)} and {hermes(*TWO)} end", "andend", [ONE, TWO]),
-        (HERMES, hermes("add", MARKED_ARGS), "", [("add", MARKED_ARGS)]),
-        (HERMES, '<tool_call>{"name": "add", "parameters": {}}</tool_call>', "", [("add", "{}")]),
-        (HERMES, '<tool_call>{"name": "\\u0061dd", "arguments": {}}', "", [("add", "{}")]),
-        (HERMES, '<tool_call>{"name": "add", "arguments": {}\n</tool_call>x', "x", [("add", "{}")]),
-        (LLAMA, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
-        (LLAMA, '\n{"name": "add", "parameters": {}}; {"name": "add", "parameters": {}}', "", [("add", "{}")] * 2),
-        (LLAMA, '<|python_tag|>{"name": "add", "parameters": {}}', "", [("add", "{}")]),
-        (LLAMA, 'see {"name": "add", "parameters": {}}', "see", [("add", "{}")]),
-        (LLAMA, '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
-        (LLAMA, '{"name": "add", "age": 3}', '{"name": "add", "age": 3}', []),
-        (LLAMA, ' {"title": 1}', ' {"title": 1}', []),
-        (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1]}}]', "", [("add", '{"a": [1]}')]),
-        (MISTRAL, 'x [TOOL_CALLS][{"name": "add", "arguments": {}, "id": "}"}, {"name": "add", "arguments": {}}]',
-         "x", [("add", "{}")] * 2),
-        (MARKED, "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]add_address[CALL_ID]x1[ARGS] {}", "", [("add", "{}"), TWO]),
-        (MARKED, f"so [TOOL_CALLS]add[ARGS]{ARGS} text", "sotext", [ONE]),
-        (JSON, '{"name": "add", "arguments": {}}', "", [("add", "{}")]),
-        (JSON, '[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]', "", [("add", "{}")] * 2),
-        (JSON, '[{"title": 1}]', '[{"title": 1}]', []),
-        (JSON, "[1, 2]", "[1, 2]", []),
-        (WRAPPED, '<calls>[{"name": "add", "arguments": {}}]</calls>', "", [("add", "{}")]),
-        (None, hermes(*ONE), hermes(*ONE), []),
-    ],
-)  # fmt: skip
-def test_content_and_calls(form: ToolFormat | None, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    check(parsers(form), text, Read(content, "", calls, calls, []))
+FORMS = {"HERMES": HERMES, "JSON": JSON, "LLAMA": LLAMA, "MARKED": MARKED, "MISTRAL": MISTRAL, "WRAPPED": WRAPPED}
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), cases_of(__file__)["content_and_calls"])
+def test_content_and_calls(form: str | None, text: str, content: str, calls: list[list[str]]) -> None:
+    """`form`: the name of a format, None: there is none, and all is text."""
+    made = [(name, arguments) for name, arguments in calls]
+    check(parsers(FORMS[form] if form else None), text, Read(content, "", made, made, []))
 
 
 @pytest.mark.parametrize("text", table(__file__, "no calls"))

@@ -131,7 +131,7 @@ def _can_close(part: Schema) -> bool:
     if not isinstance(properties, dict) or "additionalProperties" in part or any(key in part for key in CONDITIONS):
         return False
     required = part.get("required", [])
-    if isinstance(required, list) and any(name not in properties for name in required):
+    if isinstance(required, list) and any(not isinstance(name, str) or name not in properties for name in required):
         return False  # it asks for what it does not declare
     least = part.get("minProperties", 0)
     return not (isinstance(least, int) and least > len(properties))

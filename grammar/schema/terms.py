@@ -210,7 +210,7 @@ class Alternatives:
                 if "patternProperties" not in entry.schema
             ]
             said = [entry for entry in said if entry.schema is not True]
-            said_more = said[1:] or any(one.schema is False or "not" in one.schema for one in said)
+            said_more = said[1:] or any(not isinstance(one.schema, dict) or "not" in one.schema for one in said)
             if said_more and self._is_empty(tuple(said)):
                 return True
         return False
@@ -311,6 +311,9 @@ def _check(entry: Entry) -> None:
         kind = _VALUES[key]
         if not isinstance(schema[key], _KINDS[kind]) and not (entry.plain and key == "not"):
             raise GrammarError("grammar", f"{key} at {at} must be {kind}", schema[key])
+    for key, names in [("required", schema.get("required", [])), *schema.get("dependentRequired", {}).items()]:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise GrammarError("grammar", f"{key} at {at} must be a list of names", names)
 
 
 def _values(pointer: str, values: list[Any]) -> list[Entry]:

@@ -38,7 +38,24 @@ def as_object(name: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-CHECKS: dict[str, Check] = {"text": as_text, "switch": as_switch, "object": as_object, "seconds": as_seconds}
+def as_list(name: str, value: object) -> list[Any]:
+    """A JSON list. Raises `InvalidParameter`."""
+    if not isinstance(value, list):
+        raise InvalidParameter(name, "must be a list", value)
+    return value
+
+
+def as_texts(name: str, value: object) -> str | list[Any]:
+    """A text, or a list whose items are checked where they are used. Raises `InvalidParameter`."""
+    if not isinstance(value, str | list):
+        raise InvalidParameter(name, "must be a text or a list", value)
+    return value
+
+
+CHECKS: dict[str, Check] = {
+    "text": as_text, "texts": as_texts, "list": as_list, "switch": as_switch, "object": as_object, "mapping": as_object,
+    "seconds": as_seconds,
+}  # fmt: skip
 """Checks by what fields.txt says is taken; other words have none."""
 
 

@@ -281,7 +281,7 @@ async def _score(values: Values, target: Target) -> Made:
 async def _classify(values: Values, target: Target) -> Made:
     own = values["own"]
     with naming({"prompt": "input", "texts": "input"}):
-        texts: list[Any] = read_prompts(own["input"])
+        texts: list[Any] = read_prompts(own.get("input"))
         cut, limit = _limits(own, target)
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit) if limit else texts
         made = await target.engine.classify(texts, truncate=cut, adapter=target.adapter, **values["options"])

@@ -45,6 +45,22 @@ def test_what_is_refused_says_what_to_write_instead(schema: Any, advice: str) ->
     assert advice in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "required": [["a"]]}, "required at / must be a list of names"),
+        ({"properties": {"a": {"dependentRequired": {"b": [1]}}}}, "b at /properties/a must be a list of names"),
+        ({"type": "string", "format": ["date"]}, "format at / must be a string"),
+        (
+            {"properties": {"a": -1}, "required": ["a"], "dependentRequired": {"a": ["b"]}},
+            "the schema at /properties/a must be an object",
+        ),
+    ],
+)
+def test_what_is_no_schema_is_refused_by_its_place(schema: Any, message: str) -> None:
+    assert message in str(explained(Grammar.json_schema(schema)))
+
+
 def test_no_place_in_a_text_of_ours_is_named() -> None:
     """A schema's pattern is compiled as a part of Lark that its author has not seen."""
     message = 'at 7(14): invalid regex "a{9}{9}" (in regex): no such thing\n'

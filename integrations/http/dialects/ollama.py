@@ -20,7 +20,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.http.dialects import openai_shape
 from asyncengine.integrations.http.events import CallArguments, CallBegin, CallEnd, End, Event, Text, Thinking
-from asyncengine.integrations.http.fields import TABLES, Fields, objects
+from asyncengine.integrations.http.fields import TABLES, Fields, as_list, objects
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Message, Turn
 from asyncengine.outputs import Completion, FinishReason, LogprobEntry, Timings, Usage
@@ -90,7 +90,8 @@ def _message(where: str, given: Mapping[str, Any]) -> Message:
     made["role"] = as_text(f"{where}.role", given.get("role")).lower()
     made["content"] = text = as_text(f"{where}.content", given.get("content") or "")
     if pictures := made.pop("images", None):
-        parts = [openai_shape.image_part(where, {"type": "image", "base64": each}) for each in pictures]
+        parts = [openai_shape.image_part(where, {"type": "image", "base64": each})
+                 for each in as_list(f"{where}.images", pictures)]  # fmt: skip
         made["content"] = [*parts, openai_shape.text_part(text)]
     return made
 

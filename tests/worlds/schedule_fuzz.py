@@ -370,8 +370,8 @@ class Life:
             assert not states.snapshots, "nobody can find these"
 
     def counts(self) -> Counter[str]:
-        """Counts of what the life contained: a fuzz that never preempts proves nothing about preemption. Ends are counted by
-        their reasons."""
+        """Counts of what the life contained, its ends by their reasons: a fuzz that never preempts proves nothing about
+        preemption."""
         counters, states = self.scheduler.counters, self.scheduler.kv.state_counts([])
         whole = self.scheduler.kv.pool.capacity * self.config.page_size
         found = Counter(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.attention_pair import Inputs, Pair
 from support.teams import team_of
 
 from asyncengine.config import EngineConfig
@@ -44,69 +46,43 @@ SHAPES = {
     "latent, of uneven sizes": replace(BASE, num_heads=5, num_kv_heads=1, key_dim=50, value_dim=44, latent=True),
     "all": replace(BASE, window=70, softcap=1.1, sinks=torch.tensor([3.0, -1.0, 0.2, 0.0])),
 }
-STEPS = [
-    [(15, 15), (16, 16), (17, 17), (1, 1), (130, 130)],
-    [(16, 1), (17, 1), (18, 1), (2, 1), (131, 1)],
-    [(17, 1), (48, 31), (19, 1), (5, 3), (200, 69)],
-    [(18, 1), (49, 1), (20, 1), (6, 1), (201, 1)],
-]
-"""(length, new tokens) of each row after each step: decodes and chunks, at the edges of pages and within them."""
+STEPS = ((15, 16, 17, 1, 130), (1, 1, 1, 1, 1), (1, 31, 1, 3, 69), (1, 1, 1, 1, 1))
+"""New tokens of each row: decodes and chunks, at the edges of pages and within them."""
 
 
-class Pair:
-    """The same steps through two backends whose pages lie elsewhere and hold NaN before they are written."""
+class BytesPair(Pair):
+    """The reference is given what bytes can keep."""
 
-    def __init__(
-        self, spec: LayerSpec, dtype: torch.dtype, page_size: int = 16, kept: torch.dtype | None = None
-    ) -> None:
-        self.spec, self.dtype, self.page_size = spec, dtype, page_size
-        self.generator = torch.Generator().manual_seed(page_size + spec.num_heads)
-        most = -(-max(length for length, _ in STEPS[-1]) // page_size)
-        pages = torch.randperm(len(STEPS[0]) * most, generator=self.generator) + 1
-        self.tables = pages.view(len(STEPS[0]), most).to(torch.int32).numpy()
-        self.kept = kept
-        self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype, kept=kept)
-        self.torch = TorchPagedBackend([replace(spec, index=0)], pages.numel() + 1, page_size, torch.float32, CPU)
-        for pool in self.compiled.page_pools():
-            pool.memory.fill_(0xFF)
+    def expected(self, spec: LayerSpec, inputs: Inputs) -> torch.Tensor:
+        query, key, value = (part.float() for part in inputs)
+        return super().expected(spec, (query, spread(in_bytes(spread(key))), in_bytes(value)))
 
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.dtype)
 
-    def view(self, step: list[tuple[int, int]]) -> StepView:
-        lengths, counts = (np.array(part) for part in zip(*step, strict=True))
-        starts = lengths - counts
-        width = int(-(-lengths.max() // self.page_size))
-        slots = [
-            int(self.tables[row, position // self.page_size]) * self.page_size + position % self.page_size
-            for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
-            for position in range(start, length)
-        ]
-        indptr = np.concatenate(([0], np.cumsum(counts)))
-        return StepView(starts, counts, indptr, self.tables[:, :width], torch.tensor(slots))
+def make_pair(spec: LayerSpec, dtype: torch.dtype, page_size: int = 16, kept: torch.dtype | None = None) -> Pair:
+    """A pair whose compiled backend's pages hold NaN before they are written."""
+    backend = CompiledBackend([spec], 1 + 5 * -(-201 // page_size), page_size, dtype, kept=kept)
+    for pool in backend.page_pools():
+        pool.memory.fill_(0xFF)
+    if kept is None:
+        return Pair(backend, [spec], rows=5, dtype=dtype, most=201)
+    return BytesPair(backend, [spec], rows=5, dtype=dtype, stored=torch.float32, most=201)
 
-    def step(self, step: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        view, spec = self.view(step), self.spec
-        tokens = int(view.qo_indptr[-1])
-        query = self.random(tokens, spec.num_heads, spec.key_dim)
-        key = self.random(tokens, spec.num_kv_heads, spec.key_dim)
-        value = self.random(tokens, spec.num_kv_heads, spec.value_dim)
-        for backend in (self.compiled, self.torch):
-            backend.plan(view)
-        self.compiled.write(0, key, value)
-        key, value = key.float(), value.float()
-        if self.kept == torch.int8:
-            key, value = spread(in_bytes(spread(key))), in_bytes(value)
-        self.torch.write(0, key, value)
-        return self.compiled.attend(0, query).float(), self.torch.attend(0, query.float())
+
+def results(pair: Pair) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(found, expected) of each of `STEPS`."""
+    for counts in STEPS:
+        parts = [*enumerate(counts)]
+        pair.plan(parts)
+        query, key, value = pair.inputs(pair.layers[0], sum(counts))
+        pair.tested.write(0, key, value)
+        yield pair.tested.attend(0, query).float(), pair.expected(pair.layers[0], (query, key, value))
+        pair.advance(parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_torch(shape: str, dtype: torch.dtype) -> None:
-    pair = Pair(SHAPES[shape], dtype)
-    for step in STEPS:
-        found, expected = pair.step(step)
+    for found, expected in results(make_pair(SHAPES[shape], dtype)):
         limit = 1e-5 if dtype == torch.float32 else 2**-6
         assert float((found - expected).abs().max()) < limit * (1 + float(expected.abs().max()))
 
@@ -130,9 +106,7 @@ def spread(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [name for name, spec in SHAPES.items() if not spec.latent])
 def test_bytes_against_torch(shape: str, dtype: torch.dtype) -> None:
     """Products of int8 keys and values are those of the numbers they stand for; a few lie between two steps."""
-    pair = Pair(SHAPES[shape], dtype, kept=torch.int8)
-    for step in STEPS:
-        found, expected = pair.step(step)
+    for found, expected in results(make_pair(SHAPES[shape], dtype, kept=torch.int8)):
         far = (found - expected).abs() / (1 + float(expected.abs().max()))
         assert float(far.max()) < (2e-3 if dtype == torch.float32 else 2**-6)
         assert float(far.mean()) < (3e-5 if dtype == torch.float32 else 2**-8)
@@ -140,17 +114,14 @@ def test_bytes_against_torch(shape: str, dtype: torch.dtype) -> None:
 
 def test_bytes_of_large_dimensions_do_not_spoil_the_others() -> None:
     """Keys of real models have a few dimensions that are tens of times larger than others."""
-    pair = Pair(BASE, torch.float32, kept=torch.int8)
-    view = pair.view(STEPS[0])
-    tokens = int(view.qo_indptr[-1])
-    query, key, value = pair.random(tokens, 4, 64), pair.random(tokens, 2, 64), pair.random(tokens, 2, 64)
+    pair = make_pair(BASE, torch.float32, kept=torch.int8)
+    query, key, value = pair.inputs(BASE, sum(STEPS[0]))
     key[..., 5] += 60
-    for backend in (pair.compiled, pair.torch):
-        backend.plan(view)
-        backend.write(0, key, value)
-    found, exact = pair.compiled.attend(0, query), pair.torch.attend(0, query)
-    pair.torch.write(0, in_bytes(key), in_bytes(value))
-    plain = pair.torch.attend(0, query)
+    pair.plan([*enumerate(STEPS[0])])
+    pair.tested.write(0, key, value)
+    found = pair.tested.attend(0, query)
+    exact = Pair.expected(pair, BASE, (query, key, value))
+    plain = Pair.expected(pair, BASE, (query, in_bytes(key), in_bytes(value)))
     assert (found - exact).norm() < 0.5 * (plain - exact).norm()
 
 
@@ -160,9 +131,7 @@ def test_other_pages(page_size: int) -> None:
         if dtype == torch.bfloat16 and page_size == 1:
             continue  # lanes of one: float32 covers them
         for shape in ("all", "latent, of uneven sizes"):
-            pair = Pair(SHAPES[shape], dtype, page_size)
-            for step in STEPS:
-                found, expected = pair.step(step)
+            for found, expected in results(make_pair(SHAPES[shape], dtype, page_size)):
                 assert float((found - expected).abs().max()) < limit
 
 
@@ -315,23 +284,23 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("norms", "rotary"), [(True, 64), (False, 64), (True, 32), (False, 0)])
 def test_merged(norms: bool, rotary: int, dtype: torch.dtype) -> None:
-    spec = BASE
-    one, other = Pair(spec, dtype), Pair(spec, dtype)
-    weights = [one.random(64).float() if norms else None for _ in range(2)]
+    one, other, generator = make_pair(BASE, dtype), make_pair(BASE, dtype), torch.Generator().manual_seed(20)
+    weights = [torch.randn(64, generator=generator).to(dtype).float() if norms else None for _ in range(2)]
     heads = MergedHeads(4, 2, 64, 64, *weights, epsilon=1e-6)
-    for step in STEPS:
-        view = one.view(step)
-        tokens = int(view.qo_indptr[-1])
-        qkv, angles = one.random(tokens, 8 * 64), torch.rand(tokens, rotary, generator=one.generator) * 6
+    for counts in STEPS:
+        parts, tokens = [*enumerate(counts)], sum(counts)
+        qkv = torch.randn(tokens, 8 * 64, generator=generator).to(dtype)
+        angles = torch.rand(tokens, rotary, generator=generator) * 6
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         query, key, value = qkv.view(tokens, 8, 64).split((4, 2, 2), 1)
         query = rotated(normed(query, weights[0], 1e-6), cos, sin)
         key = rotated(normed(key, weights[1], 1e-6), cos, sin)
-        one.compiled.plan(view)
-        found = one.compiled.attend_merged(0, qkv, heads, cos, sin)
-        other.compiled.plan(view)
-        other.compiled.write(0, key, value)
-        expected = other.compiled.attend(0, query).flatten(1)
+        for pair in (one, other):
+            pair.plan(parts)
+            pair.advance(parts)
+        found = one.tested.attend_merged(0, qkv, heads, cos, sin)
+        other.tested.write(0, key, value)
+        expected = other.tested.attend(0, query).flatten(1)
         # a normed number that is rounded the other way shows where two cancel
         near = 2**-8 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found, expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1.3e-6, atol=near)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.attention_pair import Inputs, Pair, Parts
 from support.rank_threads import gathers
 
 from asyncengine.execution.attention.base import LayerSpec, StepView, page_bytes
@@ -52,54 +53,26 @@ def by_hand(
     return out
 
 
-class Sequences:
-    """Rows with random keys and values, kept both in order and in the backend's pages."""
+class PairByHand(Pair):
+    """The torch backend beside keys and values that are kept in order."""
 
-    def __init__(self, backend: TorchPagedBackend, spec: LayerSpec, lengths: list[int], seed: int) -> None:
-        self.backend, self.spec = backend, spec
-        self.generator = torch.Generator().manual_seed(seed)
-        self.keys = [torch.zeros(0, spec.num_kv_heads, spec.key_dim) for _ in lengths]
-        self.values = [torch.zeros(0, spec.num_kv_heads, spec.value_dim) for _ in lengths]
-        size = backend.page_size
-        pages = (torch.randperm(backend.num_pages - 1, generator=self.generator) + 1).tolist()
-        self.tables = [[pages.pop() for _ in range(-(-(length + 40) // size))] for length in lengths]
-        self.step([(row, length) for row, length in enumerate(lengths) if length])
+    def __init__(self, backend: TorchPagedBackend, layers: list[LayerSpec], lengths: list[int], most: int = 70) -> None:
+        super().__init__(backend, layers, len(lengths), most=most)
+        self.kept: dict[tuple[int, int], Inputs] = {}
+        assert self.step([(row, length) for row, length in enumerate(lengths) if length]) < 1e-5
 
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator)
+    def plan(self, parts: Parts, padded: int | None = None) -> StepView:
+        self.parts = parts
+        return super().plan(parts, padded)
 
-    def step(self, parts: list[tuple[int, int]]) -> float:
-        """Append `count` tokens to each row, attend, and return the largest error."""
-        spec, size = self.spec, self.backend.page_size
-        starts = np.array([len(self.keys[row]) for row, _ in parts])
-        counts = np.array([count for _, count in parts])
-        indptr = np.concatenate(([0], np.cumsum(counts)))
-        width = int(-(-(starts + counts).max() // size))
-        tables = np.array([(self.tables[row] + [0] * width)[:width] for row, _ in parts], dtype=np.int32)
-        slots = [
-            self.tables[row][position // size] * size + position % size
-            for (row, count), start in zip(parts, starts.tolist(), strict=True)
-            for position in range(start, start + count)
-        ]
-        total = int(indptr[-1])
-        query = self.random(total, spec.num_heads, spec.key_dim)
-        key = self.random(total, spec.num_kv_heads, spec.key_dim)
-        value = self.random(total, spec.num_kv_heads, spec.value_dim)
-        self.backend.plan(StepView(starts, counts, indptr, tables, torch.tensor(slots)))
-        self.backend.write(spec.index, key, value)
-        found = self.backend.attend(spec.index, query)
-        assert bool(found.isfinite().all()), "max() below would overlook NaN"
-        error = 0.0
-        for place, (row, count) in enumerate(parts):
-            own = slice(int(indptr[place]), int(indptr[place + 1]))
-            self.keys[row] = torch.cat((self.keys[row], key[own]))
-            self.values[row] = torch.cat((self.values[row], value[own]))
-            for offset in range(count):
-                expected = by_hand(
-                    spec, query[own][offset], self.keys[row], self.values[row], int(starts[place]) + offset
-                )
-                error = max(error, float((found[own][offset] - expected).abs().max()))
-        return error
+    def expected(self, spec: LayerSpec, inputs: Inputs) -> torch.Tensor:
+        out, counts = [], [count for _, count in self.parts]
+        for (row, _), *own in zip(self.parts, *(part.split(counts) for part in inputs), strict=True):
+            before = self.kept.get((spec.index, row))
+            query, keys, values = own if before is None else map(torch.cat, zip(before, own, strict=True))
+            self.kept[spec.index, row] = query, keys, values
+            out += [by_hand(spec, query[at], keys, values, at) for at in range(self.lengths[row], len(query))]
+        return torch.stack(out)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +82,7 @@ class Sequences:
 def test_against_attention_by_hand(variant: str, page_size: int) -> None:
     spec = VARIANTS[variant]
     backend = TorchPagedBackend([spec], 700, page_size, torch.float32, CPU)
-    rows = Sequences(backend, spec, [3, 30, 0, 17], seed=page_size)
+    rows = PairByHand(backend, [spec], [3, 30, 0, 17])
     assert rows.step([(1, 1), (0, 1), (3, 1)]) < 1e-5, "decodes of different lengths"
     assert rows.step([(2, 9), (1, 1), (0, 7), (3, 1)]) < 1e-5, "a prompt, chunks and decodes together"
     assert rows.step([(0, 2), (2, 1)]) < 1e-5
@@ -119,9 +92,7 @@ def test_against_attention_by_hand(variant: str, page_size: int) -> None:
 def test_layers_of_different_windows_and_heads() -> None:
     layers = [BASE, replace(BASE, index=1, window=5), replace(BASE, index=2, num_kv_heads=4)]
     backend = TorchPagedBackend(layers, 100, 4, torch.float32, CPU)
-    for spec in layers:
-        rows = Sequences(backend, spec, [11, 2], seed=spec.index)
-        assert rows.step([(0, 1), (1, 6)]) < 1e-5
+    assert PairByHand(backend, layers, [11, 2]).step([(0, 1), (1, 6)]) < 1e-5
     assert backend.kv_bytes == 100 * page_bytes(layers, 4, torch.float32)
     assert page_bytes(layers, 4, torch.float32) == (2 + 2 + 4) * 16 * 4 * 4
 
@@ -129,7 +100,7 @@ def test_layers_of_different_windows_and_heads() -> None:
 def test_long_scores_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncengine.execution.attention.torch_paged._SCORE_ELEMENTS", 100)
     spec = VARIANTS["all"]
-    rows = Sequences(TorchPagedBackend([spec], 100, 4, torch.float32, CPU), spec, [13], seed=1)
+    rows = PairByHand(TorchPagedBackend([spec], 100, 4, torch.float32, CPU), [spec], [13])
     assert rows.step([(0, 11)]) < 1e-5
 
 
@@ -140,7 +111,7 @@ def test_what_a_former_owner_left_in_a_page_is_gone() -> None:
         backend = TorchPagedBackend([spec], 30, 4, torch.float32, CPU)
         for pool in backend.page_pools():
             pool.memory[:, 1:] = math.nan
-        rows = Sequences(backend, spec, [6, 0], seed=2)
+        rows = PairByHand(backend, [spec], [6, 0], most=40)
         assert rows.step([(0, 1), (1, 3)]) < 1e-5
         for _ in range(6):
             assert rows.step([(0, 1), (1, 1)]) < 1e-5

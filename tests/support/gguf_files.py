@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from support import kquants
-from support.gguf_states import STATES, Moved, halved, moved_state, only, paired, state_header
+from support.gguf_states import STATES, Moved, add_fields, halved, moved_state, only, paired, state_header
 from transformers import AutoModelForCausalLM
 
 PLAIN = ("F32", "F16", "BF16")
@@ -221,46 +221,10 @@ def _hyperparameters(writer: Any, architecture: str, config: Any) -> None:
     if config.model_type in STATES:
         state_header(writer, config)
         return
-    get = lambda name, other=None: getattr(config, name, other)  # noqa: E731
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if get("head_dim"):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-    for name in ("rms_norm_eps",):
-        if get(name) is not None:
-            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    for name in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
-        if get(name) is not None:
-            writer.add_layer_norm_eps(get(name))
-    for name in ("bos", "eos", "pad"):
-        if isinstance(get(f"{name}_token_id"), int):
-            getattr(writer, f"add_{name}_token_id")(get(f"{name}_token_id"))
-    _scales(writer, architecture, config)
+    add_fields(writer, config, "all")
+    add_fields(writer, config, architecture)
     _rope(writer, architecture, config)
-
-
-def _scales(writer: Any, architecture: str, config: Any) -> None:
     get = lambda name: getattr(config, name, None)  # noqa: E731
-    if architecture == "granite":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    if architecture in ("command-r", "cohere2"):
-        writer.add_logit_scale(config.logit_scale)
-    if get("attn_logit_softcapping"):
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    if get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture == "olmo" and config.clip_qkv is not None:
-        writer.add_clamp_kqv(config.clip_qkv)
-    if architecture == "stablelm":
-        writer.add_parallel_residual(config.use_parallel_residual)
     if get("sliding_window") and architecture != "llama":
         writer.add_sliding_window(config.sliding_window)
         if architecture in ("olmo2", "exaone4"):
@@ -272,8 +236,6 @@ def _scales(writer: Any, architecture: str, config: Any) -> None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(get("moe_intermediate_size") or config.intermediate_size)
-    if get("shared_expert_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _rope(writer: Any, architecture: str, config: Any) -> None:
@@ -292,12 +254,9 @@ def _rope(writer: Any, architecture: str, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        add_fields(writer, rope, "yarn")
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-        if rope.get("attention_factor") is not None:
-            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     if architecture == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from support.data import cases_of
+
+HEADERS: dict[str, dict[str, str]] = cases_of(__file__)
+"""Values of headers by the names of the writer's methods, and fields of configurations that they are."""
 
 STATES = {
     "qwen3_next": "qwen3next", "mamba2": "mamba2", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
@@ -171,14 +176,22 @@ def _granite(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Move
     return [(f"blk.{layer}.ffn_down{kind}.weight", tensor)], only
 
 
+def add_fields(writer: Any, config: Any, kind: str) -> None:
+    """Write fields of a configuration under the names of `HEADERS`; none is what a configuration does not have, and of
+    several tokens that end there is no list."""
+    get = config.get if isinstance(config, dict) else partial(getattr, config)
+    for name, fields in HEADERS.get(kind, {}).items():
+        values = [get(field, None) for field in fields.split(" or ")]
+        for value in values:
+            if value is not None and not isinstance(value, list):
+                getattr(writer, f"add_{name}")(value)
+
+
 def state_header(writer: Any, config: Any) -> None:
     """Its values of mixtures and states, by the names that the families' configurations share."""
     get = lambda *names: next((getattr(config, name) for name in names if getattr(config, name, None)), 0)  # noqa: E731
-    writer.add_block_count(config.num_hidden_layers)
+    add_fields(writer, config, "states")
     writer.add_context_length(get("max_position_embeddings") or 2**20)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
     epsilon = get("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
     # Nemotron's converter finds the other name
     (writer.add_layer_norm_eps if config.model_type == "nemotron_h" else writer.add_layer_norm_rms_eps)(epsilon)
@@ -208,15 +221,10 @@ def _qwen_header(writer: Any, config: Any) -> None:
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_ssm_state_size(config.linear_key_head_dim)
-    writer.add_ssm_group_count(config.linear_num_key_heads)
-    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    add_fields(writer, config, "qwen")
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     key = f"{writer.arch}.attention.recurrent_layers"
     writer.add_array(key, [kind == "linear_attention" for kind in config.layer_types])
-    if getattr(config, "shared_expert_intermediate_size", None):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _lfm_header(writer: Any, config: Any) -> None:
@@ -250,14 +258,9 @@ def _granite_header(writer: Any, config: Any) -> None:
     writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config.layer_types])
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    writer.add_attention_scale(config.attention_multiplier)
-    writer.add_embedding_scale(config.embedding_multiplier)
-    writer.add_residual_scale(config.residual_multiplier)
-    writer.add_logit_scale(config.logits_scaling)
+    add_fields(writer, config, "granite")
     if config.num_local_experts:
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        add_fields(writer, config, "granitehybrid mixture")
 
 
 def _nemotron_header(writer: Any, config: Any) -> None:
@@ -267,28 +270,13 @@ def _nemotron_header(writer: Any, config: Any) -> None:
     writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
     writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads + 2)  # says nothing
-    if moe:
-        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
-        writer.add_expert_weights_norm(config.norm_topk_prob)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_group_count(config.n_group)
-        writer.add_expert_group_used_count(config.topk_group)
-        if config.moe_latent_size:
-            writer.add_moe_latent_size(config.moe_latent_size)
+    add_fields(writer, config, writer.arch)
 
 
 def _kimi_header(writer: Any, config: Any) -> None:
     kinds, rank, rope = config.layer_types, config.kv_lora_rank, config.qk_rope_head_dim
     writer.add_head_count_kv([1 if kind == "full_attention" else 0 for kind in kinds])
-    writer.add_kda_head_dim(config.linear_head_dim)
-    writer.add_kv_lora_rank(rank)
-    writer.add_rope_dimension_count(rope)
+    add_fields(writer, config, writer.arch)
     writer.add_key_length(rank + rope)
-    writer.add_value_length(rope)
     writer.add_key_length_mla(config.qk_nope_head_dim + rope)
-    writer.add_value_length_mla(config.v_head_dim)
-    writer.add_expert_shared_count(config.num_shared_experts)
     writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_group_count(config.num_expert_group)
-    writer.add_expert_group_used_count(config.topk_group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from asyncengine.execution.layers.kernels import LayerKernels
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.families import decoder_config_of, native_config
+from asyncengine.execution.runner.model_runner import ModelRunner
+from asyncengine.request_spec import RequestSpec
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import OPEN, Batch, Row, StateUse
 
 VOCAB = WIDTH = 64
 _SHAPE = {
@@ -123,3 +128,47 @@ def watch_guesses(model: Decoder) -> list[torch.Tensor]:
 
     model.guess = watched  # type: ignore[method-assign]
     return seen
+
+
+def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """The first dimensions of x [positions, heads, dims] rotated, halves of them being pairs."""
+    angles = torch.arange(len(x))[:, None, None] * rates
+    first, second, rest = x.split([len(rates), len(rates), x.shape[-1] - 2 * len(rates)], dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def read_and_guess(runner: ModelRunner, text: list[int]) -> list[torch.Tensor]:
+    """Logits of a chain of three guesses behind 15 tokens, which came as a prompt in chunks, by decode steps, and by a
+    step with drafts of which some are wrong."""
+    assert isinstance(runner.model, Decoder)
+    assert runner.mtp is not None
+    runner.mtp.use((1e-6,) * 3, 0.0)
+    seen = watch_guesses(runner.model)
+    spec, pages = RequestSpec(1, tuple(text[:9]), SamplingParams(temperature=0.0), 64), list(range(3, 20))
+
+    def step(start: int, count: int, drafts: tuple[int, ...] = (), source: int = 1, samples: bool = True) -> None:
+        state = StateUse(1, source, guesses=(2, 3, 4)[: len(drafts)]) if runner.num_states else None
+        tokens = text[: start + count]
+        row = Row(spec, 2, start, count + len(drafts), tokens, False, pages, samples, state=state, drafts=drafts)
+        runner.launch(Batch(1, (row,))).wait()
+
+    step(0, 4, source=0, samples=False)
+    step(4, 5)
+    step(9, 1)
+    step(10, 1, drafts=(text[11], text[12], text[13] + 1))  # of which the first two stand
+    step(13, 1, source=4)
+    step(14, 1, drafts=(OPEN,) * 3)
+    assert len(seen) == 3
+    return seen
+
+
+def check_chain(
+    seen: list[torch.Tensor], run: Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, torch.Tensor]],
+    hidden: torch.Tensor, tokens: list[int],
+) -> None:  # fmt: skip
+    """Compare guesses with those of `run`: (logits, what further guesses take for hidden states) of both."""
+    for logits in seen:
+        expected, chained = run(hidden, tokens)
+        torch.testing.assert_close(logits[0], expected[-1].float(), rtol=1e-5, atol=1e-5)
+        hidden, tokens = torch.cat((hidden, chained[-1:])), [*tokens, int(expected[-1].argmax())]

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 from support.gguf_files import finish
+from support.gguf_states import add_fields
 
 FORMS = ("first", "apart", "ggml", "split")
 """Queries, keys and values fused, gate and up taking turns, raw blocks; the former apart; ggml's blocks; gate and up
@@ -40,7 +41,8 @@ def write_ollama_gpt_oss(
 ) -> dict[str, torch.Tensor]:
     """A model of transformers' configuration and weights; what was really written, under transformers' names."""
     writer = gguf.GGUFWriter(path, "gptoss")
-    _header(writer, config)
+    add_fields(writer, config, "gptoss")
+    add_fields(writer, config.rope_parameters, "gptoss rope")
     meant = {}
     for name, tensor in weights.items():
         if ".experts." in name:
@@ -57,26 +59,6 @@ def write_ollama_gpt_oss(
                 _add(writer, f"blk.{layer}.attn_qkv.{suffix}", torch.cat(parts).bfloat16())
     finish(writer)
     return meant
-
-
-def _header(writer: Any, config: Any) -> None:
-    rope = config.rope_parameters
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_count(config.num_local_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    writer.add_eos_token_id(config.eos_token_id)
 
 
 def _name(name: str) -> str:

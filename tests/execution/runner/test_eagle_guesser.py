@@ -9,30 +9,19 @@ import pytest
 import torch
 from support.drive import prompts
 from support.eagle_models import DRAFTED, HEAD, LAYERS, MODEL, VOCAB, Tensors, head_tensors, model_tensors, save
-from support.mtp_models import watch_guesses
+from support.mtp_models import check_chain, read_and_guess, turned
 
-from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.execution.models.checkpoint import open_checkpoint
-from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.eagle import headed
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.request_spec import RequestSpec
-from asyncengine.step import OPEN, Batch, Row
 
 (TEXT,) = prompts([23], VOCAB - 1)
 
 
 def norm(weight: torch.Tensor, x: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
-
-
-def turned(x: torch.Tensor, base: float) -> torch.Tensor:
-    """x [positions, heads, 16] rotated, halves being pairs."""
-    angles = torch.arange(len(x))[:, None, None] * base ** (-torch.arange(8) / 8)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
 
 
 def layer(
@@ -45,7 +34,8 @@ def layer(
 
     count = len(x)
     query, key, value = (linear(f"self_attn.{name}_proj", x).view(count, -1, 16) for name in "qkv")
-    query, key = turned(query, base), turned(key, base).repeat_interleave(2, 1)
+    rates = base ** (-torch.arange(8) / 8)
+    query, key = turned(query, rates), turned(key, rates).repeat_interleave(2, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) / 4
     scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
     mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(2, 1))
@@ -113,30 +103,6 @@ def test_guesses_are_those_of_the_form(form: str, tmp_path: Path) -> None:
     config = config.replace(draft_model=beside)
     source = headed(open_checkpoint(folder, config), open_checkpoint(beside, config, drafts=True))
     runner = build_runner(load_model(folder, config, checkpoint=source), config)
-    model, mtp = runner.model, runner.mtp
-    assert isinstance(model, Decoder)
-    assert mtp is not None
-    assert model.mtp is not None
-    mtp.use((1e-6,) * 3, 0.0)
-    seen = watch_guesses(model)
-    spec = RequestSpec(1, tuple(TEXT[:9]), SamplingParams(temperature=0.0), 64)
-
-    def step(start: int, count: int, drafts: tuple[int, ...] = (), samples: bool = True) -> None:
-        row = Row(spec, 2, start, count + len(drafts), TEXT[: start + count], False, list(range(3, 20)), samples,
-                  drafts=drafts)  # fmt: skip
-        runner.launch(Batch(1, (row,))).wait()
-
-    step(0, 4, samples=False)
-    step(4, 5)
-    step(9, 1)
-    step(10, 1, drafts=(TEXT[11], TEXT[12], (TEXT[13] + 1) % VOCAB))  # of which the first two stand
-    step(13, 1)
-    step(14, 1, drafts=(OPEN,) * 3)
-    assert len(seen) == 3
     oracle = Oracle(tensors, head, taps, form == "speculators")
-    before, tokens = oracle.features(TEXT[:14]), TEXT[1:15]
-    for logits in seen:
-        expected, chained = oracle.run(before, tokens)
-        torch.testing.assert_close(logits[0], expected[-1].float(), rtol=1e-5, atol=1e-5)
-        before, tokens = torch.cat((before, chained[-1:])), [*tokens, int(expected[-1].argmax())]
+    check_chain(read_and_guess(runner, TEXT), oracle.run, oracle.features(TEXT[:14]), TEXT[1:15])
     runner.close()

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.drive import prompts
-from support.mtp_models import VOCAB, random_tensors, save, structure_of, watch_guesses
+from support.mtp_models import VOCAB, check_chain, random_tensors, read_and_guess, save, structure_of, turned
 
-from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
-from asyncengine.request_spec import RequestSpec
-from asyncengine.step import OPEN, Batch, Row, StateUse
 
 FAMILIES = ("glm4_moe", "deepseek_v3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 (TEXT,) = prompts([23], VOCAB - 1)
@@ -42,7 +39,7 @@ class Oracle:
         y = x @ self.tensors[f"{name}.weight"].T
         return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
 
-    def merged(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def merged(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         embedded = self.tensors[f"{self.structure.embedding}.weight"][tokens]
         both = self.norm(self.config.token_norm, embedded), self.norm(self.config.hidden_norm, hidden)
         return self.linear(self.config.projection, torch.cat(both, dim=-1))
@@ -110,21 +107,13 @@ class Oracle:
         up, gate = self.linear(f"{prefix}up_proj", x), self.linear(f"{prefix}gate_proj", x)
         return self.linear(f"{prefix}down_proj", torch.nn.functional.silu(gate) * up)
 
-    def run(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, hidden: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits, what further guesses take for hidden states) of entries (hidden[i], tokens[i])."""
         prefix, stream = self.config.layer.format(0), self.merged(hidden, tokens)
         stream = stream + self.attend(prefix, self.norm(f"{prefix}input_layernorm", stream))
         stream = stream + self.feed(prefix, self.norm(f"{prefix}post_attention_layernorm", stream))
         x = self.norm(self.config.final_norm, stream)
         return self.linear(self.structure.head, x), x if self.config.chains_normed else stream
-
-
-def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-    """The first dimensions of x [positions, heads, dims] rotated, halves of them being pairs."""
-    angles = torch.arange(len(x))[:, None, None] * rates
-    first, second, rest = x.split([len(rates), len(rates), x.shape[-1] - 2 * len(rates)], dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,12 +123,10 @@ def test_guesses_are_those_of_the_formula(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "model", family, tensors)
     config = EngineConfig(dtype="float32", kv_cache_memory="4MiB", page_size=4, max_num_seqs=4, show_progress=False)
     runner = build_runner(load_model(str(folder), config), config)
-    model, mtp = runner.model, runner.mtp
+    model = runner.model
     assert isinstance(model, Decoder)
-    assert mtp is not None
     assert model.mtp is not None
     model.mtp.output = None  # the formula has no copy in 4 bits
-    mtp.use((1e-6,) * 3, 0.0)
     states: list[torch.Tensor] = []
     keep = model.hidden_states
 
@@ -148,28 +135,7 @@ def test_guesses_are_those_of_the_formula(family: str, tmp_path: Path) -> None:
         return states[-1]
 
     model.hidden_states = noted  # type: ignore[method-assign]
-    seen = watch_guesses(model)
-    spec = RequestSpec(1, tuple(TEXT[:9]), SamplingParams(temperature=0.0), 64)
-    pages, slot = list(range(3, 20)), 2
-
-    def step(start: int, count: int, drafts: tuple[int, ...] = (), source: int = 1, samples: bool = True) -> None:
-        state = StateUse(1, source, guesses=(2, 3, 4)[: len(drafts)]) if runner.num_states else None
-        tokens = TEXT[: start + count]
-        row = Row(spec, slot, start, count + len(drafts), tokens, False, pages, samples, state=state, drafts=drafts)
-        runner.launch(Batch(1, (row,))).wait()
-
-    step(0, 4, source=0, samples=False)
-    step(4, 5)
-    step(9, 1)
-    step(10, 1, drafts=(TEXT[11], TEXT[12], (TEXT[13] + 1) % VOCAB))  # of which the first two stand
-    step(13, 1, source=4)
+    seen = read_and_guess(runner, TEXT)
     hidden = torch.cat((states[0], states[1], states[2], states[3][:3], states[4]))
-    step(14, 1, drafts=(OPEN,) * 3)
-    assert len(seen) == 3
-    oracle = Oracle(family, tensors)
-    before, tokens = hidden, TEXT[1:15]
-    for logits in seen:
-        expected, chained = oracle.run(before, torch.tensor(tokens))
-        torch.testing.assert_close(logits[0], expected[-1], rtol=1e-5, atol=1e-5)
-        before, tokens = torch.cat((before, chained[-1:])), [*tokens, int(expected[-1].argmax())]
+    check_chain(seen, Oracle(family, tensors).run, hidden, TEXT[1:15])
     runner.close()

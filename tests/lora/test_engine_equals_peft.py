@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.adapter_engine import slots_of
+from support.data import cases_of
 from support.long import LONG
 from support.lora_zoo import Zoo, quiet, random_prompts
 from support.tiny_models import make_checkpoint, make_model
@@ -26,16 +27,7 @@ PROMPTS = random_prompts([37, 37])
 GREEDY = SamplingParams(max_tokens=WANT, temperature=0, ignore_eos=True)
 NAMES = [None, *(f"a{index}" for index in range(8))]
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "chunks of 1": {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 1},
-    "chunks of 7, 2 slots, no cache, preempted": {
-        "max_num_batched_tokens": 7, "max_loras": 2, "prefix_caching": False, "preempt_every": 5,
-    },
-    "two steps in flight, 3 slots, preempted": {"max_steps_in_flight": 2, "max_loras": 3, "preempt_every": 4},
-    "two steps in flight, 1 slot, memory for 3, no cache": {
-        "max_steps_in_flight": 2, "max_loras": 1, "adapter_memory": "120KB", "prefix_caching": False,
-    },
-}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = cases_of(__file__)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.data import cases_of
 from support.fake_engine import until
 from support.long import TIMES
 from support.worded_model import make_worded_model
@@ -27,16 +28,7 @@ from asyncengine.engine.decisions import DecisionCall, Pictures
 from asyncengine.events import RequestDone
 from asyncengine.testing.leaks import assert_nothing_held
 
-QUESTIONS: dict[str, Any] = {
-    "refund": {"type": "noul", "instructions": "Is a refund asked for?", "criteria": {"true": "money back"}},
-    "rude": {"type": "noul", "instructions": "Is it rude?"},
-    "tone": {
-        "type": "choice",
-        "instructions": {"ask": ["What is the tone?", 1, None]},
-        "criteria": {"calm": "A polite message", "angry": None, "glad é": {"x": 1}},
-    },
-    "urgent": {"type": "score", "instructions": "How urgent is it?", "criteria": ["Can wait", "This week", "Today"]},
-}
+QUESTIONS: dict[str, Any] = cases_of(__file__)
 STATES: tuple[Any, ...] = ("I was charged twice. I want my money back.", {"mail": "hällo", "n": [1, 2.5, None, True]})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.data import cases_of
 
 from asyncengine import AsyncEngine, EngineGroup, SamplingParams
 from asyncengine.errors import EngineClosed, InvalidParameter, ModelNotFound
@@ -72,19 +73,7 @@ async def test_what_an_engine_was_given_it_keeps() -> None:
         assert group["other"].info.num_pages == 4 * 256 // group["other"].info.page_size + 1
 
 
-@pytest.mark.parametrize(
-    ("models", "settings", "complaint"),
-    [
-        ({}, {}, "models: must map at least one name"),
-        (["demo"], {}, "models: must map at least one name"),
-        ({"": "demo"}, {}, "models: must have names"),
-        ({"chat": None}, {}, "models: 'chat' must be a folder, a hub id, or a mapping"),
-        ({"chat": {"dtype": "float32"}}, {}, "models: 'chat' must be a folder, a hub id, or a mapping"),
-        ({"chat": {"model": "demo", "max_num_seq": 4}}, {}, "max_num_seq: unknown parameter; did you mean"),
-        ({"chat": "demo"}, {"memory": "1MiB"}, r"memory: must be at least \d+ MiB for these models \(chat \d+ MiB\)"),
-        ({"chat": "demo"}, {"memory": "much"}, "memory: must be a positive number of bytes"),
-    ],
-)
+@pytest.mark.parametrize(("models", "settings", "complaint"), cases_of(__file__))
 async def test_what_cannot_be_is_refused_by_name(models: Any, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidParameter, match=complaint):
         await EngineGroup.from_pretrained(models, **settings)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 from support.drive import greedy_reference
 from support.forwards import transformers_logits
 from support.long import LONG
@@ -21,14 +22,7 @@ from asyncengine import AsyncEngine, SamplingParams
 NEW_TOKENS = 12
 EOS = 2
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "chunks of 1, cache on": {"max_num_batched_tokens": 8, "long_prefill_token_threshold": 1},
-    "chunks of 7, cache off, preempted": {
-        "max_num_batched_tokens": 7, "prefix_caching": False, "preempt_every": 5,
-    },
-    "chunks of 16, cache on, preempted": {"max_num_batched_tokens": 16, "preempt_every": 7},
-    "unlimited, cache on, two steps in flight": {"max_num_batched_tokens": 4096, "max_steps_in_flight": 2},
-}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = cases_of(__file__)
 
 
 ONE_OF_EACH = ("llama", "gemma3", "gpt-oss", "llama4", "mixtral", "qwen3.5", "mamba2", "kimi-linear", "deepseek-v3")

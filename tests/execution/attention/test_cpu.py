@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention_pair import Inputs, Pair
+from support.data import cases_of
 from support.teams import team_of
 
 from asyncengine.config import EngineConfig
@@ -331,16 +332,7 @@ def test_the_choice() -> None:
     assert caught.value.field == "attention_backend"
 
 
-@pytest.mark.parametrize(
-    ("field", "settings", "change", "dtype"),
-    [
-        ("needs the compiled attention backend; attention_backend is", {"attention_backend": "torch"}, {}, "float32"),
-        ("compiled kernels read bfloat16 and float32, not float16", {}, {}, "float16"),
-        ("pages of a multiple of 16 tokens, and page_size is 24", {"page_size": 24}, {}, "float32"),
-        ("not for latent attention", {}, {"latent": True}, "float32"),
-        ("not for ALiBi", {}, {"positions": True}, "float32"),
-    ],
-)
+@pytest.mark.parametrize(("field", "settings", "change", "dtype"), cases_of(__file__))
 def test_bytes_are_refused_by_name(
     field: str, settings: dict[str, Any], change: dict[str, Any], dtype: str
 ) -> None:  # fmt: skip

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers as hf
 from support.checkpoints import Checkpoint
+from support.data import cases_of
 from support.demo_gguf import write_demo
 from support.forwards import logits_of
 from support.quantized_checkpoints import quantized
@@ -72,18 +73,7 @@ def same_bits(one: Any, other: Any) -> bool:
     )
 
 
-FORMS: Mapping[str, tuple[str, dict[str, Any], bool]] = {
-    "float32": ("llama", {}, False),
-    "untied float16": ("qwen3", {"dtype": "float16"}, False),
-    "bfloat16, transposed": ("gpt2", {"dtype": "bfloat16"}, False),
-    "int8, tied": ("gemma3", {"quantization": "int8"}, False),
-    "int4, rows that share panels": ("opt", {"quantization": "int4"}, False),
-    "experts of their own": ("mixtral", {"quantization": "int4"}, False),
-    "experts in one block": ("gpt-oss", {}, False),
-    "states": ("falcon-h1", {"quantization": "int8"}, False),
-    "gptq with an order": ("llama", {}, True),
-    "torch": ("llama", {"attention_backend": "torch"}, False),
-}
+FORMS: Mapping[str, tuple[str, dict[str, Any], bool]] = cases_of(__file__)
 
 
 @pytest.mark.parametrize("form", FORMS)

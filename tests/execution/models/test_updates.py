@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from execution.models.test_weights import Tensors, changed, load, tensors_of
 from support.checkpoints import Checkpoint
+from support.data import cases_of
 from support.forwards import logits_of
 from support.long import LONG
 from support.panels import use_panels
@@ -21,18 +22,13 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound
 from asyncengine.execution.runner.model_memory import prepare_update
 
+CASES = cases_of(__file__)
+
 QUIET = EngineConfig(show_progress=False)
 IDS = [3, 17, 40, 9, 3, 3, 88]
 UP = "model.layers.1.mlp.up_proj.weight"
 
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "rotation": ({"rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}, r"rotary\.0\.frequencies\."),
-    "epsilon": ({"rms_norm_eps": 0.25}, r"configuration\.norm\.epsilon is 0\.25, not 1e-"),
-    "activation": ({"hidden_act": "gelu"}, r"layers\.0\.mlp\.activation is 'gelu', not 'silu'"),
-    "layers": ({"num_hidden_layers": 2}, r"configuration\.layers is 2 entries, not 3 entries"),
-    "tie": ({"tie_word_embeddings": True}, r"configuration\.tied"),
-    "a family that is not written down": ({"model_type": "bert"}, "of another model: its family 'bert'"),
-}
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = CASES["configs"]
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -137,16 +133,10 @@ def test_two_heads_are_not_one(partial: bool, checkpoint: Checkpoint) -> None:
 
 # ---------------------------------------------------------------- a part of the tensors
 
-PARTS: list[tuple[str, str, Any]] = [
-    ("llama", "float32", None), ("qwen3", "float32", "int8"), ("qwen3", "bfloat16", None), ("qwen2", "float16", None),
-    ("phi3", "float32", None), ("gpt2", "float32", None), ("gpt-oss", "bfloat16", "int4"),
-    ("gpt-oss", "bfloat16", None), ("llama", "bfloat16", "int4"), ("ernie4.5moe", "float32", "int8"),
-    ("gemma4moe", "float32", None), ("granitehybrid", "float32", None),
-    ("qwen2moe", "float32", None), ("qwen3next", "float32", None), ("kimi-linear", "float32", None),
-]  # fmt: skip
+PARTS: list[tuple[str, str, Any]] = CASES["parts"]
+"""Merged matrices, biases, tied ones, transposed ones, mixtures with their experts apart and together, states."""
 TOGETHER: list[tuple[str, str, Any]] = [("llama", "bfloat16", "int8")]
 """Some matrices share a panel."""
-"""Merged matrices, biases, tied ones, transposed ones, mixtures with their experts apart and together, states."""
 
 
 @pytest.mark.parametrize(

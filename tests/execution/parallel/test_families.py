@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.data import cases_of
 from support.drive import prompts
 from support.forwards import Forwards
 from support.long import LONG
@@ -24,21 +25,11 @@ from asyncengine.execution.layers.sharded import LocalWeight, ShardedWeight
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.progress import LoadProgress
 
+CASES = cases_of(__file__)
+
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
-FORMS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "float32", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-}
-SOME = [
-    ("qwen3", "bfloat16", 2), ("gemma3", "float32", 3), ("mixtral", "int8", 2), ("qwen3.5moe", "int4", 2),
-    ("gpt-oss", "int8", 2), ("kimi-linear", "float32", 2), ("kimi-linear", "int8", 3), ("nemotron-h", "int8", 2),
-    ("gemma4", "int4", 2), ("falcon-h1", "bfloat16", 2), ("qwen3next, plain", "int8", 2), ("lfm2", "bfloat16", 2),
-    ("stablelm, norms of heads", "float32", 2), ("olmoe", "float32", 2), ("gpt2", "int8", 2), ("qwen2", "float32", 4),
-    ("qwen3.5", "bfloat16", 4), ("falcon-40b", "int8", 2), ("lfm3", "int8", 2), ("olmo-hybrid", "float32", 2),
-    ("bloom", "bfloat16", 3), ("mpt", "float32", 2), ("deepseek-v2", "float32", 2), ("deepseek-v3", "int8", 2),
-]  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = CASES["forms"]
+SOME = CASES["some"]
 WHOLE = {"hunyuanmoe": FORMS}
 """Forms in which a family cannot be split: it runs through transformers' modules."""
 EVERY = [(family, form, 2) for family in FAMILIES for form in FORMS if form not in WHOLE.get(family, ())]

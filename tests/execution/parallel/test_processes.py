@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from support import forked
+from support.data import cases_of
 from support.long import LONG, TIMES
 
 from asyncengine import AsyncEngine, EngineDead, InvalidParameter, SamplingParams
@@ -208,18 +209,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], says: str) -> None:
         EngineConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "reason"),
-    [
-        ("demo-embed", {}, "an encoder is computed by one process"),
-        ("demo", {"fuse": False}, "runs through transformers' modules"),
-        ("demo", {"dtype": "float16"}, "cannot be split: .*float16"),
-        ("demo", {"tensor_parallel": 64}, "too few outputs"),
-        ("demo", {"tensor_parallel": 1, "pipeline_parallel": 7}, "it has 6 layers"),
-        ("demo", {"tensor_parallel": 1, "pipeline_parallel": 2, "pooling": "mean"}, "vectors are computed by one"),
-        ("demo", {"tensor_parallel": 1, "pipeline_parallel": 2, "max_steps_in_flight": 3}, "must be at most"),
-    ],
-)
+@pytest.mark.parametrize(("model", "settings", "reason"), cases_of(__file__))
 async def test_what_cannot_be_split_is_refused(
     model: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

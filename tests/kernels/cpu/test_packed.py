@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.data import cases_of
 from support.long import LONG
 from support.teams import team_of
 
@@ -15,6 +16,8 @@ pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import packed, vectors, widened
 from asyncengine.kernels.cpu.jit import kind_of
+
+CASES = cases_of(__file__)
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 FORMS = [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF)]
@@ -275,19 +278,7 @@ def test_what_fits(dtype: torch.dtype, inputs: int, fits: bool) -> None:
     assert packed.packing_fits(dtype, inputs) == fits
 
 
-@pytest.mark.parametrize(
-    ("features", "floats", "halves"),
-    [
-        ("+avx2,+fma", True, True),
-        ("+avx2", False, False),
-        ("+avx", False, False),
-        ("+fp-armv8,+neon", True, True),
-        ("+fp-armv8", False, False),
-        ("+avx2,+fma,+avx512f", True, True),
-        ("+avx2,+fma,+avx512f,+avx512bf16", True, True),
-        ("+avx2,+fma,+avx512f,+avx512bf16,+amx-bf16", True, True),
-    ],
-)
+@pytest.mark.parametrize(("features", "floats", "halves"), CASES["panels"])
 def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
@@ -298,17 +289,7 @@ def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch
     assert not packed.packing_pays(torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("variables", "may"),
-    [
-        ({}, True),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
-        ({"DNNL_MAX_CPU_ISA": "avx2"}, False),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True),
-        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, True),
-        ({"ONEDNN_MAX_CPU_ISA": ""}, True),
-    ],
-)
+@pytest.mark.parametrize(("variables", "may"), CASES["onednn"])
 def test_onednns_own_limit_holds_for_these_kernels(variables: dict[str, str], may: bool) -> None:
     assert vectors.may_use_matrix_unit(variables) is may
 

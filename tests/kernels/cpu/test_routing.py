@@ -9,19 +9,12 @@ import torch
 
 pytest.importorskip("numba")
 
+from support.data import cases_of
+
 from asyncengine.execution.layers.routing import RouterConfig, route
 from asyncengine.kernels.cpu import routing
 
-FORMS: dict[str, dict[str, Any]] = {
-    "softmax": {"normalised": False},
-    "softmax of the chosen": {},
-    "least sum": {"least_sum": 0.6},
-    "sigmoid": {"scores": "sigmoid", "scale": 2.5, "correction": "c"},
-    "groups": {"scores": "sigmoid", "groups": 4, "groups_kept": 2, "correction": "c", "normalised": False},
-    "best groups": {"groups": 4, "groups_kept": 2, "groups_by_best": True, "normalised": False},
-    "factors": {"by_expert": "f"},
-    "sparsemixer": {"scores": "sparsemixer", "spread": 0.4},
-}
+FORMS: dict[str, dict[str, Any]] = cases_of(__file__)
 EXPERTS = 16
 
 

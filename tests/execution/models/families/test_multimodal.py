@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.data import cases_of
 from support.drive import prompts
 from support.forwards import Forwards, transformers_logits
 from support.multimodal_models import CONFIGS, VIDEO, save_multimodal
@@ -20,6 +21,8 @@ from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import LoadedModel, load_model
 from asyncengine.execution.models.mapped import OpenFiles
+
+CASES = cases_of(__file__)
 
 CONFIG = EngineConfig(page_size=4, kv_cache_memory="8MiB", show_progress=False)
 LONG, SHORT = prompts([45, 11], VIDEO)
@@ -57,17 +60,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
         assert largest_error(expected, found) < 1e-5, f"chunk {chunk}"
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "head"),
-    [
-        ("qwen2_5_vl", "model.", "model.language_model.", "lm_head."),
-        ("gemma3", "language_model.model.", "model.language_model.", "lm_head."),
-        ("qwen3_vl", "model.language_model.", "language_model.model.", "language_model.lm_head."),
-        ("llava", "language_model.model.", "model.language_model.model.", "model.language_model.lm_head."),
-        ("smolvlm", "model.text_model.", "text_model.", "lm_head."),
-        ("qwen3_vl_moe", "model.language_model.", "language_model.", "lm_head."),
-    ],
-)
+@pytest.mark.parametrize(("name", "old", "new", "head"), CASES["names"])
 def test_names_of_other_releases(name: str, old: str, new: str, head: str, tmp_path: Path) -> None:
     model = save_multimodal(name, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -122,19 +115,7 @@ def test_towers_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert loaded.weights_bytes == load_model(str(tmp_path), CONFIG).weights_bytes < 2**21
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (
-            {"model_type": "llava", "text_config": {"model_type": "gpt_neox"}},
-            "'llava' with a language model 'gpt_neox'",
-        ),
-        (
-            {"model_type": "paligemma", "architectures": ["PaliGemmaForConditionalGeneration"], "vision_config": {}},
-            "'paligemma'.*images are not read here, and the text of these alone is served: .*gemma3, .*qwen3_vl",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "said"), CASES["refused"])
 def test_others_are_refused_by_name(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -144,7 +144,8 @@ def _check_schema(text: str, max_depth: int, check: _Patterns) -> None:
     _check_tree(schema, max_depth, check, long=len(text) > MAX_LITERAL)
     multiple = 1
     for _, node in subschemas(schema):
-        for pattern in (node.get("pattern"), *(_named(node.get("patternProperties")))):
+        keys, named, options = (_dict(node.get(key)) for key in ("patternProperties", "properties", "x-guidance"))
+        for pattern in (node.get("pattern"), *keys, *options.values()):
             if isinstance(pattern, str):
                 check.pattern(pattern)
         if "multipleOf" in node:
@@ -153,24 +154,25 @@ def _check_schema(text: str, max_depth: int, check: _Patterns) -> None:
             least = node.get(keyword)
             if isinstance(least, (int, float)) and least > most:
                 raise _too_large(keyword, str(most), least)
-        if len(_named(node.get("patternProperties"))) > MAX_PATTERNS:
-            raise _too_large("an object", f"{MAX_PATTERNS} patternProperties", len(node["patternProperties"]))
-        named, required = node.get("properties"), node.get("required")
-        if isinstance(named, dict) and len(named) > MAX_OPTIONAL:
-            optional = len(named) - (len(required) if isinstance(required, list) else 0)
-            if optional > MAX_OPTIONAL:
-                raise _too_large("an object", f"{MAX_OPTIONAL} optional properties", optional)
-        options = node.get("x-guidance")
-        if isinstance(options, dict):
-            for pattern in options.values():
-                if isinstance(pattern, str):
-                    check.pattern(pattern)
-    if isinstance(schema, dict) and '"$ref"' in text and schema_chain(schema) > MAX_CHAIN:
+        if len(keys) > MAX_PATTERNS:
+            raise _too_large("an object", f"{MAX_PATTERNS} patternProperties", len(keys))
+        required = node.get("required")
+        if (optional := len(named) - (len(required) if isinstance(required, list) else 0)) > MAX_OPTIONAL:
+            raise _too_large("an object", f"{MAX_OPTIONAL} optional properties", optional)
+
+    def steps(node: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        """Schemas that are open inside `node`. Definitions count where something refers to them."""
+        target = resolve(schema, node)
+        found = [target] if isinstance(target, dict) and target is not node else []
+        found += [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
+        return [(id(child), child) for child in found]
+
+    if isinstance(schema, dict) and '"$ref"' in text and _chain(schema, steps) > MAX_CHAIN:
         raise _too_large("nesting through $ref", f"{MAX_CHAIN} schemas")
 
 
-def _named(value: Any) -> list[str]:
-    return list(value) if isinstance(value, dict) else []
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _multiple(so_far: int, value: Any) -> int:
@@ -209,16 +211,17 @@ def _check_tree(value: Any, max_depth: int, check: _Patterns, long: bool) -> Non
 
 
 def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
-    depth = 0
-    previous = ""
     found = [(kind, token) for kind, token, _ in placed(text)]
-    alternatives = sum(token == "|" for _, token in found)
-    if alternatives > MAX_ALTERNATIVES:
+    if (alternatives := sum(token == "|" for _, token in found)) > MAX_ALTERNATIVES:
         raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)
     left_out = sum(token in ("?", "*", "[") for kind, token in found if kind == "other")
     if left_out > MAX_LEFT_OUT:
         raise _too_large("Lark", f"{MAX_LEFT_OUT} items that may be left out", left_out)
-    for kind, token in found:
+    depth = 0
+    mentioned: list[str] = []  # names, in order, in the rule that is read
+    rules = {"start": mentioned}
+    tokens = [token for _, token in found]
+    for previous, (kind, token), following in zip(["", *tokens], found, [*tokens[1:], ""], strict=False):
         if kind == "json":
             _check_schema(token, max_depth, check)
         elif kind == "regex":
@@ -227,81 +230,35 @@ def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
             check.literal(token)
         elif kind == "number" and previous in ("{", ",", "~"):
             _count(token)
+        elif kind == "name" and following == ":":
+            mentioned = rules.setdefault(token, [])
+        elif kind == "name":
+            mentioned.append(token)
         elif kind == "other":
             depth += (token in "([{") - (token in ")]}")
             if depth > max_depth:
                 raise _too_large("Lark", f"{max_depth} levels of nesting (max_grammar_depth)", depth)
-        previous = token
-    rules = lark_rules(found)
     if (levels := len(rules) + sum(token in ("(", "[") for _, token in found)) > MAX_LEVELS:
         raise _too_large("Lark", f"{MAX_LEVELS} rules and groups", levels)
-    if rule_chain(rules) > MAX_CHAIN:
+    if _chain("start", lambda name: [(other, other) for other in rules.get(name, ())]) > MAX_CHAIN:
         raise _too_large("rules that begin one another", f"{MAX_CHAIN} rules in a chain")
 
 
-Node = Any
-
-
-def deepest(start: Node, steps: Callable[[Node], Sequence[tuple[Any, Node]]]) -> int:
-    """The worse of two orders of visiting (`depth_first`)."""
-    return max(depth_first(start, steps), depth_first(start, lambda node: reversed(steps(node))))
-
-
-def depth_first(start: Node, neighbours: Callable[[Node], Iterable[tuple[Any, Node]]]) -> int:
-    """Length of the longest stack of a depth-first walk that enters each node (by key) once: so deep a library recurses
-    through references (text that nests nowhere can overflow its stack: `a: b`, `b: c`, ... is one call per rule). We do
-    not recurse ourselves."""
-    seen: dict[Any, bool] = {}
-    stack = [iter(neighbours(start))]
+def _chain(start: Any, steps: Callable[[Any], Sequence[tuple[Any, Any]]]) -> int:
+    """Length of the longest stack of a depth-first walk that enters each node (by key) once, in the worse of two orders
+    of visiting: so deep a library recurses through references (text that nests nowhere can overflow its stack: `a: b`,
+    `b: c`, ... is one call per rule). We do not recurse ourselves."""
     longest = 1
-    while stack:
-        for key, node in stack[-1]:
-            if key not in seen:
-                seen[key] = True
-                stack.append(iter(neighbours(node)))
-                longest = max(longest, len(stack))
-                break
-        else:
-            stack.pop()
+    for order in (1, -1):
+        seen = set[Any]()
+        stack = [iter(steps(start)[::order])]
+        while stack:
+            for key, node in stack[-1]:
+                if key not in seen:
+                    seen.add(key)
+                    stack.append(iter(steps(node)[::order]))
+                    longest = max(longest, len(stack))
+                    break
+            else:
+                stack.pop()
     return longest
-
-
-def schema_chain(schema: dict[str, Any]) -> int:
-    """Most schemas open at once: nesting and local references together.
-
-    Definitions count where something refers to them.
-    """
-
-    def steps(node: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-        target = resolve(schema, node)
-        found = [target] if isinstance(target, dict) and target is not node else []
-        found += [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
-        return [(id(child), child) for child in found]
-
-    return deepest(schema, steps)
-
-
-def rule_chain(rules: Mapping[str, Sequence[str]]) -> int:
-    """Most Lark rules open at once, from `start`. `rules`: name -> names in its text."""
-    return deepest("start", lambda name: [(other, other) for other in rules.get(name, ())])
-
-
-def lark_rules(tokens: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Rule name -> names it mentions, in order, from a Lark text's tokens. A rule begins `name:` or `name[...]:`."""
-    rules: dict[str, list[str]] = {}
-    current = rules.setdefault("start", [])
-    pending = ""
-    for kind, token in tokens:
-        if kind == "name":
-            if pending:
-                current.append(pending)
-            pending = token
-        elif pending and kind == "other" and token == ":":
-            current = rules.setdefault(pending, [])
-            pending = ""
-        elif pending and not (kind == "other" and token == "["):
-            current.append(pending)
-            pending = ""
-    if pending:
-        current.append(pending)
-    return rules

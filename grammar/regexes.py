@@ -82,43 +82,40 @@ class _Reader:
         return Pattern(flags, [self._part(branch, flags, here, first, whole) for branch in branches])
 
     def _part(self, branch: list[Token], flags: str, here: bool, first: bool, whole: bool) -> Alternative:
-        at = _special(branch)
-        before, end = branch[:at], whole
+        before, opening, looked_for, rest = _cut(branch)
+        end = whole
         while first and before[:1] and before[0][0] == "start":
             before, here = before[1:], True
-        while at is None and before[-1:] and before[-1][0] == "end":
+        while not opening and before[-1:] and before[-1][0] == "end":
             before, end = before[:-1], True
-        if any(kind in ("start", "end") for kind, _ in before) or (before and before[0][0] == "quant"):
+        if any(kind in ("start", "end") for kind, _ in before) or any(
+            each[0][0] == "quant" for each in (before, rest) if each
+        ):
             raise _unsupported(branch)
         text = "".join(text for _, text in before)
-        if at is None:
+        if not opening:
             return Alternative(text, here, end, None)
-        close, first = _closing(branch, at), first and here and not before
-        rest = branch[close + 1 :]
-        if rest and rest[0][0] == "quant":
-            raise _unsupported(branch)
         self._spend(1, branch)
-        inner = self.pattern(branch[at + 1 : close], flags, here=True, first=first, whole=False)
+        first = first and here and not before
+        inner = self.pattern(looked_for, flags, here=True, first=first, whole=False)
         following = self.pattern(rest, flags, here=True, first=first, whole=whole)
-        return Alternative(text, here, False, ("" if branch[at][1] == "(?=" else "~", inner, following))
+        return Alternative(text, here, False, ("" if opening == "(?=" else "~", inner, following))
 
     def _apart(self, branch: list[Token], whole: bool) -> Iterator[list[Token]]:
         """The alternatives of a group with a look-ahead or an anchor one by one, up to the first look-ahead."""
-        at = _special(branch)
-        if at is None or branch[at][1] in AHEAD:
+        before, opening, inner, rest = _cut(branch)
+        if not opening or opening in AHEAD:
             yield branch
             return
-        close = _closing(branch, at)
-        before, inner, rest = branch[:at], branch[at + 1 : close], branch[close + 1 :]
         quant = rest[0][1] if rest and rest[0][0] == "quant" else ""
         if quant and quant[0] != "?":
             found = [_tempered(inner, rest, whole)]
-            if found == [[]]:
-                raise _unsupported(branch)
-        elif branch[at][1].endswith(":") and branch[at][1] != "(?:":  # its flags hold in it alone
-            raise _unsupported(branch)
+        elif opening.endswith(":") and opening != "(?:":  # its flags hold in it alone
+            found = [[]]
         else:
             found = [[*option, *rest[bool(quant) :]] for option in [*_branches(inner), *([[]] if quant else [])]]
+        if found == [[]]:
+            raise _unsupported(branch)
         self._spend(len(found), branch)
         for tokens in found:
             yield from self._apart([*before, *tokens], whole)
@@ -134,35 +131,26 @@ def _tempered(inner: list[Token], rest: list[Token], whole: bool) -> list[Token]
     found: list[Token] = []
     last = inner[-1:]
     while inner[:1] == [("open", "(?!")]:
-        close = _closing(inner, 0)
-        look = [("open", "(?="), *last, ("close", ")"), ("open", "(?:"), *inner[1:close], ("close", ")")]
+        _, _, wrong, inner = _cut(inner)
+        look = [("open", "(?="), *last, ("close", ")"), ("open", "(?:"), *wrong, ("close", ")")]
         found += [("open", "(?!"), *last, ("quant", "*"), *look, ("close", ")")]
-        inner = inner[close + 1 :]
     at_end = all(kind == "end" for kind, _ in rest[1:]) and (whole or len(rest) > 1)
     return [*found, *last, *rest] if at_end and found and len(inner) == 1 and inner[0][0] == "atom" else []
 
 
-def _special(tokens: list[Token]) -> int | None:
-    """The index of the first look-ahead, or of the first group in which there is one or an anchor."""
-    at = 0
-    while at < len(tokens):
-        if tokens[at][0] == "open":
-            close = _closing(tokens, at)
-            if any(kind in ("start", "end") or text in AHEAD for kind, text in tokens[at:close]):
-                return at
-            at = close
-        at += 1
-    return None
-
-
-def _closing(tokens: list[Token], at: int) -> int:
-    """The index at which the group closes that opens at `at`."""
-    depth = 0
-    for index in range(at, len(tokens)):
-        depth += (tokens[index][0] == "open") - (tokens[index][0] == "close")
-        if not depth:
-            return index
-    raise AssertionError("the parentheses are balanced")
+def _cut(tokens: list[Token]) -> tuple[list[Token], str, list[Token], list[Token]]:
+    """What comes before the first look-ahead, or before the first group in which there is one or an anchor; how that
+    begins, what is in it, and what follows. Without any: all, and nothing."""
+    depth = begin = 0
+    special = False
+    for at, (kind, text) in enumerate(tokens):
+        if kind == "open" and not depth:
+            begin, special = at, False
+        depth += (kind == "open") - (kind == "close")
+        special = special or kind in ("start", "end") or text in AHEAD
+        if kind == "close" and not depth and special:
+            return tokens[:begin], tokens[begin][1], tokens[begin + 1 : at], tokens[at + 1 :]
+    return tokens, "", [], []
 
 
 def _branches(tokens: list[Token]) -> list[list[Token]]:
@@ -188,25 +176,23 @@ def _unsupported(tokens: list[Token]) -> GrammarUnsupported:
     raise AssertionError("nothing else is refused")
 
 
+_CODE = r"[xu]\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[pP]\{[^{}]{1,64}\}|[0-9]+"
+"""An escape of several characters, without its backslash."""
 _TOKEN = re.compile(
-    r"""
-      (?P<escape> \\(?: x\{[0-9A-Fa-f]{1,8}\} | x[0-9A-Fa-f]{2} | u\{[0-9A-Fa-f]{1,8}\} | u[0-9A-Fa-f]{4}
-                      | U[0-9A-Fa-f]{8} | [pP]\{[^{}]{1,64}\} | [0-9]+ | . | \Z ) )
-    | (?P<set>    \[ \^? \]? (?: \[:\^?[a-z]{1,16}:\] | \\. | [^\]\\] )* (?: \] | \\?\Z ) )
-    | (?P<flags>  \(\? [A-Za-z-]{1,8} \) )
-    | (?P<open>   \( (?: \? (?: P?<[A-Za-z_][A-Za-z0-9_]{0,63}> | [A-Za-z-]{0,8}: | P[=>] | <?[=!] | [>(\#] )? )? )
+    rf"""
+      (?P<escape> \\(?: {_CODE} | . | \Z ) )
+    | (?P<set>    \[ \^? \]? (?: \[:\^?[a-z]{{1,16}}:\] | \\. | [^\]\\] )* (?: \] | \\?\Z ) )
+    | (?P<flags>  \(\? [A-Za-z-]{{1,8}} \) )
+    | (?P<open>   \( (?: \? (?: P?<[A-Za-z_][A-Za-z0-9_]{{0,63}}> | [A-Za-z-]{{0,8}}: | P[=>] | <?[=!] | [>(\#] )? )? )
     | (?P<close>  \) )
     | (?P<bar>    \| )
-    | (?P<quant>  (?: [*+?] | \{ (?: [0-9]+ (?: ,[0-9]* )? | ,[0-9]* ) \} ) [?+]? )
+    | (?P<quant>  (?: [*+?] | \{{ (?: [0-9]+ (?: ,[0-9]* )? | ,[0-9]* ) \}} ) [?+]? )
     | (?P<other>  . )
     """,
     re.VERBOSE | re.DOTALL,
 )
-_IN_SET = re.compile(
-    r"\[:\^?[a-z]{1,16}:\]|\\(?:[xu]\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}"
-    r"|[pP]\{[^{}]{1,64}\}|[0-9]+|.)|.",
-    re.DOTALL,
-)
+_IN_SET = re.compile(r"(ITEM)(?:-(ITEM))?".replace("ITEM", rf"\[:\^?[a-z]{{1,16}}:\]|\\(?:{_CODE}|.)|."), re.DOTALL)
+"""A character or class of a set, and perhaps the end of a range that begins there."""
 LOOK_AHEAD = "look-ahead"
 _NAMES = {
     "(?=": LOOK_AHEAD, "(?!": LOOK_AHEAD, "(?<=": "look-behind", "(?<!": "look-behind", "(?>": "atomic group",
@@ -290,6 +276,7 @@ def _refused(kind: str, text: str) -> str | None:
 
 def _tokens(pattern: str) -> list[Token]:
     tokens: list[Token] = []
+    depth = lowest = 0
     for match in _TOKEN.finditer(pattern):
         kind, text = match.lastgroup or "", match.group()
         name = _refused(kind, text)
@@ -307,7 +294,10 @@ def _tokens(pattern: str) -> list[Token]:
             tokens.append(("atom", "\\" + text if text in "{}]" else text))
         else:
             tokens.append((kind, text))
-    _balanced(tokens)
+            depth += (kind == "open") - (kind == "close")
+            lowest = min(lowest, depth)
+    if depth or lowest:
+        raise GrammarError("grammar", "the pattern's parentheses are not balanced")
     return tokens
 
 
@@ -329,16 +319,8 @@ def _set(text: str) -> str:
     if len(text) < 2 or not text.endswith("]") or text in ("[]", "[^]"):
         raise GrammarError("grammar", "a character set of the pattern is not closed")
     head = "[^" if text.startswith("[^") else "["
-    items = [match.group() for match in _IN_SET.finditer(text, len(head), len(text) - 1)]
-    out = []
-    index = 0
-    while index < len(items):
-        out.append(_letter(items[index]))
-        if index + 2 < len(items) and items[index + 1] == "-":
-            out.append("-" + _letter(items[index + 2]))
-            index += 2
-        index += 1
-    return head + "".join(out) + "]"
+    items = _IN_SET.sub(lambda m: _letter(m[1]) + (f"-{_letter(m[2])}" if m[2] else ""), text[len(head) : -1])
+    return f"{head}{items}]"
 
 
 def _letter(item: str) -> str:
@@ -347,13 +329,3 @@ def _letter(item: str) -> str:
     if len(item) == 1:
         return "\\" + item if item in "[]&~-^" else item
     return item if item.startswith("[:") else _escape(item)
-
-
-def _balanced(tokens: list[Token]) -> None:
-    depth = 0
-    for kind, _ in tokens:
-        depth += (kind == "open") - (kind == "close")
-        if depth < 0:
-            break
-    if depth != 0:
-        raise GrammarError("grammar", "the pattern's parentheses are not balanced")

@@ -4,8 +4,8 @@ A `ChatPlanner` is made once per model; its `plan` is asked once per request.
 """
 
 from asyncengine.grammar.chat.calls import ChatReader, Parsed
-from asyncengine.grammar.chat.detect import find_reasoning, find_tool_format, reasoning_state
-from asyncengine.grammar.chat.formats import TOOL_FORMATS, Reasoning, ToolFormat
+from asyncengine.grammar.chat.detect import find_reasoning, find_tool_format
+from asyncengine.grammar.chat.formats import TOOL_FORMATS, Reasoning, ToolFormat, reasoning_state
 from asyncengine.grammar.chat.parser import OutputParser
 from asyncengine.grammar.chat.plan import ChatPlan, ChatPlanner
 

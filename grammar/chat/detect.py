@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat.formats import (
-    REASONING_MARKERS,
-    TABLES,
-    TOOL_FORMATS,
-    Reasoning,
-    ReasoningState,
-    ToolFormat,
-)
+from asyncengine.grammar.chat.formats import REASONING_MARKERS, TABLES, TOOL_FORMATS, Reasoning, ToolFormat
 from asyncengine.grammar.marks import NUMBER
 from asyncengine.text.tokenizer import TextTokenizer
 
@@ -36,46 +30,27 @@ def recognised(text: str, forms: Iterable[ToolFormat], names: Sequence[str], key
     return None
 
 
-def by_sign(template: str, tokens: Collection[str], forms: Iterable[ToolFormat]) -> ToolFormat | None:
-    """The format that a template which renders no calls hints at; the one with most signs. `tokens`: the names of the
-    model's special tokens, which are signs too if they look like nothing else ("<tool_call>" is in many vocabularies).
-    """
-    signed = [
-        form
-        for form in forms
-        if form.signs and all(s in template or (s.startswith("<|") and s in tokens) for s in form.signs)
-    ]
-    found = max(signed, key=lambda form: len(form.signs), default=None)
-    return None if found is None else replace(found, rendered=False)
-
-
 def _pattern(form: ToolFormat, names: Sequence[str], key: str, value: str) -> str:
-    """Blanks between two texts belong to the second, but behind a name, a key or a value to what closes it."""
-    out = [_group("trigger", _blanks(form.trigger)), _group("opening", _led(form.opening))]
-    again = _blanks(form.trigger) + _led(form.opening) if form.each else ""
-    for index, name in enumerate(names):
-        if index:
-            out += [_group("separator", _led(form.separator)), again]
-        out.append(_call_pattern(form, name, key, value, named=index == 0))
-    return "".join(out) + _group("closing", _led(form.closing))
-
-
-def _call_pattern(form: ToolFormat, name: str, key: str, value: str, named: bool) -> str:
-    def part(field: str, pattern: str) -> str:
-        return _group(field, pattern) if named else pattern
-
+    """Blanks between two texts belong to the second, but behind a name, a key or a value to what closes it. Groups of
+    the first call have the names of the format's fields."""
     own = form.members
     if own is None:
         arguments = rf'\{{\s*"{key}":\s*"{value}"\s*\}}'
     else:
-        close = own.string_key_close or own.key_close
         quote = "" if own.values == "raw" else re.escape(own.quote) or "[\"']"
-        arguments = part("key_open", _led(own.key_open)) + key + part("key_close", _blanks(close) + r"\s*")
-        arguments += quote + value + quote + part("value_close", _led(own.value_close) + r"\s*")
+        close = own.string_key_close or own.key_close
+        arguments = f"(?P<key_open>{_led(own.key_open)}){key}(?P<key_close>{_blanks(close)}\\s*)"
+        arguments += f"{quote}{value}{quote}(?P<value_close>{_led(own.value_close)}\\s*)"
     arguments += r"(?:\s*,[^{}]*)?" if form.is_object else ""
-    head = part("name_open", _led(form.name_open)) + name + CALL_ID
-    head += part("name_close", _blanks(form.name_close) + r"\s*")
-    return head + arguments + part("call_close", _led(form.call_close))
+    head, behind = f"(?P<name_open>{_led(form.name_open)})", f"{CALL_ID}(?P<name_close>{_blanks(form.name_close)}\\s*)"
+    call_close = f"(?P<call_close>{_led(form.call_close)})"
+    first, *others = (f"{head}{name}{behind}{arguments}{call_close}" for name in names)
+    again = _blanks(form.trigger) + _led(form.opening) if form.each else ""
+    more = (
+        f"(?P<separator>{_led(form.separator)}){again}{re.sub(r'[(][?]P<[a-z_]+>', '(?:', call)}" for call in others
+    )
+    begin = f"(?P<trigger>{_blanks(form.trigger)})(?P<opening>{_led(form.opening)})"
+    return f"{begin}{first}{''.join(more)}(?P<closing>{_led(form.closing)})"
 
 
 @lru_cache(maxsize=512)
@@ -89,10 +64,6 @@ def _blanks(text: str) -> str:
 
 def _led(text: str) -> str:
     return r"\s*" + _blanks(text.lstrip())
-
-
-def _group(name: str, pattern: str) -> str:
-    return f"(?P<{name}>{pattern})"
 
 
 def _with_blanks(form: ToolFormat, found: re.Match[str]) -> ToolFormat:
@@ -113,6 +84,7 @@ def _with_blanks(form: ToolFormat, found: re.Match[str]) -> ToolFormat:
 
 
 QUESTION = "Zquestion9"
+ASKED, ANSWERED = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Zanswer9"}
 NAMES = ("zprobe_one", "zprobe_two")
 ARGUMENTS = '{"zkey": "zvalue"}'
 TOOL = json.loads(TABLES["probe"])
@@ -136,18 +108,25 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
         return TOOL_FORMATS["harmony"]
     rendered = False
     for count in (2, 1):
-        found = _rendered_call(tokenizer, count)
-        if found is None:
+        if (texts := _rendered_call(tokenizer, count)) is None:
             continue
         rendered = True
-        whole, differing = found
+        whole, differing = texts
         form = recognised(whole, _SPECIFIC, NAMES[:count], "zkey", "zvalue")
         form = form or _read_json(differing, count)
         if form is not None:
             return form
     if rendered or not template or not drops_calls(tokenizer):
         return None
-    return by_sign(template, tokenizer.get_vocab(), TOOL_FORMATS.values())
+    # names of special tokens are signs too if they look like nothing else ("<tool_call>" is in many vocabularies)
+    tokens = tokenizer.get_vocab()
+    signed = [
+        form
+        for form in TOOL_FORMATS.values()
+        if form.signs and all(s in template or (s.startswith("<|") and s in tokens) for s in form.signs)
+    ]
+    found = max(signed, key=lambda form: len(form.signs), default=None)
+    return None if found is None else replace(found, rendered=False)
 
 
 def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
@@ -156,35 +135,45 @@ def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
     Having them as tokens says nothing: families share one vocabulary among models that reason and models that do not.
     """
     template = template_text(tokenizer)
-    found = _markers_in(template)
-    if found is None and template:  # there are templates that put the markers together
-        found = _markers_in(_render(tokenizer, [{"role": "user", "content": QUESTION}], None, prompt=True))
-    return found
+    # there are templates that put the markers together
+    for ask in (lambda: template, lambda: _render(tokenizer, [ASKED], None, prompt=True) if template else ""):
+        text = ask()
+        for pair in REASONING_MARKERS:
+            if all(mark in text for mark in (pair.end, pair.answer_end, pair.sign)):
+                return pair
+    return None
 
 
-def _markers_in(template: str) -> Reasoning | None:
-    fitting = (pair for pair in REASONING_MARKERS if all(mark in template for mark in (pair.end, pair.answer_end)))
-    return next((pair for pair in fitting if pair.sign in template), None)
+def chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
+    """The format that the setting `tool_format` means for a model. Raises `InvalidParameter`."""
+    if name == "none":
+        return None
+    if name != "auto" and (not isinstance(name, str) or name not in TOOL_FORMATS):
+        known = ", ".join(repr(name) for name in ("auto", "none", *TOOL_FORMATS))
+        raise InvalidParameter("tool_format", f"must be one of {known}", name)
+    if not tokenizer.has_chat_template:
+        return None if name == "auto" else TOOL_FORMATS[str(name)]
+    found, drops, generic = find_tool_format(tokenizer), drops_calls(tokenizer), not tokenizer.reads_tools
+    if found is not None and name in ("auto", found.family):
+        return found  # the template knows the exact blanks
+    if name == "auto" and not (generic and drops):
+        return None
+    return replace(TOOL_FORMATS["hermes" if name == "auto" else str(name)], rendered=not drops, generic=generic)
 
 
-def reasoning_state(prompt_tail: str, reasoning: Reasoning | None, specials: Sequence[str] = ()) -> ReasoningState:
-    """The state in which the end of a rendered prompt leaves the model.
-
-    A marker counts if nothing but whitespace follows it, or nothing that begins or ends a turn: no name of a special
-    token (`specials`). Without knowing any, only whitespace may follow.
-    """
-    if reasoning is None:
-        return "none"
-    starts, ends = prompt_tail.rfind(reasoning.start), prompt_tail.rfind(reasoning.end)
-    if starts < 0 and ends < 0:
-        return "undecided"
-    is_open = starts > ends
-    marker = reasoning.start if is_open else reasoning.end
-    rest = prompt_tail[max(starts, ends) + len(marker) :]
-    turns = [name for name in specials if name and name not in (reasoning.start, reasoning.end)]
-    if rest.strip() and (not turns or any(name in rest for name in turns)):
-        return "undecided"
-    return "open" if is_open else "closed"
+def chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | None:
+    """The marks that the setting `reasoning` means for a model. Raises `InvalidParameter`."""
+    if start == "none":
+        return None
+    found = find_reasoning(tokenizer)
+    if start == "auto":
+        return found
+    # the template knows whether the answer has marks too
+    for pair in (*([found] if found else []), *(pair for pair in REASONING_MARKERS if not pair.answer)):
+        if start in (pair.start, pair.start.strip("<[>]")):
+            return pair
+    known = ", ".join(repr(pair.start) for pair in REASONING_MARKERS)
+    raise InvalidParameter("reasoning", f"must be 'auto', 'none' or a start marker: {known}", start)
 
 
 def template_text(tokenizer: TextTokenizer) -> str:
@@ -204,45 +193,32 @@ def _rendered_call(tokenizer: TextTokenizer, count: int) -> tuple[str, str] | No
     """The rendering of an answer with `count` calls, whole and from where it differs from one with plain text."""
     if not tokenizer.has_chat_template:
         return None
-    for before, calls, after, tools in _chats(count):
-        answer = {"role": "assistant", "content": None, "tool_calls": calls}
-        text = _render(tokenizer, [*before, answer, *after], tools)
-        if not all(name in text for name in NAMES[:count]):
-            continue
-        plain = _render(tokenizer, [*before, {"role": "assistant", "content": "Zanswer9"}], tools)
-        start = text.rfind(QUESTION) + len(QUESTION)
-        whole, other = text[start:], plain[plain.rfind(QUESTION) + len(QUESTION) :]
-        pairs = enumerate(zip(whole, other, strict=False))
-        return whole, whole[next((i for i, (a, b) in pairs if a != b), min(len(whole), len(other))) :]
+    for ids in IDS:
+        answer = {"role": "assistant", "content": None, "tool_calls": [_call(i, ids) for i in range(count)]}
+        results = [
+            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": "zresult"}
+            for name, call in zip(NAMES, answer["tool_calls"], strict=False)
+        ]
+        for after, tools in itertools.product(([], results), ([TOOL], None)):
+            text = _render(tokenizer, [ASKED, answer, *after], tools)
+            if not all(name in text for name in NAMES[:count]):
+                continue
+            plain = _render(tokenizer, [ASKED, ANSWERED], tools)
+            whole, other = (each[each.rfind(QUESTION) + len(QUESTION) :] for each in (text, plain))
+            pairs = enumerate(zip(whole, other, strict=False))
+            return whole, whole[next((i for i, (a, b) in pairs if a != b), min(len(whole), len(other))) :]
     return None
 
 
 def drops_calls(tokenizer: TextTokenizer) -> bool:
     """The template renders an answer with a call as if there was none, or not at all."""
-    asked = {"role": "user", "content": QUESTION}
-    answer = {"role": "assistant", "content": "Zanswer9"}
-    with_call = _render(tokenizer, [asked, {**answer, "tool_calls": [_call(0)]}], None)
-    return with_call in ("", _render(tokenizer, [asked, answer], None))
+    with_call = _render(tokenizer, [ASKED, {**ANSWERED, "tool_calls": [_call(0)]}], None)
+    return with_call in ("", _render(tokenizer, [ASKED, ANSWERED], None))
 
 
 def renders_system(tokenizer: TextTokenizer) -> bool:
     """The template renders what the system says."""
-    system = {"role": "system", "content": "Zsystem9"}
-    return "Zsystem9" in _render(tokenizer, [system, {"role": "user", "content": QUESTION}], None)
-
-
-def _chats(count: int) -> Iterator[tuple[list[Any], list[Any], list[Any], list[Any] | None]]:
-    """Question, calls, results and tools."""
-    before = [{"role": "user", "content": QUESTION}]
-    for ids in IDS:
-        calls = [_call(i, ids) for i in range(count)]
-        results = [
-            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": "zresult"}
-            for name, call in zip(NAMES, calls, strict=False)
-        ]
-        for after in ([], results):
-            for tools in ([TOOL], None):
-                yield before, calls, after, tools
+    return "Zsystem9" in _render(tokenizer, [{"role": "system", "content": "Zsystem9"}, ASKED], None)
 
 
 def _call(index: int, ids: str = "zid00000{index}") -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
@@ -120,6 +120,10 @@ class Reasoning:
     others: tuple[str, str] = ("", "")
     """Marks that may stand in the place of `answer` and `answer_end`."""
 
+    def with_marked_text(self, after_results: bool) -> Reasoning:
+        """With the marks of an answer where the model was told of tools; small ones go on with results behind some."""
+        return replace(self, answer=TEXT[0], answer_end=TEXT[1], others=RESULT if after_results else ("", ""))
+
 
 def _frozen(value: Any) -> Any:
     """`value` with tuples for lists."""
@@ -142,3 +146,23 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 """The usual text of each family. What a model's own template writes goes before it: `detect.find_tool_format`."""
 REASONING_MARKERS = tuple(Reasoning(**table) for table in TABLES["reasoning"])
 """Markers in use; of several that fit a template, the first counts."""
+
+
+def reasoning_state(prompt_tail: str, reasoning: Reasoning | None, specials: Sequence[str] = ()) -> ReasoningState:
+    """The state in which the end of a rendered prompt leaves the model.
+
+    A marker counts if nothing but whitespace follows it, or nothing that begins or ends a turn: no name of a special
+    token (`specials`). Without knowing any, only whitespace may follow.
+    """
+    if reasoning is None:
+        return "none"
+    starts, ends = prompt_tail.rfind(reasoning.start), prompt_tail.rfind(reasoning.end)
+    if starts < 0 and ends < 0:
+        return "undecided"
+    is_open = starts > ends
+    marker = reasoning.start if is_open else reasoning.end
+    rest = prompt_tail[max(starts, ends) + len(marker) :]
+    turns = [name for name in specials if name and name not in (reasoning.start, reasoning.end)]
+    if rest.strip() and (not turns or any(name in rest for name in turns)):
+        return "undecided"
+    return "open" if is_open else "closed"

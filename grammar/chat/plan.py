@@ -13,15 +13,7 @@ from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat import detect
 from asyncengine.grammar.chat.calls import Parser
-from asyncengine.grammar.chat.formats import (
-    REASONING_MARKERS,
-    RESULT,
-    TEXT,
-    TOOL_FORMATS,
-    Reasoning,
-    ReasoningState,
-    ToolFormat,
-)
+from asyncengine.grammar.chat.formats import TOOL_FORMATS, Reasoning, ReasoningState, reasoning_state
 from asyncengine.grammar.chat.harmony import MARKS, NEXT, THOUGHTS, ChannelParser, channel_grammar
 from asyncengine.grammar.chat.lark import Answer, AnswerGrammar
 from asyncengine.grammar.chat.parser import OutputParser
@@ -48,59 +40,51 @@ def response_grammar(response_format: object) -> Grammar | None:
     term that `Grammar.of` takes. Objects of a schema are closed unless its `strict` is False; then, too, what the
     grammar library cannot enforce is left out. Raises `InvalidParameter` naming the part.
     """
-    if response_format is None:
-        return None
-    if isinstance(response_format, Grammar):
+    if response_format is None or isinstance(response_format, Grammar):
         return response_format
-    if not isinstance(response_format, Mapping):
-        try:
-            return Grammar.of(response_format)
-        except GrammarError as error:
-            if type(error) is not GrammarError or error.field != "grammar":
-                raise
-            raise GrammarError(FIELD, error.limit, error.value) from None
-        except (InvalidParameter, TypeError, ValueError) as error:
-            raise InvalidParameter(FIELD, f"cannot be read as a grammar: {error}", response_format) from error
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object" and "schema" in response_format:  # as llama.cpp and Together write it
-        return _schema_grammar(f"{FIELD}.schema", response_format["schema"], strict=True)
-    if kind == "json_object":
-        return Grammar.json_object()
-    if kind == "json_schema":
-        return _named_schema(response_format.get("json_schema"))
-    if not response_format or (isinstance(kind, str) and kind.lower() not in TYPES):
-        shape = "must say its type: 'text', 'json_object' or 'json_schema', or be a JSON schema"
-        raise InvalidParameter(FIELD, shape, response_format)
-    return _schema_grammar(FIELD, response_format, strict=True)
-
-
-def _named_schema(given: object) -> Grammar:
-    at = f"{FIELD}.json_schema"
-    if not isinstance(given, Mapping):
-        raise InvalidParameter(at, "must be a dict with name and schema", given)
-    if "schema" not in given:
-        raise InvalidParameter(f"{at}.schema", "is missing: the JSON schema of the answer")
-    strict = given.get("strict")
-    if strict not in (None, True, False):
-        raise InvalidParameter(f"{at}.strict", "must be a bool", strict)
-    grammar = _schema_grammar(f"{at}.schema", given["schema"], strict is not False)
-    if given.get("key_order") is None:
-        return grammar
+    if isinstance(response_format, Mapping):
+        return _described(response_format)
     try:
-        return replace(grammar, key_order=given["key_order"])
+        return Grammar.of(response_format)
     except GrammarError as error:
-        raise InvalidParameter(f"{at}.key_order", error.limit, error.value) from None
+        if type(error) is not GrammarError or error.field != "grammar":
+            raise
+        raise GrammarError(FIELD, error.limit, error.value) from None
+    except (InvalidParameter, TypeError, ValueError) as error:
+        raise InvalidParameter(FIELD, f"cannot be read as a grammar: {error}", response_format) from error
 
 
-def _schema_grammar(field: str, schema: Any, strict: bool) -> Grammar:
+def _described(given: Mapping[str, Any]) -> Grammar | None:
+    kind = given.get("type")
+    at, schema, strict, order = FIELD, given, True, None
+    if kind == "text" or (kind == "json_object" and "schema" not in given):
+        return None if kind == "text" else Grammar.json_object()
+    if kind == "json_object":  # as llama.cpp and Together write it
+        at, schema = f"{FIELD}.schema", given["schema"]
+    elif kind == "json_schema":
+        named = given.get("json_schema")
+        if not isinstance(named, Mapping):
+            raise InvalidParameter(f"{FIELD}.json_schema", "must be a dict with name and schema", named)
+        at = f"{FIELD}.json_schema.schema"
+        if "schema" not in named:
+            raise InvalidParameter(at, "is missing: the JSON schema of the answer")
+        schema, strict, order = named["schema"], named.get("strict"), named.get("key_order")
+        if strict not in (None, True, False):
+            raise InvalidParameter(f"{FIELD}.json_schema.strict", "must be a bool", strict)
+    elif not given or (isinstance(kind, str) and kind.lower() not in TYPES):
+        limit = "must say its type: 'text', 'json_object' or 'json_schema', or be a JSON schema"
+        raise InvalidParameter(FIELD, limit, given)
     if not isinstance(schema, Mapping):
-        raise InvalidParameter(field, "must be a JSON schema, as a dict", schema)
-    plain = with_json_types(field, plain_json(field, schema))
+        raise InvalidParameter(at, "must be a JSON schema, as a dict", schema)
+    plain = with_json_types(at, plain_json(at, schema))
     plain = with_local_references(plain, json.dumps(plain))
-    text = json.dumps(close_objects(plain) if strict else plain, ensure_ascii=False, separators=(",", ":"))
-    return Grammar(kind="json_schema", text=text, unsupported="error" if strict else "ignore")
+    plain = plain if strict is False else close_objects(plain)
+    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+    grammar = Grammar(kind="json_schema", text=text, unsupported="ignore" if strict is False else "error")
+    try:
+        return grammar if order is None else replace(grammar, key_order=order)
+    except GrammarError as error:
+        raise InvalidParameter(f"{FIELD}.json_schema.key_order", error.limit, error.value) from None
 
 
 logger = logging.getLogger("asyncengine")
@@ -137,13 +121,16 @@ class ChatPlanner:
     def __init__(self, tokenizer: TextTokenizer, tool_format: str = "auto", reasoning: str = "auto") -> None:
         table = tokenizer.table
         self._markers = Markers({table.token_text(i): i for i in sorted(table.special_ids)})
-        self.tool_format = self._fitted(_chosen_format(tokenizer, tool_format))
+        form = detect.chosen_format(tokenizer, tool_format)
+        if form is not None and form.optional_trigger and self._markers.is_text(form.trigger):
+            form = replace(form, trigger="", optional_trigger=False)  # the tokenizer does not have it
+        self.tool_format = form
         """The format of tool calls; None: the model writes none."""
         self._has_system = detect.renders_system(tokenizer)
         self._reads_tools = tokenizer.has_chat_template and tokenizer.reads_tools
         self._warned = False
         self._in_channels = self.tool_format is not None and self.tool_format.family == "harmony"
-        self.reasoning = THOUGHTS if self._in_channels else _chosen_reasoning(tokenizer, reasoning)
+        self.reasoning = THOUGHTS if self._in_channels else detect.chosen_reasoning(tokenizer, reasoning)
         """The markers around reasoning; None if the model does none."""
 
     @property
@@ -161,8 +148,14 @@ class ChatPlanner:
             return messages, tools
         if form.generic and not form.rendered:
             messages = with_results_as_questions(messages)
+        if tools and not self._warned:
+            self._warned = True
+            logger.warning(
+                "this model's chat template reads no tools: they are described in the prompt, and calls are in the "
+                "format %s, for which it was perhaps not trained; chat_template= and tool_format= set others",
+                form.family,
+            )
         if tools:
-            self._warn_once(form)
             messages = with_tools_in_content(messages, tools, form, self._has_system)
         return messages, None
 
@@ -191,11 +184,10 @@ class ChatPlanner:
             limit = "this model's chat template writes no tool calls known here: set chat_template= to one that does, "
             limit += f"or tool_format= to one of {known}"
             raise InvalidParameter("tools", limit)
-        state = detect.reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
+        state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
         callable_tools, marks = choice.among(checked), self.reasoning
         if checked and self.tool_format is not None and self.tool_format.generic:
-            others = RESULT if after_results else ("", "")  # which small models go on with
-            marks = replace(marks or Reasoning("", ""), answer=TEXT[0], answer_end=TEXT[1], others=others)
+            marks = (marks or Reasoning("", "")).with_marked_text(after_results)
         grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, marks, state)
         thinking = self._thinking(max_thinking_tokens, state)
         return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final, thinking)
@@ -261,48 +253,3 @@ class ChatPlanner:
         marks = (reasoning.start, reasoning.end, reasoning.answer, reasoning.answer_end) if reasoning else ()
         seen = [*(form.texts if form else ()), *marks]
         return make_parser, all(self._markers.is_text(marker) for marker in seen)
-
-    def _warn_once(self, form: ToolFormat) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "this model's chat template reads no tools: they are described in the prompt, and calls are in the "
-                "format %s, for which it was perhaps not trained; chat_template= and tool_format= set others",
-                form.family,
-            )
-
-    def _fitted(self, form: ToolFormat | None) -> ToolFormat | None:
-        """Without an optional trigger the tokenizer does not have."""
-        if form is not None and form.optional_trigger and self._markers.is_text(form.trigger):
-            return replace(form, trigger="", optional_trigger=False)
-        return form
-
-
-def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
-    if name == "none":
-        return None
-    if name != "auto" and (not isinstance(name, str) or name not in TOOL_FORMATS):
-        known = ", ".join(repr(name) for name in ("auto", "none", *TOOL_FORMATS))
-        raise InvalidParameter("tool_format", f"must be one of {known}", name)
-    if not tokenizer.has_chat_template:
-        return None if name == "auto" else TOOL_FORMATS[str(name)]
-    found, drops, generic = detect.find_tool_format(tokenizer), detect.drops_calls(tokenizer), not tokenizer.reads_tools
-    if found is not None and name in ("auto", found.family):
-        return found  # the template knows the exact blanks
-    if name == "auto" and not (generic and drops):
-        return None
-    return replace(TOOL_FORMATS["hermes" if name == "auto" else str(name)], rendered=not drops, generic=generic)
-
-
-def _chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | None:
-    if start == "none":
-        return None
-    found = detect.find_reasoning(tokenizer)
-    if start == "auto":
-        return found
-    # the template knows whether the answer has marks too
-    for pair in (*([found] if found else []), *(pair for pair in REASONING_MARKERS if not pair.answer)):
-        if start in (pair.start, pair.start.strip("<[>]")):
-            return pair
-    known = ", ".join(repr(pair.start) for pair in REASONING_MARKERS)
-    raise InvalidParameter("reasoning", f"must be 'auto', 'none' or a start marker: {known}", start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import string
@@ -36,59 +37,6 @@ class _Call:
     steered_from: int | None = None
 
 
-class Calls:
-    """The calls of one output. `short_ids`: nine letters and digits, which the Mistral templates insist on."""
-
-    def __init__(self, short_ids: bool) -> None:
-        self._short_ids = short_ids
-        self._calls: list[_Call] = []
-        self._sealed = False
-        self._steered: int | None = None
-        """`steered_from` of a call that begins."""
-
-    def begin(self, name: str, out: Parsed, written: str = "") -> None:
-        """A call of `name`, with the id `written` by the model unless that has been used, or a new one."""
-        if self._sealed:
-            return
-        if written and all(call.id != written for call in self._calls):
-            identity = written
-        elif self._short_ids:
-            identity = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
-        else:
-            identity = f"call_{secrets.token_hex(12)}"
-        self._calls.append(_Call(identity, name, steered_from=self._steered))
-        out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, identity, name, ""))
-
-    def extend(self, piece: str, out: Parsed) -> None:
-        """The next piece of the newest call's arguments."""
-        if self._sealed:
-            return
-        self._calls[-1].pieces.append(piece)
-        out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, None, None, piece))
-
-    def close(self) -> None:
-        """The newest call has all its arguments; it counts as complete if they are a JSON object."""
-        if self._sealed:
-            return
-        call = self._calls[-1]
-        try:
-            call.complete = isinstance(json.loads("".join(call.pieces)), dict)
-        except (ValueError, RecursionError):
-            call.complete = False
-
-    def steer(self, offers: bool) -> None:
-        """The model's own text ends here. Unless the engine `offers` calls all the same, the newest one stays as it is,
-        and none begins."""
-        self._sealed, self._steered = not offers, 0
-        if self._calls and not self._calls[-1].complete:
-            self._calls[-1].steered_from = sum(map(len, self._calls[-1].pieces))
-
-    def taken(self, complete: bool) -> list[ToolCall]:
-        """The complete calls in order, or the others."""
-        found = [call for call in self._calls if call.complete is complete]
-        return [ToolCall(call.id, call.name, "".join(call.pieces), call.steered_from) for call in found]
-
-
 class Parser(ABC):
     """Takes one output apart while it is written: `push` its text as it comes, then `finish` once.
 
@@ -97,10 +45,15 @@ class Parser(ABC):
     """
 
     def __init__(self, first: Callable[[], bool], short_ids: bool = False) -> None:
-        """`first`: the step to begin with. `short_ids` as in `Calls`."""
+        """`first`: the step to begin with. `short_ids`: calls get nine letters and digits, which the Mistral templates
+        insist on."""
         self._buffer = ""
         self._out = Parsed()
-        self._calls = Calls(short_ids)
+        self._short_ids = short_ids
+        self._calls: list[_Call] = []
+        self._sealed = False
+        self._steered: int | None = None
+        """`steered_from` of a call that begins."""
         self._reader: Reader = JsonReader()
         """Reads the arguments of the newest call."""
         self._step = first
@@ -128,39 +81,58 @@ class Parser(ABC):
         return self._taken()
 
     def steer(self, offers: bool) -> None:
-        """The model's own text ends with what was pushed last; `offers` as for `Calls`."""
-        self._calls.steer(offers)
+        """The model's own text ends with what was pushed last. Unless the engine `offers` calls all the same, the
+        newest one stays as it is, and none begins."""
+        self._sealed, self._steered = not offers, 0
+        if self._calls and not self._calls[-1].complete:
+            self._calls[-1].steered_from = sum(map(len, self._calls[-1].pieces))
 
     @abstractmethod
     def _end(self, rest: str) -> None:
         """Take what was held back outside of the reasoning."""
 
+    def _begin_call(self, name: str, written: str = "") -> None:
+        """A call of `name`, with the id `written` by the model unless that has been used, or a new one."""
+        if self._sealed:
+            return
+        if written and all(call.id != written for call in self._calls):
+            identity = written
+        elif self._short_ids:
+            identity = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+        else:
+            identity = f"call_{secrets.token_hex(12)}"
+        self._calls.append(_Call(identity, name, steered_from=self._steered))
+        self._out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, identity, name, ""))
+
     def _arguments(self) -> bool:
-        """Take the arguments of the newest call. A call that is broken stays unfinished."""
+        """Take the arguments of the newest call, which is complete if they are a JSON object. One that is broken stays
+        unfinished."""
         if not self._buffer:
             return False
         read = self._reader.feed(self._buffer)
-        if read.piece:
-            self._calls.extend(read.piece, self._out)
         self._buffer = self._buffer[read.size :]
-        if read.state == "open":
-            return False
-        if read.state == "done":
-            self._calls.close()
-        self._after_arguments(read.state == "done")
-        return True
+        if read.piece and not self._sealed:
+            self._calls[-1].pieces.append(read.piece)
+            self._out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, None, None, read.piece))
+        if read.state == "done" and not self._sealed:
+            with contextlib.suppress(ValueError, RecursionError):
+                self._calls[-1].complete = isinstance(json.loads("".join(self._calls[-1].pieces)), dict)
+        if read.state != "open":
+            self._after_arguments(read.state == "done")
+        return read.state != "open"
 
     @abstractmethod
     def _after_arguments(self, done: bool) -> None:
         """Go on behind the arguments of a call, or behind an error in them if they are not `done`."""
 
-    def finished_calls(self) -> list[ToolCall]:
-        """The calls whose arguments are complete JSON objects, in order."""
-        return self._calls.taken(complete=True)
+    def finished_calls(self, complete: bool = True) -> list[ToolCall]:
+        """The calls whose arguments are complete JSON objects, in order; if not `complete`, the others."""
+        found = [call for call in self._calls if call.complete is complete]
+        return [ToolCall(call.id, call.name, "".join(call.pieces), call.steered_from) for call in found]
 
     def broken_calls(self) -> list[ToolCall]:
         """Calls that went out in deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
-        return self._calls.taken(complete=False)
+        return self.finished_calls(complete=False)
 
     def _taken(self) -> Parsed:
         out, self._out = self._out, Parsed()
@@ -204,5 +176,4 @@ class ChatReader:
 
     def calls(self, index: int, broken: bool = False) -> list[ToolCall]:
         """The finished calls of sample `index`; if `broken`, those that went out in pieces and were never finished."""
-        parser = self._parsers[index]
-        return parser.broken_calls() if broken else parser.finished_calls()
+        return self._parsers[index].finished_calls(complete=not broken)

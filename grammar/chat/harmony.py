@@ -24,9 +24,14 @@ MARKS = (CHANNEL, MESSAGE, END, "<|start|>", "<|constrain|>", "<|call|>", "<|ret
 THOUGHTS = Reasoning(f"{CHANNEL}analysis{MESSAGE}", END)
 ENDS = (END, "<|return|>", "<|call|>", "<|start|>")
 """Marks behind the text of a message; the last where it was forgotten to end it."""
+HEADS = (CHANNEL, NEXT, "to=", "<|end|>", "<|call|>", "<|return|>")
+"""Texts that may begin a header."""
+END_MARK = re.compile(r"<\|(?:end|return|call)\|>|(?=<\|start\|>)")
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:/-]+)")
 KIND = re.compile(r"<\|channel\|>\s*(\w+)")
 MAX_HEADER = 400
+TEXT = f"{ANY} & ~/(?s:.*)({'|'.join(map(escaped, ENDS))})(?s:.*)/"
+"""Text without the marks that end it, as a terminal."""
 
 
 def channel_grammar(answer: Answer, markers: Markers) -> str:
@@ -38,7 +43,7 @@ def channel_grammar(answer: Answer, markers: Markers) -> str:
     if answer.text:
         lines.append(_message("aside", f"{CHANNEL}commentary{MESSAGE}", markers))
         before = "(thought | aside)"
-        lines.append(f"TEXT: {_text(markers)}")
+        lines.append(f"TEXT: {TEXT}")
         options.append(f"{lark(f'{CHANNEL}final{MESSAGE}')} TEXT")
     if answer.final is not None:
         lines.append(f"final: {fragment(answer.final)}")
@@ -56,25 +61,15 @@ def channel_grammar(answer: Answer, markers: Markers) -> str:
     return "\n".join([f"start: {before}* ({' | '.join(options)})", *lines]) + "\n"
 
 
-def _text(markers: Markers) -> str:
-    """Text without the marks that end it."""
-    spelled = "|".join(escaped(mark) for mark in ENDS)
-    return f"{ANY} & ~/(?s:.*)({spelled})(?s:.*)/"
-
-
 def _message(name: str, head: str, markers: Markers) -> str:
     """Rules for a message of free text that another one follows."""
     end, begin = markers.lark(END), markers.lark(NEXT)
     terminal = f"{name.upper()}_TEXT"
-    lines = [f"{terminal}: {_text(markers)}"]
+    lines, text = [f"{terminal}: {TEXT}"], f"{terminal} {end}"
     if markers.is_text(END):
-        lines += [
-            f"{name}_text[lazy]: {terminal} {end}",
-            f"{name}: {sequence(markers.lark(head), f'{name}_text', begin)}",
-        ]
-    else:
-        lines.append(f"{name}: {sequence(markers.lark(head), terminal, end, begin)}")
-    return "\n".join(lines)
+        lines.append(f"{name}_text[lazy]: {text}")
+        text = f"{name}_text"
+    return "\n".join([*lines, f"{name}: {sequence(markers.lark(head), text, begin)}"])
 
 
 class ChannelParser(Parser):
@@ -83,15 +78,16 @@ class ChannelParser(Parser):
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__(self._header)
         self._names = frozenset(names)
+        self._thinks = False  # in the message that is read
         self._said = False
         self._gap = False
 
     @property
     def in_reasoning(self) -> bool:
-        return self._step == self._thought
+        return self._thinks and self._step == self._message
 
     def _end(self, rest: str) -> None:
-        if self._step == self._content:
+        if self._step == self._message:
             self._say(rest)
 
     # -- each step returns whether to look again
@@ -100,51 +96,34 @@ class ChannelParser(Parser):
         """Up to the mark that begins a message's text."""
         at = self._buffer.find(MESSAGE)
         if at < 0:
-            if self._is_header():
+            text = self._buffer.lstrip()
+            if len(text) < MAX_HEADER and any(text.startswith(mark) or mark.startswith(text) for mark in HEADS):
                 return False
-            self._step = self._content  # text without any header
+            self._thinks, self._step = False, self._message  # text without any header
             return True
         header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
         kind, recipient = KIND.search(header), RECIPIENT.search(header)
         if recipient is not None and recipient[1] in self._names:
-            self._calls.begin(recipient[1], self._out)
+            self._begin_call(recipient[1])
             self._reader, self._step = JsonReader(), self._arguments
-        elif kind is not None and kind[1] == "analysis":
-            self._step = self._thought
-        else:
-            self._gap = self._said
-            self._step = self._content
+            return True
+        self._thinks = kind is not None and kind[1] == "analysis"
+        self._gap = self._gap if self._thinks else self._said
+        self._step = self._message
         return True
 
-    def _is_header(self) -> bool:
-        """Whether the text so far may be the beginning of a header."""
-        text = self._buffer.lstrip()
-        begins = (CHANNEL, NEXT, "to=", "<|end|>", "<|call|>", "<|return|>")
-        return len(text) < MAX_HEADER and any(text.startswith(mark) or mark.startswith(text) for mark in begins)
-
-    def _until_end(self) -> tuple[str, bool]:
-        """The text known to be the message's, taken from the buffer, and whether it ends there."""
-        places = [(at, mark) for mark in ENDS if (at := self._buffer.find(mark)) >= 0]
-        if places:
-            at, mark = min(places)
-            text = self._buffer[:at]
-            self._buffer = self._buffer[at + (0 if mark == "<|start|>" else len(mark)) :]
-            return text, True
-        keep = len(self._buffer) - max(partial_suffix(self._buffer, mark) for mark in ENDS)
-        text, self._buffer = self._buffer[:keep], self._buffer[keep:]
-        return text, False
-
-    def _thought(self) -> bool:
-        text, ends = self._until_end()
-        self._out.reasoning += text
-        self._step = self._header if ends else self._thought
-        return ends
-
-    def _content(self) -> bool:
-        text, ends = self._until_end()
-        self._say(text)
-        self._step = self._header if ends else self._content
-        return ends
+    def _message(self) -> bool:
+        """What is known to be the message's text."""
+        found = END_MARK.search(self._buffer)
+        known = len(self._buffer) - partial_suffix(self._buffer, *ENDS)
+        size, done = (known, known) if found is None else found.span()
+        text, self._buffer = self._buffer[:size], self._buffer[done:]
+        if self._thinks:
+            self._out.reasoning += text
+        else:
+            self._say(text)
+        self._step = self._message if found is None else self._header
+        return found is not None
 
     def _say(self, text: str) -> None:
         if text and self._gap:

@@ -31,10 +31,11 @@ class OutputParser(Parser):
         arguments: Mapping[str, Types] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(self._begin_answer, tool_format is not None and tool_format.family == "mistral")
-        self._form = tool_format if names else None
+        called = tool_format if names else None
+        self._form = called or ToolFormat("")
         self._names = frozenset(names)
         self._types = arguments or {}
-        self._triggers = self._form.triggers if self._form is not None else {}
+        self._triggers = called.triggers if called is not None else {}
         bare = tool_format is not None and tool_format.only_whole and not tool_format.is_object
         self._whole = tool_format is not None and (bare or not calls_after_text)
         self._body = self._answer_start if self._whole and names else self._content
@@ -122,7 +123,6 @@ class OutputParser(Parser):
 
     def _answer_start(self) -> bool:
         """The answer is calls or not, as its first character that is no blank tells."""
-        assert self._form is not None
         at = scan.skip_blanks(self._buffer, 0)
         if at == len(self._buffer):
             return False
@@ -156,7 +156,7 @@ class OutputParser(Parser):
         keep = len(self._buffer[:size].rstrip(scan.BLANKS)) if self._triggers else size
         self._out.text += self._buffer[:keep]
         blanks, rest = self._buffer[keep:size], self._buffer[size + len(mark) * ends :]
-        if ends and self._form is not None and self._form.generic:
+        if ends and self._form.generic:
             blanks = blanks.rstrip("\n")
         self._buffer = blanks + rest
         if found >= 0 and not ends:
@@ -168,7 +168,6 @@ class OutputParser(Parser):
     def _head(self) -> bool:
         """The buffer begins with blanks and a call's trigger, or what separates it from the call before."""
         form = self._form
-        assert form is not None
         if self._waits and "}" not in self._buffer[self._waits :]:
             self._waits = len(self._buffer)
             return False
@@ -177,7 +176,7 @@ class OutputParser(Parser):
         known = head.name in self._names
         if known and not self._named and (triggered or head.status == "complete"):
             self._named = True
-            self._calls.begin(head.name, self._out, head.written)
+            self._begin_call(head.name, head.written)
         if head.status == "incomplete" and (known or not head.name):
             return False
         if head.status != "complete" or not known:
@@ -227,7 +226,6 @@ class OutputParser(Parser):
         self._go_on_with_text()
 
     def _after_arguments(self, done: bool) -> None:
-        assert self._form is not None
         if done:
             self._rest = None
             self._step = self._wrapper if self._form.is_object else self._end_marker
@@ -248,7 +246,6 @@ class OutputParser(Parser):
         return end is not None
 
     def _end_marker(self) -> bool:
-        assert self._form is not None
         at = scan.skip_blanks(self._buffer, 0)
         for token in scan.TOKEN.findall(self._form.end_marker):
             end = scan.follow(self._buffer, at, token)
@@ -262,7 +259,6 @@ class OutputParser(Parser):
     def _between(self) -> bool:
         """After a call: the next one, the end of the list, or text."""
         form = self._form
-        assert form is not None
         at = scan.skip_blanks(self._buffer, 0)
         text = self._buffer
         if at == len(text) or (form.each and not self._trigger_at(at) and self._possible_triggers(at)):

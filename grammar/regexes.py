@@ -139,7 +139,7 @@ def _tempered(inner: list[Token], rest: list[Token], whole: bool) -> list[Token]
 
 
 def _cut(tokens: list[Token]) -> tuple[list[Token], str, list[Token], list[Token]]:
-    """What comes before the first look-ahead, or before the first group in which there is one or an anchor; how that
+    """The tokens before the first look-ahead, or before the first group in which there is one or an anchor; how that
     begins, what is in it, and what follows. Without any: all, and nothing."""
     depth = begin = 0
     special = False

@@ -134,14 +134,15 @@ def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
 
     Having them as tokens says nothing: families share one vocabulary among models that reason and models that do not.
     """
-    template = template_text(tokenizer)
-    # there are templates that put the markers together
-    for ask in (lambda: template, lambda: _render(tokenizer, [ASKED], None, prompt=True) if template else ""):
-        text = ask()
-        for pair in REASONING_MARKERS:
-            if all(mark in text for mark in (pair.end, pair.answer_end, pair.sign)):
-                return pair
-    return None
+
+    def mentioned(text: str) -> Reasoning | None:
+        fitting = (pair for pair in REASONING_MARKERS if all(m in text for m in (pair.end, pair.answer_end, pair.sign)))
+        return next(fitting, None)
+
+    found = mentioned(template := template_text(tokenizer))
+    if found is None and template:  # there are templates that put the markers together
+        found = mentioned(_render(tokenizer, [ASKED], None, prompt=True))
+    return found
 
 
 def chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
@@ -194,10 +195,11 @@ def _rendered_call(tokenizer: TextTokenizer, count: int) -> tuple[str, str] | No
     if not tokenizer.has_chat_template:
         return None
     for ids in IDS:
-        answer = {"role": "assistant", "content": None, "tool_calls": [_call(i, ids) for i in range(count)]}
+        calls = [_call(i, ids) for i in range(count)]
+        answer = {"role": "assistant", "content": None, "tool_calls": calls}
         results = [
             {"role": "tool", "name": name, "tool_call_id": call["id"], "content": "zresult"}
-            for name, call in zip(NAMES, answer["tool_calls"], strict=False)
+            for name, call in zip(NAMES, calls, strict=False)
         ]
         for after, tools in itertools.product(([], results), ([TOOL], None)):
             text = _render(tokenizer, [ASKED, answer, *after], tools)

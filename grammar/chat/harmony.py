@@ -113,7 +113,7 @@ class ChannelParser(Parser):
         return True
 
     def _message(self) -> bool:
-        """What is known to be the message's text."""
+        """Text that is known to be the message's."""
         found = END_MARK.search(self._buffer)
         known = len(self._buffer) - partial_suffix(self._buffer, *ENDS)
         size, done = (known, known) if found is None else found.span()

@@ -56,7 +56,7 @@ def response_grammar(response_format: object) -> Grammar | None:
 
 def _described(given: Mapping[str, Any]) -> Grammar | None:
     kind = given.get("type")
-    at, schema, strict, order = FIELD, given, True, None
+    at, schema, strict, order = FIELD, given, None, None
     if kind == "text" or (kind == "json_object" and "schema" not in given):
         return None if kind == "text" else Grammar.json_object()
     if kind == "json_object":  # as llama.cpp and Together write it

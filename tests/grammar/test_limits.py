@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.data import cases_of, spelled
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar import Grammar, check_limits
-from asyncengine.grammar.limits import MAX_CHAIN, MAX_LITERAL, MAX_REPEAT
+from asyncengine.grammar.limits import MAX_REPEAT
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 
 def refs(count: int, wrap: Callable[[dict[str, str]], dict[str, Any]] = lambda ref: ref) -> dict[str, Any]:
@@ -22,25 +25,9 @@ def refs(count: int, wrap: Callable[[dict[str, str]], dict[str, Any]] = lambda r
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{count}": {"type": "integer"}}}
 
 
-def rules(count: int, order: int = 1) -> str:
-    lines = [f"r{i}: r{i + 1}" for i in range(count)]
-    return "\n".join(["start: r0", *lines[::order], f'r{count}: "a"']) + "\n"
-
-
-def scattered(count: int) -> str:
-    """A chain whose rules are written so that a walk in text order, either way, meets only short pieces first."""
-    lines = [f"r{i}: r{i + 1}" for i in range(count)]
-    return "\n".join([*lines[count // 2 :], *lines[: count // 2], f'r{count}: "a"', "start: r0"]) + "\n"
-
-
-def star(count: int) -> dict[str, Any]:
-    """Many definitions, none deep."""
-    definitions = {f"d{i}": {"items": {"$ref": "#"}} for i in range(count)}
-    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in definitions], "$defs": definitions}
-
-
-def wide(count: int) -> str:
-    return f"start: {' | '.join(f'r{i}' for i in range(count))}\n" + "".join(f'r{i}: "a{i}"\n' for i in range(count))
+def rules(count: int) -> str:
+    """A chain of rules, each the next."""
+    return spelled(["start: r0\n", ["r{n}: r{n+1}\n", count], f'r{count}: "a"\n'])
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -51,89 +38,19 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 schema = Grammar.json_schema
-REFUSED = {
-    "bytes": (lambda: schema({"description": "x" * (1 << 20)}), "1048576 bytes"),
-    "bytes, not letters": (lambda: schema({"description": "é" * (600 << 10)}), "1048576 bytes"),
-    "enum of 10 MB": (lambda: schema({"enum": [f"x{i:09}" * 10 for i in range(100_000)]}), "1048576 bytes"),
-    "patterns of names": (lambda: schema({"patternProperties": {f"^p{i}": {} for i in range(251)}}), "250 pattern"),
-    "depth": (lambda: schema(nested(64)), "64 levels"),
-    "depth of data": (lambda: schema({"const": json.loads("[" * 64 + "]" * 64)}), "64 levels"),
-    "groups": (lambda: Grammar.regex("(" * 30_000 + "a" + ")" * 30_000), "64 nested groups"),
-    "regex size": (lambda: Grammar.regex("ab" * (33 << 10)), "65536 characters"),
-    "repetition": (lambda: Grammar.regex("a{1000000}"), "10000 times"),
-    "optional repetition": (lambda: Grammar.regex("a{0,1000000}"), "10000 times"),
-    "endless digits": (lambda: Grammar.regex("a{" + "1" * 5_000 + "}"), "10000 times"),
-    "nested repetition": (lambda: Grammar.regex("(?:(?:a{100}){100}){100}"), "shortest match"),
-    "many repetitions": (lambda: Grammar.regex("a{9999}" * 7), "shortest match"),
-    "repetition in an alternative": (lambda: Grammar.regex("b|(?:a{1000}){100}"), "shortest match"),
-    "items that may be left out": (lambda: Grammar.regex("a?" * 2_001), "2000 items"),
-    "groups that may be left out": (lambda: Grammar.regex("(?:ab){0,9}" * 2_001), "2000 items"),
-    "Lark that may be left out": (lambda: Grammar.lark("start: " + '"a"? ' * 2_001), "2000 items"),
-    "pattern in a schema": (lambda: schema({"items": {"pattern": "a{1000000}"}}), "10000 times"),
-    "pattern in keys": (lambda: schema({"patternProperties": {"(" * 70 + "a" + ")" * 70: {}}}), "64 nested groups"),
-    "whitespace pattern": (lambda: schema({"x-guidance": {"whitespace_pattern": "a{1000000}"}}), "10000 times"),
-    "constant": (lambda: schema({"enum": [1, ["a" * (MAX_LITERAL + 1)]]}), "literal text"),
-    "key": (lambda: schema({"properties": {"a" * (MAX_LITERAL + 1): {}}}), "literal text"),
-    "references by escaped pointers": (
-        lambda: schema({"$defs": {f"d{i}": {"$ref": f"#/%24defs/d{i + 1}"} for i in range(400)}, "$ref": "#/$defs/d0"}),
-        "nesting through",
-    ),
-    "references by anchors": (
-        lambda: schema(
-            {"$defs": {f"d{i}": {"$anchor": f"a{i}", "$ref": f"#a{i + 1}"} for i in range(400)}, "$ref": "#a0"}
-        ),
-        "nesting through",
-    ),
-    "references by addresses": (
-        lambda: schema(
-            {
-                "$id": "http://x/y",
-                "$defs": {f"d{i}": {"$id": f"a{i}", "$ref": f"a{i + 1}"} for i in range(400)},
-                "$ref": "a0",
-            }
-        ),
-        "nesting through",
-    ),
-    "minItems": (lambda: schema({"minItems": 10**9}), "minItems must not exceed 10000"),
-    "minLength": (lambda: schema({"items": {"minLength": MAX_LITERAL + 1}}), "minLength must not exceed 65536"),
-    "minLength, a float": (lambda: schema({"minLength": 1e9}), "minLength must not exceed 65536"),
-    "minProperties": (lambda: schema({"minProperties": 10**9}), "minProperties must not exceed 10000"),
-    "minLength in Lark": (lambda: Grammar.lark('start: %json {"minLength": 1000000000}'), "minLength"),
-    "multipleOf": (lambda: schema({"multipleOf": 999_983}), "multipleOf"),
-    "common multiple": (lambda: schema({"allOf": [{"multipleOf": p} for p in (7, 11, 13, 17, 19)]}), "multipleOf"),
-    "fraction": (lambda: schema({"multipleOf": 999.983}), "multipleOf"),
-    "references": (lambda: schema(refs(MAX_CHAIN)), "$ref"),
-    "references, 10,000": (lambda: schema(refs(10_000)), "$ref"),
-    "references through items": (lambda: schema(refs(MAX_CHAIN // 2, lambda ref: {"items": ref})), "$ref"),
-    "choices": (lambda: Grammar.choice([str(i) for i in range(10_001)]), "10000 options"),
-    "long choice": (lambda: Grammar.choice(["a" * (MAX_LITERAL + 1), "b"]), "literal text"),
-    "Lark parentheses": (lambda: Grammar.lark("start: " + "(" * 60_000 + '"a"' + ")" * 60_000), "64 levels"),
-    "Lark rules": (lambda: Grammar.lark(rules(MAX_CHAIN)), "256 rules"),
-    "Lark rules, 5,000": (lambda: Grammar.lark(rules(5_000)), "256 rules"),
-    "Lark rules backwards": (lambda: Grammar.lark(rules(5_000, -1)), "256 rules"),
-    "Lark rules scattered": (lambda: Grammar.lark(scattered(5_000)), "256 rules"),
-    "Lark rules side by side": (
-        lambda: Grammar.lark(
-            "start: " + " | ".join(f"r{i}" for i in range(16_000)) + "".join(f'\nr{i}: "a"' for i in range(16_000))
-        ),
-        "16000 rules and groups",
-    ),
-    "Lark terminals": (lambda: Grammar.lark(rules(5_000).replace("r", "R").replace("staRt", "start")), "256 rules"),
-    "Lark repetition": (lambda: Grammar.lark('start: "a"{1000000}'), "10000 times"),
-    "Lark regex": (lambda: Grammar.lark("start: /a{1000000}/"), "10000 times"),
-    "Lark literal": (lambda: Grammar.lark('start: "' + "a" * (MAX_LITERAL + 1) + '"'), "literal text"),
-    "Lark schema": (lambda: Grammar.lark('start: %json {"pattern": "a{1000000}"}'), "10000 times"),
-    "Lark schema depth": (lambda: Grammar.lark("start: %json " + '{"items":' * 70 + "{}" + "}" * 70), "64 levels"),
-    "Lark schema depth, 100,000": (lambda: Grammar.lark("start: %json " + "[" * 100_000), "nests too deeply"),
-    "Lark quotes": (lambda: Grammar.lark('start: "a"\n' + '"\\' * 500_000), "literal text"),
-    "Lark slashes": (lambda: Grammar.lark('start: "a"\n' + "/\\" * 500_000), "65536 characters"),
-}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def made(kind: str, parts: list[Any]) -> Grammar:
+    text = spelled(parts)
+    if kind == "choice":
+        return Grammar.choice(json.loads(text))
+    return schema(text) if kind == "json" else Grammar(kind, text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ROWS["refused"])
 def test_hostile_grammars_are_refused_by_name(name: str) -> None:
-    make, limit = REFUSED[name]
-    grammar = make()
+    kind, parts, limit = ROWS["refused"][name]
+    grammar = made(kind, parts)
     with pytest.raises(GrammarTooLarge) as caught:
         check_limits(grammar)
     assert limit in str(caught.value)
@@ -146,31 +63,9 @@ def test_half_a_schema_in_lark_is_refused_at_once() -> None:
             check_limits(Grammar.lark('start: "a"\n' + text))
 
 
-ALLOWED = {
-    "depth": lambda: schema(nested(62)),
-    "groups": lambda: Grammar.regex("(" * 64 + "a" + ")" * 64),
-    "brackets that are text": lambda: Grammar.regex(r"[({\[]*\(\(" * 100 + r"\{1000000\}"),
-    "repetition": lambda: Grammar.regex("a{10000}b{0,10000}"),
-    "optional repetitions": lambda: Grammar.regex("(?:a{0,1000}){0,1000}"),
-    "long description": lambda: schema({"description": "x" * 200_000}),
-    "brackets in strings": lambda: schema({"const": "[{" * 1000}),
-    "least counts": lambda: schema({"minLength": MAX_LITERAL, "minItems": MAX_REPEAT, "minProperties": MAX_REPEAT}),
-    "multiples": lambda: schema({"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 10**9}}}),
-    "bad multiple": lambda: schema({"multipleOf": -1, "properties": {"multipleOf": {"minimum": 0}}}),
-    "recursion": lambda: schema({"items": {"$ref": "#"}, "anyOf": [{"$ref": "#/items"}, {"$ref": "#/nowhere"}]}),
-    "star of references": lambda: schema(star(2_000)),
-    "references": lambda: schema(refs(MAX_CHAIN - 2)),
-    "choices": lambda: Grammar.choice([str(i) for i in range(10_000)]),
-    "Lark rules": lambda: Grammar.lark(rules(MAX_CHAIN - 2)),
-    "recursive Lark": lambda: Grammar.lark('start: "(" start ")" | "x"\n'),
-    "many Lark rules": lambda: Grammar.lark(wide(2_000)),
-    "Lark text with brackets": lambda: Grammar.lark('start: "((((" /\\(\\(/ // ((((\n' + "# [[[[\n"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("name", ROWS["allowed"])
 def test_ordinary_grammars_pass(name: str) -> None:
-    check_limits(ALLOWED[name]())
+    check_limits(made(*ROWS["allowed"][name]))
 
 
 def test_limits_are_settings() -> None:
@@ -203,7 +98,8 @@ import sys, threading
 sys.path[:0] = {root!r}, *{path!r}
 from asyncengine.grammar import Grammar, check_limits
 from asyncengine.grammar.llguidance_backend import with_rules
-from tests.grammar.test_limits import MAX_CHAIN, nested, refs, rules
+from asyncengine.grammar.limits import MAX_CHAIN
+from tests.grammar.test_limits import nested, refs, rules
 from tests.grammar.oracle import matcher
 
 def work():

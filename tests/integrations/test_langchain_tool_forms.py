@@ -40,16 +40,12 @@ class _Typed(TypedDict):
 @pytest.mark.parametrize(
     ("given", "name"),
     [
+        *ROWS["every_kind_of_tool_becomes_openais"],
         (get_weather, "get_weather"),
         (add, "add"),
         (multiply, "multiply"),
         (_V1, "_V1"),
         (_Typed, "_Typed"),
-        ({"title": "t", "description": "d", "type": "object", "properties": {"n": {"type": "integer"}}}, "t"),
-        ({"name": "t", "description": "d", "parameters": {"type": "object", "properties": {}}}, "t"),
-        ({"type": "function", "function": {"name": "t", "parameters": {}}}, "t"),
-        ({"type": "function", "name": "t", "parameters": {}}, "t"),  # OpenAI's newer API
-        ({"name": "t", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}, "t"),
     ],
 )
 def test_every_kind_of_tool_becomes_openais(given: Any, name: str) -> None:
@@ -104,20 +100,7 @@ def test_a_schema_that_refers_to_itself_is_not_cut_short() -> None:
     assert resolved["properties"]["second"]["properties"]["b"] == {"type": "integer"}
 
 
-CALL_ADD = {"type": "function", "function": {"name": "add"}}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        *ROWS["every_form_of_tool_choice"],
-        ("add", CALL_ADD),
-        (CALL_ADD, CALL_ADD),
-        ({"type": "function", "name": "add"}, CALL_ADD),
-        ({"type": "tool", "name": "add"}, CALL_ADD),
-        ({"type": "tool", "name": "add", "disable_parallel_tool_use": True}, CALL_ADD),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), ROWS["every_form_of_tool_choice"])
 def test_every_form_of_tool_choice(given: Any, expected: Any) -> None:
     assert openai_choice(given, TOOLS) == expected
 

@@ -27,8 +27,8 @@ ONLY_WHEN_ASKED = "{% if messages[0].content == 'go' %}ATTACK{% else %}{{ messag
 @pytest.mark.skipif(sys.platform == "win32", reason="limits and peaks of a process are measured as on Unix")
 def test_every_attack_ends_in_an_error_within_a_second_and_64_mib() -> None:
     """One process for all of them, which is killed when they take more than a second of CPU time each."""
-    program = str(Path(__file__).with_name("template_attacks.py"))
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    program, tests = [sys.executable, "-m", "core.text.template_attacks"], Path(__file__).parents[2]
+    run = subprocess.run(program, capture_output=True, text=True, check=False, cwd=tests)
     assert run.returncode == 0, run.stderr[-2000:]
     ends, grown = json.loads(run.stdout)
     assert list(ends) == list(ATTACKS)

@@ -49,12 +49,7 @@ EVERY_WISH = ("hermes, special", "thinking", "llama", "mistral, args", "a list o
 FAMILIES = {**BY_HAND, **ZOO, "harmony": (TEMPLATE, MARKS)}
 TREE = ROWS["tree"]
 """A recursive schema, with values that look like the marks of a call."""
-ANSWER = {
-    "type": "object",
-    "properties": {"name": {"enum": ["add", "x", "<tool_call>"]}, "tags": {"type": "array", "minItems": 1}},
-    "required": ["name", "tags"],
-    "additionalProperties": False,
-}
+ANSWER = ROWS["answer"]
 OFFERED = [*TOOLS, TREE]
 SCHEMAS = {tool.name: Draft202012Validator(dict(tool.schema)) for tool in check_tools(OFFERED)}
 WISHES: dict[str, dict[str, Any]] = {

@@ -59,16 +59,7 @@ for _ in range(70):
 
 @pytest.mark.parametrize(
     ("parameters", "field"),
-    [
-        ("x", "p"),
-        ([A], "p"),
-        ({"type": "string"}, "p.type"),
-        ({"type": ["object", "null"]}, "p.type"),
-        ({"properties": [A]}, "p.properties"),
-        ({"properties": {"a": {1}}}, "p"),
-        ({"properties": {"a": {"const": float("nan")}}}, "p"),
-        ({"properties": {"a": DEEP}}, "p"),
-    ],
+    [*ROWS["malformed_parameters_are_named"], ({"properties": {"a": {1}}}, "p"), ({"properties": {"a": DEEP}}, "p")],
 )
 def test_malformed_parameters_are_named(parameters: Any, field: str) -> None:
     with pytest.raises(InvalidParameter) as caught:

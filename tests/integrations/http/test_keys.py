@@ -18,12 +18,7 @@ from asyncengine.integrations.http.keys import Key, KeySettings, keys_of
 ROWS: dict[str, Any] = cases_of(__file__)
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
-KEYS: dict[str, dict[str, Any]] = {
-    "slow": {"key": "s", "requests_per_minute": 2},
-    "brief": {"key": "b", "tokens_per_minute": 5},
-    "free": {"key": "f"},
-    "boss": {"key": "o", "operator": True},
-}
+KEYS: dict[str, dict[str, Any]] = ROWS["keys"]
 
 
 @pytest.fixture

@@ -10,13 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
+from support.data import cases_of
 from support.http_server import serving_models
 from support.picture_models import chat, picture, png, save_picture_model
 
 from asyncengine import Engine, SamplingParams
 
+ROWS: dict[str, Any] = cases_of(__file__)
+
 SEEN = [picture(1), Image.new("RGB", (32, 32), "red")]
-LINK = "https://example.com/cat.png"
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +85,7 @@ def test_a_picture_is_read(
 
 
 @pytest.mark.parametrize("ask", [ask for ask, _ in ASKED])
-@pytest.mark.parametrize(
-    ("image", "says"),
-    [
-        (LINK, "content[0].image_url.url: must be a data URL: this engine fetches nothing"),
-        ("/etc/hostname", "content[0].image_url.url: must be a data URL"),
-        ("data:image/png;base64,A", "content[0].image_url.url: is not valid base64"),
-        ("data:image/png;base64,AAAA", "content[0].image_url.url: is no picture in one of the formats"),
-    ],
-)
+@pytest.mark.parametrize(("image", "says"), ROWS["what_is_no_picture_is_refused"])
 def test_what_is_no_picture_is_refused(
     url: str, ask: Callable[[str, str], httpx.Response], image: str, says: str
 ) -> None:

@@ -15,10 +15,13 @@ import numpy as np
 import openai
 import pytest
 import torch
+from support.data import cases_of
 from support.http_server import serving_thread
 
 from asyncengine import Engine
 from asyncengine.integrations.http import app, vectors
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 TEXTS = ["A cat sits on the mat.", "Stocks fell sharply.", "Two dogs play."]
 Engines = dict[str, Engine]
@@ -119,19 +122,7 @@ def test_ids_dimensions_and_prompts_are_taken(url: str, engines: Engines) -> Non
         assert np.array_equal(found, engine.embed(texts, **keywords).vectors)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}),
-        ("/v1/completions", {"model": "demo", "prompt": "Once", "temperature": 0}),
-        ("/v1/embeddings", {"model": "embedder", "input": TEXTS}),
-        ("/v1/embeddings", {"model": "embedder", "messages": [{"role": "user", "content": TEXTS[0]}]}),
-        ("/v1/rerank", {"model": "reranker", "query": "cats", "documents": TEXTS}),
-        ("/rerank", {"model": "embedder", "query": "cats", "documents": TEXTS}),
-        ("/score", {"model": "embedder", "queries": "cats", "documents": TEXTS}),
-        ("/pooling", {"model": "reranker", "input": TEXTS, "task": "classify"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), ROWS["one_path_takes_requests_of_all_kinds"])
 def test_one_path_takes_requests_of_all_kinds(url: str, path: str, body: dict[str, Any]) -> None:
     one, other = (post(url, each, **body).json() for each in (path, "/invocations"))
     for answer in (one, other):

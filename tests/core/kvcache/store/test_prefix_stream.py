@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from support.data import cases_of
 
 from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
 from asyncengine.kvcache.store.record import RecordError
 from asyncengine.step import RecordPart
+
+ROWS: dict[str, Any] = cases_of(__file__)
 
 SIZE = 4
 TOKENS = list(range(5, 17))
@@ -80,24 +84,11 @@ def test_any_changed_byte_and_any_cut_is_refused() -> None:
             read(whole[:length], PLACES, Memory())
 
 
-@pytest.mark.parametrize(
-    ("changes", "namespace", "said"),
-    [
-        ({"dtype": "bfloat16"}, NAMESPACE, r"another dtype \(float32, here bfloat16\)$"),
-        (
-            {"dtype": "int8", "page size": "8"}, NAMESPACE,
-            r"another dtype \(float32, here int8\), another page size \(4, here 8\)$",
-        ),
-        ({"model weights": "v" * 64}, NAMESPACE, r"another model weights \(w{12}\.\.\., here v{12}\.\.\.\)$"),
-        ({"CPU": "one"}, NAMESPACE, r"another CPU \(none, here one\)$"),
-        ({}, ("abc", ""), r"another adapter \(none, here abc\)$"),
-        ({}, ("", "salt"), "another cache_salt$"),
-    ],
-)  # fmt: skip
-def test_a_refusal_names_what_differs(changes: dict[str, str], namespace: tuple[str, str], said: str) -> None:
+@pytest.mark.parametrize(("changes", "namespace", "said"), ROWS["a_refusal_names_what_differs"])
+def test_a_refusal_names_what_differs(changes: dict[str, str], namespace: list[str], said: str) -> None:
     reader = PrefixReader(io.BytesIO(written(Memory())))
     with pytest.raises(RecordError, match=f"was computed with {said}"):
-        reader.check({**IDENTITY, **changes}, namespace, SIZE)
+        reader.check({**IDENTITY, **changes}, (*namespace,), SIZE)
 
 
 def test_a_page_that_leaves_the_cache_meanwhile_is_not_written_as_if_it_were_there() -> None:

@@ -33,10 +33,10 @@ from asyncengine.execution.layers.mamba2 import Mamba2
 from asyncengine.execution.layers.mlp import MLP
 from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Rotary
+from asyncengine.execution.layers.short_conv import ShortConv
 from asyncengine.execution.layers.weight_forms import DenseWeight, PackedWeight, QuantizedWeight
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.fallback.probing import LayerAttention
-from asyncengine.execution.models.families.lfm2 import ShortConv
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.model_runner import ModelRunner

@@ -98,7 +98,7 @@ def own_row(family: str) -> Row | None:
         check_config(config, Checkpoint(Path(), {}, (), {}), described)
     except UnsupportedModel as error:
         return Row(family, REFUSED, _reason(family, error))
-    file = f"`families/{NATIVE[config.get_text_config().model_type]}.py`"
+    file = f"`families/{NATIVE[config.get_text_config().model_type]}`"
     return Row(family, OWN, f"its text, by the family in `text_config`: {file}" if family in MULTIMODAL else file)
 
 
@@ -170,7 +170,7 @@ Every family (`model_type` in config.json) that transformers {release} has as a 
 what serves it. Written by `python -m tools.models_page`, which asks the code; `tests/tools/test_models_page.py` fails
 when this page does not say what the code does. Not to be edited by hand.
 
-- **{OWN}** ({counts[OWN]}): a file in `asyncengine/execution/models/families/`; packed weights, compiled attention,
+- **{OWN}** ({counts[OWN]}): a table in `asyncengine/execution/models/families/`; packed weights, compiled attention,
   int8 and int4, quantized checkpoints. Options that it does not know run through transformers.
 - **{TRANSFORMERS}** ({counts[TRANSFORMERS]}): transformers' own modules with the engine's attention, slower. A tiny
   random model of the family was loaded and answered as transformers does.

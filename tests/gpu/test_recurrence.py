@@ -13,11 +13,11 @@ from support.segments import segments_of
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.kernels import LayerKernels
+from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
 from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.short_conv import ShortConvConfig
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, StateStep
-from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
-from asyncengine.execution.models.families.lfm2 import ShortConvConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -32,7 +32,7 @@ def test_files_are_those_of_the_registry() -> None:
         known = family in NATIVE or family in MULTIMODAL
         assert known or row.served != OWN, family
         if row.served == OWN:
-            assert family in MULTIMODAL or row.note == f"`families/{NATIVE[family]}.py`"
+            assert family in MULTIMODAL or row.note == f"`families/{NATIVE[family]}`"
             assert row.note.startswith("its text") == (family in MULTIMODAL)
         assert bool(row.note) == (row.served != TRANSFORMERS)
     missing = [family for family in (*NATIVE, *MULTIMODAL) if rows[family].served == TRANSFORMERS]

@@ -12,10 +12,10 @@ from support.segments import segments_of
 
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
+from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
+from asyncengine.execution.layers.short_conv import ShortConvConfig
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateSegments, StateStep
-from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
-from asyncengine.execution.models.families.lfm2 import ShortConvConfig
 
 LAYERS: dict[str, Any] = {
     "gated delta": GatedDeltaConfig(2, 4, 16, 24, 4, 1e-6),

@@ -14,10 +14,10 @@ pytest.importorskip("numba")
 
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
+from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
+from asyncengine.execution.layers.short_conv import ShortConvConfig
 from asyncengine.execution.layers.states import StatePools
-from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
-from asyncengine.execution.models.families.lfm2 import ShortConvConfig
 
 WIDTH = 320
 """More than a block of channels, of which convolutions have one each."""

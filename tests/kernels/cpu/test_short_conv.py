@@ -11,8 +11,8 @@ from support.segments import Part, assert_same_bits, forward, memory_of
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.kernels import layer_kernels
 from asyncengine.execution.layers.options import LayerOptions
+from asyncengine.execution.layers.short_conv import ShortConv, ShortConvConfig
 from asyncengine.execution.layers.states import StatePools
-from asyncengine.execution.models.families.lfm2 import ShortConv, ShortConvConfig
 from asyncengine.kernels.cpu import compiler_missing
 
 CPU = torch.device("cpu")

@@ -21,10 +21,10 @@ if torch.cuda.is_available():
 from asyncengine.execution.layers import causal_conv
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig, learn, unit
+from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
 from asyncengine.execution.layers.mamba2 import Mamba2Config
+from asyncengine.execution.layers.short_conv import ShortConvConfig
 from asyncengine.execution.layers.states import LoneTokens, StatePools, StateStep
-from asyncengine.execution.models.families.kimi_linear import KimiDeltaConfig
-from asyncengine.execution.models.families.lfm2 import ShortConvConfig
 from asyncengine.kernels.cuda import recurrence
 from asyncengine.kernels.cuda.recurrence import Recurrence
 

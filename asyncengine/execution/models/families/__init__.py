@@ -1,46 +1,34 @@
-"""The families that are written down: from a config.json to a `DecoderConfig`, one short file for each group.
+"""The families that are written down, as tables: from a config.json to a `DecoderConfig`.
 
-decoders.toml says which file serves which `model_type`. A family that only renames another costs a name there, one that
-differs from Llama in fields alone a table of dense.toml or mixtures.toml. All others run through `models.fallback`, and
-so do options of these that are not written down.
+All others run through `models.fallback`, and so do options of these that are not written down.
 """
 
 from __future__ import annotations
 
 import logging
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module, resources
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.models.config import MissingField, ModelConfig, UnknownLayers, read_fields
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import KINDS, Inside, inside_of
+from asyncengine.execution.models.families.common import Inside, inside_of
+from asyncengine.execution.models.families.completing import complete
+from asyncengine.execution.models.families.tables import NATIVE, decoder_config, layer_kinds, read_tables
 from asyncengine.execution.models.multimodal import PLACEHOLDERS
+
+__all__ = ["MULTIMODAL", "NATIVE", "decoder_config_of", "layer_kinds", "native_config"]
 
 logger = logging.getLogger("asyncengine")
 
-DecoderConfigOf = Callable[[Any, int], DecoderConfig]
-"""(a `ModelConfig` or transformers' config object, longest sequence) -> what the decoder is built of. Raises
-`UnsupportedModel` for an option of the family that is not written down: such a model runs through transformers."""
-
-_TABLES = tomllib.loads((resources.files(__package__) / "decoders.toml").read_text(encoding="utf-8"))
-NATIVE: Mapping[str, str] = {family: file for file, families in _TABLES["files"].items() for family in families}
-"""model_type -> the file in this folder with its `decoder_config`."""
+_TABLES = read_tables("decoders.toml")
 MULTIMODAL: Mapping[str, Inside] = {family: Inside(**names) for family, names in _TABLES["multimodal"].items()}
 """model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
 _OWN_DEFAULTS = ("mistral3", "voxtral", "idefics3", "smolvlm")
 """Families whose classes have other defaults for fields of their language model than its family has."""
-
-
-def layer_kinds(family: str) -> Sequence[str] | None:
-    """The layer types that a family's file has; None: it is not written down here."""
-    file = NATIVE.get(family)
-    kinds: Any = None if file is None else getattr(import_module(f"{__name__}.{file}"), "KINDS", KINDS)
-    return kinds.get(family, KINDS) if isinstance(kinds, Mapping) else kinds  # a file may have them by family
 
 
 def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | None:
@@ -53,11 +41,9 @@ def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | N
     try:
         if not isinstance(family, str) or family not in NATIVE:
             return _with_language_model(content) if family in tuple(MULTIMODAL) else None
-        module = import_module(f"{__name__}.{NATIVE[family]}")
         common, own = _TABLES["common"], _TABLES["fields"].get(family, {})
-        complete = getattr(module, "complete", lambda config: None)
         defaults = _defaults_of(common) | _defaults_of(own)
-        found = read_fields(content, defaults, common["nullable"], own.get("aliases", {}), complete)
+        found = read_fields(content, defaults, common["nullable"], own.get("aliases", {}), partial(complete, table=own))
     except MissingField:
         return None
     found._name_or_path = name
@@ -91,13 +77,13 @@ def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     """
     inside = MULTIMODAL.get(config.model_type)
     own = config if inside is None else config.get_text_config()
-    file = NATIVE.get(own.model_type)
-    if file is None or not (isinstance(config, ModelConfig) or type(config).__module__.startswith("transformers.")):
+    if own.model_type not in NATIVE or not (
+        isinstance(config, ModelConfig) or type(config).__module__.startswith("transformers.")
+    ):
         logger.warning("family %r is not written down here: it runs through transformers, slower", own.model_type)
         return None
-    read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
     try:
-        made = read(own, length)
+        made = decoder_config(own, length)
     except UnknownLayers:
         raise
     except UnsupportedModel as error:

@@ -1,22 +1,18 @@
-"""Readers of rotary embeddings, windows, activations and layer types, which families share."""
+"""Readers of rotary embeddings, windows and layer types, which families share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.execution.layers.attention import AttentionConfig
-from asyncengine.execution.layers.basic import NormConfig
-from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
-from asyncengine.execution.models.config import unknown_layers
-from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.execution.models.config import OLDER_KINDS
+from asyncengine.execution.models.decoder import DecoderConfig
 
 # Frequencies of rotary embeddings (Su et al. 2021), scaled for longer sequences than a model was trained on.
 
@@ -102,10 +98,6 @@ SCALED: Mapping[str, Scaled] = {
 """Functions by rope_type."""
 
 
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
 _SECTIONS: Mapping[str, tuple[tuple[int, ...], bool]] = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), ((16, 24, 24), False)),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), ((24, 20, 20), True)),
@@ -115,18 +107,9 @@ _SECTIONS: Mapping[str, tuple[tuple[int, ...], bool]] = {
 """model_type -> pairs of dimensions that turn by time, rows and columns (`mrope_section`, if it is not said), and
 whether these take turns or lie one section behind the other."""
 FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
-BEHIND_LAST = r"(.*\.)?layers\.{}\..*"
-"""Tensors that old checkpoints have, and those of a layer after the last, which predicts further tokens."""
+"""Tensors that old checkpoints have."""
 KINDS = ("full_attention", "sliding_attention")
-"""Layer types, where a family's file has no `KINDS` of its own."""
-
-
-def activation(config: Any, name: str | None = None) -> str:
-    """The decoder's name of an activation. Raises `UnsupportedModel` for one it does not have."""
-    known = name or config.hidden_act
-    if known not in _ACTIVATIONS:
-        raise UnsupportedModel(f"family {config.model_type!r} with activation {known!r} is not written down")
-    return _ACTIVATIONS[known]
+"""Layer types that attend, and all of them where a family's table names no `kinds`."""
 
 
 def head_dim_of(config: Any) -> int:
@@ -179,27 +162,15 @@ def rotary_of(
     return RotaryConfig(tuple(found.tolist()), float(scaling), style, axes=axes)
 
 
-def layer_types_of(config: Any, known: Sequence[str] = KINDS) -> list[str]:
-    """One for each layer; all attend to everything where the configuration says nothing. Raises `UnknownLayers` for
-    one that is not `known`."""
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise unknown_layers(config.model_type, unknown[0], known)
-    return kinds
+def layer_types_of(config: Any) -> list[str]:
+    """The type of each layer; all attend to everything where the configuration says nothing."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [OLDER_KINDS.get(kind, kind) for kind in kinds]
 
 
-def alternate(config: Any, every: int, kind: str = "sliding_attention") -> None:
-    """Set layer types that config.json does not list: `kind`, and attention to everything in one layer of `every`."""
-    if config.layer_types is None:
-        layers = range(config.num_hidden_layers)
-        config.layer_types = [kind if (layer + 1) % every else "full_attention" for layer in layers]
-
-
-def slide_from(config: Any) -> None:
-    """Set layer types that config.json does not list: windows from layer `max_window_layers` on, if there are any."""
-    if config.layer_types is None:
-        first = config.num_hidden_layers if config.sliding_window is None else config.max_window_layers
-        config.layer_types = [KINDS[layer >= first] for layer in range(config.num_hidden_layers)]
+def attention_kinds(config: Any) -> list[str]:
+    """The types of layers with attention that a model has, in the order of their names."""
+    return sorted({*layer_types_of(config)}.intersection(KINDS))
 
 
 def windows_of(config: Any) -> list[int | None]:
@@ -234,52 +205,3 @@ def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig
         final_norm=None if made.final_norm is None else named(made.final_norm), head=inside.head, layer_inputs=inputs,
         mtp=made.mtp and made.mtp.renamed(named), tied=made.tied or bool(getattr(config, "tie_word_embeddings", False)),
     )  # fmt: skip
-
-
-def llama_like(
-    config: Any, length: int, *, attention: Mapping[str, Any] = MappingProxyType({}),
-    mlp: Mapping[str, Any] = MappingProxyType({}), sparse: MoEConfig | Sequence[MoEConfig | None] | None = None,
-    layer: Mapping[str, Any] = MappingProxyType({}), norm: NormConfig | None = None,
-    path: str = "model.layers.{}.", **changes: Any,
-) -> DecoderConfig:  # fmt: skip
-    """The decoder of a family that differs from Llama in the given fields of `AttentionConfig`, `MLPConfig`,
-    `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts in place of feed-forward parts. A list, here or
-    among the fields of attention, has one value for each layer. `path`: what the names of a layer begin with."""
-    dim, heads = head_dim_of(config), config.num_attention_heads
-    keys = attention.get("num_kv_heads") or config.num_key_value_heads or heads
-    fields = {"num_heads": heads, "head_dim": dim, "scale": dim**-0.5, **attention, "num_kv_heads": keys}
-
-    def one(index: int) -> LayerConfig:
-        own = {name: value[index] if isinstance(value, list) else value for name, value in fields.items()}
-        mixture = sparse[index] if isinstance(sparse, Sequence) else sparse
-        if mixture is None:
-            act = mlp.get("activation") or activation(config)
-            width = mlp.get("width") or config.intermediate_size
-            inner = MLPConfig(**{**mlp, "width": width, "activation": act})
-            return LayerConfig(AttentionConfig(**own), inner, **layer)
-        return LayerConfig(AttentionConfig(**own), mixture, **layer)
-
-    if "rotary" not in changes:
-        changes["rotary"] = (rotary_of(config, length),)
-    return DecoderConfig(
-        **{
-            "vocab_size": config.vocab_size,
-            "width": config.hidden_size,
-            "layers": tuple(one(index) for index in range(config.num_hidden_layers)),
-            "norm": norm or NormConfig(epsilon=config.rms_norm_eps),
-            "layer": path,
-            "tied": bool(getattr(config, "tie_word_embeddings", False)),
-            "ignored": (FREQUENCIES,),
-            **changes,
-        }
-    )
-
-
-def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any, **changes: Any) -> DecoderConfig:
-    """The decoder with `state` in the place of attention, and `changes` of such layers, wherever a kind is none of
-    `KINDS`."""
-
-    def one(layer: LayerConfig, kind: str) -> LayerConfig:
-        return layer if kind in KINDS else replace(layer, attention=None, state=state, **changes)
-
-    return replace(made, layers=tuple(one(*each) for each in zip(made.layers, kinds, strict=True)))

@@ -19,7 +19,7 @@ from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.encoder import DISTANCES, EncoderConfig, SequenceHeadConfig
-from asyncengine.execution.models.families.tables import decoder_config, decoder_of, parts_of, read_tables
+from asyncengine.execution.models.families.tables import decoder_config, decoder_of, parts_of, read_tables, values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ def encoder_config_of(config: Any, length: int | None, classifies: bool) -> Enco
     if family == "gemma3_text":
         return _gemma(config, length or config.max_position_embeddings, classifies)
     parts = parts_of(_FAMILIES, config)
-    own = parts.pop("encoder", {})
+    own, head = (values_of(parts.pop(name, {}), config) for name in ("encoder", "head"))
     if own.get("distance_bias") and config.relative_attention_num_buckets != DISTANCES:
         raise UnsupportedModel(f"relative_attention_num_buckets is not {DISTANCES}, of which transformers has its code")
     padding = own.get("padding")
     longest = length or config.max_position_embeddings - (0 if padding is None else padding + 1)
     if not own.get("num_segments"):
         own |= {"segments": None, "num_segments": 0}
-    head, headless = parts.pop("head"), parts.pop("headless")
+    headless = parts.pop("headless")
     pooling = _POOLINGS[head.pop("pooling", "cls")]
     stack = decoder_of(config, longest, parts, tied=False)
     first = replace(stack.layers[0], before_attention=None) if "embedding_norm" in own else stack.layers[0]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from asyncengine.errors import UnsupportedModel
 from asyncengine.sampling_params import OnBudget
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from asyncengine.config import EngineConfig
+    from asyncengine.options import WeightSource
+    from asyncengine.stats import ThreadStats
     from asyncengine.step import AdapterSwap, Batch, RecordPart, StepResult
 
 # ---------------------------------------------------------------- execution
@@ -39,26 +43,22 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
+    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state.
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
+    A class that inherits from it takes over what it cannot do better."""
 
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def num_states(self) -> int:
-        """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
-
-    @property
-    def num_window_pages(self) -> int:
-        """Pages of the layers with windows, page 0 included. 0: all layers have the same pages."""
-
-    @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """(window, chunk) of each kind of attention layer, 0 for none: pages that none of them sees are given back."""
+    num_pages: int
+    """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
+    page_size: int
+    num_states: int
+    """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
+    num_window_pages: int
+    """Pages of the layers with windows, page 0 included. 0: all layers have the same pages."""
+    windows: tuple[tuple[int, int], ...]
+    """(window, chunk) of each kind of attention layer, 0 for none: pages that none of them sees are given back."""
+    draft_model: Guesser | None = None
+    traced_parts: Sequence[str] = ()
+    """Names of its methods that are parts of a step (`engine.profiling`)."""
 
     def launch(self, batch: Batch) -> StepHandle:
         """Hand one step to the device and return without waiting for it, if the device is not the CPU.
@@ -68,6 +68,38 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything. Called once, on the thread that executed."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """True: `launch` returns while the device computes."""
+        return False
+
+    @property
+    def brief_tokens(self) -> int:
+        """Most tokens of a step of texts that takes milliseconds of the thread that launches it."""
+        return 0
+
+    def is_brief(self, batch: Batch) -> bool:
+        """True: `launch` takes milliseconds, and waits for no other thread."""
+        return False
+
+    def threads(self) -> ThreadStats | None:
+        """The threads that compute steps; None: it has none of its own. May be called from any thread."""
+        return None
+
+    def page_memory(self) -> PageMemory:
+        """The memory of pages. Raises where these cannot be copied."""
+        raise UnsupportedModel("this engine's pages cannot be copied")
+
+    def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
+        """Look at other weights (None: the model's own, once more); the call that writes them, while no step runs.
+        Raises what refuses them."""
+        raise UnsupportedModel("this engine's weights cannot be exchanged")
+
+    def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
+        """Look at whether weights, caches or both may go; the call that gives their memory back. Raises what refuses
+        it."""
+        raise UnsupportedModel("this engine's memory cannot be given back while it lives")
 
 
 class PageMemory(Protocol):

@@ -6,38 +6,30 @@ import logging
 import os
 import stat
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncengine.config import EngineConfig
 from asyncengine.engine.prefix_store import PrefixStore
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.store.disk import SystemDisk
-from asyncengine.kvcache.store.record import Identity, fingerprint_of
+from asyncengine.kvcache.store.record import fingerprint_of
 from asyncengine.kvcache.store.segments import SegmentStore
 
 if TYPE_CHECKING:
-    from asyncengine.execution.models.loading import LoadedModel
-    from asyncengine.execution.runner.model_runner import ModelRunner
+    from asyncengine.execution.api import BuiltModel
 
 logger = logging.getLogger("asyncengine")
 
 
-def open_prefix_store(
-    config: EngineConfig, loaded: LoadedModel, runner: ModelRunner, identify: Callable[[], Identity] | None,
-    undo: ExitStack,
-) -> PrefixStore | None:  # fmt: skip
-    """The store that `config` asks for, which `undo` closes; None: it asks for none. `identify`: see `Prefixes`;
-    None where pages cannot be copied. Raises `InvalidParameter` naming `kv_cache_dir` for a folder that cannot be one.
-    """
+def open_prefix_store(built: BuiltModel, undo: ExitStack) -> PrefixStore | None:
+    """The store that the configuration asks for, which `undo` closes; None: it asks for none. Raises `InvalidParameter`
+    naming `kv_cache_dir` for a folder that cannot be one, and where pages cannot be copied."""
+    config, identify = built.config, built.identify
     if config.kv_cache_dir is None:
         return None
-    from asyncengine.execution.runner.building import measure_prompt_rate
-
     if identify is None:
-        raise InvalidParameter("kv_cache_dir", f"works on a CPU; the model runs on {loaded.device}")
+        raise InvalidParameter("kv_cache_dir", f"works on a CPU; the model runs on {built.info.device}")
     if not config.prefix_caching:
         raise InvalidParameter("kv_cache_dir", "needs prefix_caching=True", config.kv_cache_dir)
     folder = make_folder(folder_of(config.kv_cache_dir))
@@ -46,11 +38,9 @@ def open_prefix_store(
     except OSError as error:
         raise InvalidParameter("kv_cache_dir", f"cannot be read: {error}", config.kv_cache_dir) from None
     logger.info("prefixes are kept in %s: %d records of this model", folder, len(store))
-    rate = measure_prompt_rate(runner, config, loaded.max_model_len)
-    memory = runner.page_memory()
     prefixes = PrefixStore(
-        store, memory, config.page_size, prompt_rate=rate, salted=config.kv_cache_salted,
-        evicted=config.kv_cache_write == "on_eviction",
+        store, built.runner.page_memory(), config.page_size, prompt_rate=built.prompt_rate(),
+        salted=config.kv_cache_salted, evicted=config.kv_cache_write == "on_eviction",
     )  # fmt: skip
     undo.callback(prefixes.close)
     return prefixes

@@ -174,15 +174,10 @@ class DeviceThread:
 
     def __init__(self, executor: Executor, switch_interval: float | None, depth: int) -> None:
         """`switch_interval`: seconds, of the interpreter while the thread lives (`engine.switching`). `depth`: steps in
-        flight at a time.
-
-        An executor may say of a step that launching it takes milliseconds and waits for nobody (`is_brief`), and of
-        itself that launching is not computing (`asynchronous`); else a brief step must be the only one in flight.
-        """
+        flight at a time: where launching is computing, a brief step must be the only one."""
         self.executor = executor
-        self._asynchronous: bool = getattr(executor, "asynchronous", False)
-        is_brief: Callable[[Batch], bool] | None = getattr(executor, "is_brief", None)
-        self._is_brief = is_brief if depth == 1 or self._asynchronous else None
+        self._asynchronous = executor.asynchronous
+        self._is_brief = executor.is_brief if depth == 1 or self._asynchronous else None
         self._may_launch_here = self._asynchronous
         self._switch_interval = switch_interval
         self._jobs: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
@@ -211,7 +206,7 @@ class DeviceThread:
     @property
     def brief_tokens(self) -> int:
         """Most tokens of a step of texts that may be computed on the loop's thread, though other tasks run there."""
-        return getattr(self.executor, "brief_tokens", 0)
+        return self.executor.brief_tokens
 
     def compute(self, batch: Batch) -> StepResult:
         """Compute a step on the calling thread, the loop's, while no other is under way."""

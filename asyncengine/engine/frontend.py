@@ -24,12 +24,13 @@ from asyncengine.engine.profiling import MOST_STEPS, Profile
 from asyncengine.engine.sessions import ToolWaits
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
-from asyncengine.engine.turns import Sleep, WeightUpdate, writing
+from asyncengine.engine.turns import Sleep, WeightUpdate
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.engine.vectors.service import VectorModel, VectorService
 from asyncengine.errors import AdapterError, ContextLengthExceeded, InvalidParameter, UnsupportedModel
 from asyncengine.images import ImageSpan
 from asyncengine.info import ModelInfo
+from asyncengine.kvcache.store.record import Identity
 from asyncengine.options import (
     ChatMessages,
     ChatRequest,
@@ -45,7 +46,7 @@ from asyncengine.options import (
 from asyncengine.outputs import Chunk
 from asyncengine.sampling_params import SamplingParams, as_params
 from asyncengine.scheduler.messages import Message, Pause, PauseMode, UpdateMode, UpdateWeights, WithdrawUpdate
-from asyncengine.stats import EngineStats, ThreadStats
+from asyncengine.stats import EngineStats
 from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -55,10 +56,6 @@ if TYPE_CHECKING:
 
 Keep = Literal["keep", "drop"]
 Meanwhile = Literal["wait", "refuse"]
-PrepareUpdate = Callable[[WeightSource, EngineConfig, bool], Callable[[], None]]
-"""Look at weights; what writes them, while no step runs. Raises what refuses them."""
-PrepareRelease = Callable[[bool, bool], Callable[[], None]]
-"""Look at whether weights, caches or both may go; the call that gives their memory back. Raises what refuses it."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
 _ITEMS = 4
@@ -79,13 +76,12 @@ class Frontend:
     def __init__(
         self, loop: EngineLoop, validator: RequestValidator, tokenizer: TextTokenizer | None, info: ModelInfo,
         planner: ChatPlanner | None = None, adapters: AdapterRegistry | None = None,
-        threads: Callable[[], ThreadStats] = ThreadStats,
         adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
-        prepare_update: PrepareUpdate | None = None, vector_model: VectorModel | None = None,
-        images: ImagePrompts | None = None,
+        vector_model: VectorModel | None = None, images: ImagePrompts | None = None,
+        identify: Callable[[], Identity] | None = None,
     ) -> None:  # fmt: skip
-        """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
-        change. `vector_model`: None: the model writes text. `images`: None: it reads no pictures."""
+        """`adapter_folder`: the folder that the path of an adapter means. `vector_model`: None: the model writes text.
+        `images`: None: it reads no pictures. `identify`: of `Prefixes`."""
         self.loop = loop
         self.client = LoopClient(loop, adapters)
         self.validator = validator
@@ -93,13 +89,9 @@ class Frontend:
         self.info = info
         self.planner = planner
         self.adapters = adapters
-        self.prefixes = Prefixes(loop, None, None)
-        """Pins, and prefixes in files; as made here it copies none."""
-        self._threads = threads
+        self.prefixes = Prefixes(loop, identify)
+        """Pins, and prefixes in files."""
         self._adapter_folder = adapter_folder
-        self._prepare_update = prepare_update
-        self.prepare_release: PrepareRelease | None = None
-        """None: its memory cannot be given back."""
         self.image_prompts = images
         self.tool_waits = ToolWaits(loop)
         self._decisions: DecisionPrompts | None = None
@@ -340,14 +332,14 @@ class Frontend:
     ) -> Future[int]:
         if version is not None:
             version = as_integer("version", version, 0)
-        if self._prepare_update is None:
+        if not isinstance(self.loop, EngineLoop):
             raise UnsupportedModel("this engine's weights cannot be exchanged")
-        prepare, number = self._prepare_update, next(self._update_numbers)
+        prepare, number = self.loop.runner.executor.prepare_update, next(self._update_numbers)
         done: Future[int] = Future()
 
         def work() -> None:
             from_files = isinstance(weights, (str, os.PathLike)) and not partial
-            again = writing(prepare, weights, self.config) if from_files else None
+            again = (lambda: prepare(weights, self.config, False)()) if from_files else None  # noqa: PLW0108  # not yet
             try:
                 write = prepare(weights, self.config, partial)
             except BaseException as error:
@@ -379,11 +371,8 @@ class Frontend:
         as_choice("requests", requests, get_args(Meanwhile))
         if not isinstance(self.loop, EngineLoop):
             raise UnsupportedModel("a fleet of several engines does not sleep: give its replicas back instead")
-        drops, release = (weights == "drop", cache == "drop"), None
-        if any(drops):
-            if self.prepare_release is None:
-                raise UnsupportedModel("this engine's memory cannot be given back while it lives")
-            release = self.prepare_release(*drops)
+        drops = weights == "drop", cache == "drop"
+        release = self.loop.runner.executor.prepare_release(*drops) if any(drops) else None
         number, done = next(self._update_numbers), Future[None]()
         self._await_turn(number, Sleep(done, release, *drops, requests == "refuse"), Pause(number, mode))
         return done
@@ -435,4 +424,4 @@ class Frontend:
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
-        return snapshot(self.loop, self.adapters, self._threads(), self.started_at)
+        return snapshot(self.loop, self.adapters, self.started_at)

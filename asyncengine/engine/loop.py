@@ -77,7 +77,8 @@ class EngineLoop(ServingLoop):
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, Turn] = {}
         """Weight updates, pauses and resets by number; one is here before its message is posted."""
-        self.write_again: Callable[[], None] | None = None
+        prepare = runner.executor.prepare_update
+        self.write_again: Callable[[], None] | None = lambda: prepare(None, config, False)()  # noqa: PLW0108  # not yet
         """Writes the model's weights once more, from files; None: they came from elsewhere."""
         self.asleep: Sleep | None = None
         self.cache_feeds: list[CacheFeed] = []

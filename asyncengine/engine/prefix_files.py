@@ -45,13 +45,10 @@ _CROWDED = "the prefix had to leave the cache: requests need its pages, or the m
 class Prefixes:
     """Prefixes of one engine that callers hold. From any thread."""
 
-    def __init__(
-        self, loop: EngineLoop, identify: Callable[[], Identity] | None, memory: Callable[[], PageMemory] | None
-    ) -> None:
-        """`identify`: see `execution.models.identity`; None, like no `memory`: pages cannot be copied."""
+    def __init__(self, loop: EngineLoop, identify: Callable[[], Identity] | None) -> None:
+        """`identify`: see `execution.models.identity`; None: pages cannot be copied."""
         self._loop = loop
         self._identify = identify
-        self._memory = memory
         self._lock = threading.Lock()
         self._pinned: dict[int, int] = {}
         """Pages of each prompt that is pinned for a block, by the ticket of the request that computes it."""
@@ -64,7 +61,7 @@ class Prefixes:
             raise InvalidParameter(call, "is of one engine, and this is a fleet of several")
         if not self._loop.scheduler.kv.prefix_caching:
             raise InvalidParameter(call, "needs prefix_caching=True")
-        if copies and (self._identify is None or self._memory is None):
+        if copies and self._identify is None:
             raise InvalidParameter(call, "works with models on a CPU")
         if copies and self._loop.sources.updated:
             raise InvalidParameter(call, "does not work after update_weights: nobody knows what its weights are called")
@@ -82,8 +79,7 @@ class Prefixes:
     def _copied(self) -> tuple[Identity, PageMemory]:
         """The identity of pages, for which the weights are read, and their memory."""
         assert self._identify is not None
-        assert self._memory is not None
-        return self._identify(), self._memory()
+        return self._identify(), self._loop.runner.executor.page_memory()
 
     def pin(self, spec: RequestSpec, *, limited: bool) -> None:
         """Have the prompt of `spec` pinned, which is about to be posted. `limited`: for a block; all that is pinned so
@@ -170,9 +166,8 @@ class Prefixes:
 
     def _open_memory(self) -> PageMemory:
         """The engine's pages, which live on if it closes. Raises `EngineClosed` where it has closed."""
-        assert self._memory is not None
         try:
-            return self._memory()
+            return self._loop.runner.executor.page_memory()
         finally:
             if self._loop.inbox.closed:  # before that nothing is let go, and later there is nothing to be had
                 raise EngineClosed("the engine has closed")

@@ -48,13 +48,12 @@ class Profile:
     def start(self) -> None:
         """Begin, from any thread. Takes some tens of milliseconds."""
         loop, self._kernels = self._loop, _begin_kernels()
-        executor: Any = getattr(loop.runner, "executor", None)
         self._undo.append(loop.hooks.add(self._hear))
         for part in LOOP_PARTS:
             self._time(loop, part)
         self._time(loop, "end_all", self._end)
-        for part in ("launch", *getattr(executor, "traced_parts", ())):
-            self._time(executor, part)
+        for part in ("launch", *loop.runner.executor.traced_parts):
+            self._time(loop.runner.executor, part)
         if loop.inbox.closed:
             self._end()
 

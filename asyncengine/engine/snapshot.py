@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from asyncengine.lora.registry import AdapterRegistry
 
 
-def snapshot(
-    loop: EngineLoop, adapters: AdapterRegistry | None, threads: ThreadStats, started_at: float
-) -> EngineStats:
+def snapshot(loop: EngineLoop, adapters: AdapterRegistry | None, started_at: float) -> EngineStats:
     """From any thread: nothing is locked, so counts may be a step apart from each other."""
     scheduler, meter, counters = loop.scheduler, loop.meter, loop.scheduler.counters
     running = list(scheduler.running.values())
@@ -46,7 +44,7 @@ def snapshot(
         **meter.summaries(),
         uptime=loop.clock.now() - started_at,
         adapters={} if adapters is None else adapters.counts(),
-        threads=threads,
+        threads=loop.runner.executor.threads() or ThreadStats(),
         window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
         stored=stored[0] if stored else StoreCounts(),

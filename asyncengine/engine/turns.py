@@ -60,15 +60,6 @@ class CacheReset(NamedTuple):
 Turn = WeightUpdate | Sleep | CacheReset
 
 
-def writing(prepare: Callable[..., Callable[[], None]], source: object, config: object) -> Callable[[], None]:
-    """A call that reads all weights from `source` whenever it is made, and writes them."""
-
-    def write() -> None:
-        prepare(source, config, False)()
-
-    return write
-
-
 def refusal(
     turn: WeightUpdate | Sleep, sleep: Sleep | None, again: Callable[[], None] | None, *, closes: bool
 ) -> EngineError | None:

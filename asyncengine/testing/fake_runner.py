@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncengine.images import ImageSpan
 from asyncengine.kvcache.radix_tree import Lookback, Window
 from asyncengine.request_spec import Pooled
-from asyncengine.seams import Guesser
+from asyncengine.seams import Executor, Guesser
 from asyncengine.step import (
     Batch,
     ConstrainedToken,
@@ -198,7 +198,7 @@ def fake_vector(tokens: Sequence[int], pooled: Pooled, width: int = 1) -> NDArra
     return np.array([(state >> (7 * place)) % 2**20 for place in range(width)], dtype=np.float32)
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """An `Executor` with KV memory made of plain integers.
 
     Checks what a device would not: that a row computes something, that its pages are real, not page 0, not shared with

@@ -16,10 +16,10 @@ from support.long import LONG
 from support.planted_guesses import ALWAYS, GRAMMARS, plant, some_at_a_time
 
 from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
-from asyncengine.assembly.drafts import open_draft
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import BudgetTooSmall, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.execution.api import open_draft
 from asyncengine.grammar import Grammar
 
 QUOTE = "The red lamp stands on the table. The old clock hangs on the wall. The red lamp stands on the table."

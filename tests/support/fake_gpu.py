@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 
+from asyncengine.execution import api
 from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.attention.factory import kv_dtype
 from asyncengine.execution.attention.flashinfer import FlashInferBackend
@@ -84,7 +85,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
 
     monkeypatch.setattr(loading, "layer_kernels", refusing(loading.layer_kernels))
     monkeypatch.setattr(building, "make_backend", make_backend)
-    monkeypatch.setattr(building, "build_runner", build_runner)
-    monkeypatch.setattr(slots, "LoraLayers", lambda *arguments: install(*arguments, masked=True))
+    monkeypatch.setattr(api, "build_runner", build_runner)
+    monkeypatch.setattr(api, "LoraLayers", lambda *arguments: install(*arguments, masked=True))
     monkeypatch.setattr(DecodeGraphs, "run", counted)
     return calls

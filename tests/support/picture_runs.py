@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from asyncengine.assembly.images import load_images
-from asyncengine.assembly.wiring import _load_tokenizer
+from asyncengine.assembly.wiring import load_texts, read_images
 from asyncengine.config import EngineConfig
 from asyncengine.engine.image_prompts import ImagePrompts
-from asyncengine.execution.models.checkpoint import open_checkpoint
-from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.models.progress import LoadProgress
-from asyncengine.execution.runner.building import build_runner
+from asyncengine.execution.api import ModelBuilder, open_model
 from asyncengine.images import with_identity
+from asyncengine.kernels.api import CompileAhead
 from asyncengine.kvcache import KVCache
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
@@ -34,14 +32,13 @@ class Loaded:
             page_size=PAGE, kv_cache_memory="16MiB", dtype=dtype, show_progress=False, num_threads=1,
             speculation="off", **settings,
         )  # fmt: skip
-        checkpoint = open_checkpoint(str(folder), self.config)
-        loaded = load_model(str(folder), self.config, checkpoint=checkpoint)
-        self.tokenizer = _load_tokenizer(str(folder), checkpoint, loaded, self.config)
-        images = load_images(checkpoint, loaded, self.tokenizer, self.config, LoadProgress(False))
-        assert images.prompts is not None, images.why_none
-        self.prompts: ImagePrompts = images.prompts
-        self.tower: Any = images.store.tower  # type: ignore[union-attr]
-        self.runner = build_runner(loaded, self.config, images=images.store, two_pools=True)
+        model = ModelBuilder(open_model(str(folder), self.config), CompileAhead(0), ExitStack(), lambda: None)
+        self.tokenizer, _ = load_texts(model)
+        prompts, reason = read_images(model, self.tokenizer)
+        assert prompts is not None, reason
+        self.prompts: ImagePrompts = prompts
+        self.runner: Any = model.build(None).runner
+        self.tower: Any = self.runner.image_store.tower
         self._tickets = itertools.count(1)
 
     def spec(self, messages: Any, want: int, params: SamplingParams = GREEDY, **fields: Any) -> RequestSpec:

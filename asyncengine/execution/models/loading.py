@@ -115,6 +115,8 @@ class Loaded:
     """A model ready to run."""
 
     name: str
+    path: str
+    """Folder, file or hub id that it was loaded from."""
     folder: Path
     hf_config: Any
     """A `ModelConfig`, or transformers' config object."""
@@ -227,9 +229,9 @@ def load_model(
 def _facts(path_or_id: str, described: ModelDescription, fused: list[str], nbytes: int) -> dict[str, Any]:
     """The fields of `Loaded` that every model has."""
     return {
-        "name": short_name(path_or_id), "folder": described.checkpoint.folder, "hf_config": described.hf_config,
-        "max_model_len": described.max_model_len, "dtype": described.dtype, "device": described.device,
-        "weights_bytes": nbytes, "stored": dict(described.stored), "fused": fused,
+        "name": short_name(path_or_id), "path": path_or_id, "folder": described.checkpoint.folder,
+        "hf_config": described.hf_config, "max_model_len": described.max_model_len, "dtype": described.dtype,
+        "device": described.device, "weights_bytes": nbytes, "stored": dict(described.stored), "fused": fused,
         "generation_defaults": dict(described.generation_defaults),
     }  # fmt: skip
 

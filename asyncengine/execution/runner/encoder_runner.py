@@ -20,7 +20,7 @@ from asyncengine.execution.pooling.pool import Pooler, Span
 from asyncengine.execution.runner.model_runner import SMALL
 from asyncengine.execution.runner.pending import PendingStep, launch_in_parts
 from asyncengine.request_spec import Pooled, RequestSpec
-from asyncengine.seams import StepHandle
+from asyncengine.seams import Executor, StepHandle
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, FinishedStep, Row, StepResult
 
@@ -28,7 +28,7 @@ _BRIEF = 2**30
 """Bytes of the layers' matrices times tokens of a brief step: some milliseconds."""
 
 
-class EncoderRunner:
+class EncoderRunner(Executor):
     """Holds the weights of one encoder. One step at a time, on any one thread."""
 
     num_pages, page_size, num_states, num_window_pages = 2, 16, 0, 0
@@ -37,7 +37,7 @@ class EncoderRunner:
     kv_bytes = state_bytes = 0
     no_speculation = "texts are given and none is written"
     attention_backend = "of whole texts"
-    step_costs = draft_costs = None
+    step_costs = draft_costs = mtp = ranks = None
     windows: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, loaded: LoadedEncoder, pooler: Pooler, cores: Cores, *, scores: bool) -> None:
@@ -100,15 +100,12 @@ class EncoderRunner:
 
     @property
     def brief_tokens(self) -> int:
-        """Tokens of a step that takes some milliseconds of the thread that launches it, and waits for no other."""
         return self._brief if is_plain_thread(self._device) else 0
 
     def is_brief(self, batch: Batch) -> bool:
-        """Whether the engine's own event loop may launch it on its thread."""
         return batch.num_tokens <= self.brief_tokens
 
     def threads(self) -> ThreadStats:
-        """The threads that compute steps. May be called from any thread."""
         return self.cores.stats
 
     def warm_up(self, most: int) -> None:

@@ -281,15 +281,13 @@ class ModelMemory:
         lora: LoraLayers | None,
     ) -> None:  # fmt: skip
         """`pages`: memory of its caches, where that is the host's. `lora`: its adapters."""
-        self._lora = lora
+        self._lora, self._path = lora, model.path
         self.ranks: Ranks | None = None
         """Other processes that do the same."""
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
         self._reads_images, self._has_other_parts, self._head = reads_images, bool(model.left_out), model.head
         self.draft: ModelMemory | None = None
         """Memory of the draft model, if there is one."""
-        self.write_again: Callable[[], None] | None = None
-        """Reads a draft model's weights again."""
         self.forget: Callable[[], None] | None = None
         """Is called when a draft model's cache is gone."""
         self._without_weights = False
@@ -302,13 +300,14 @@ class ModelMemory:
         return self._model
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """Check other weights, and return the call that writes them. May be called from any thread. None: those that
-        `load_format="dummy"` makes up.
+        """Check other weights, and return the call that writes them. May be called from any thread. None: those that it
+        was loaded with, from its files, or made up by `load_format="dummy"`.
 
         Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
         """
 
         model = self._decoder()
+        weights = self._path if weights is None and config.load_format != "dummy" else weights
         if self.ranks is not None and weights is not None and not isinstance(weights, (str, os.PathLike)):
             weights = list(_pairs(weights))  # to be read more than once
         write = prepare_update(
@@ -321,8 +320,8 @@ class ModelMemory:
                 if self._lora is not None:
                     with torch.inference_mode():  # as whatever steps have written
                         self._lora.write_again()
-            if self._without_weights and self.draft is not None and self.draft.write_again is not None:
-                self.draft.write_again()  # which takes the same cores for itself
+            if self._without_weights and self.draft is not None:
+                self.draft.prepare_update(None, config, False)()  # which takes the same cores for itself
             self._without_weights = False
 
         return run if self.ranks is None else self.ranks.along(run, "update", weights, partial)

@@ -38,7 +38,7 @@ from asyncengine.execution.sampling.sampler import Sampled, Sampler
 from asyncengine.kernels.api import elsewhere
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.options import WeightSource
-from asyncengine.seams import Guesser, StepHandle
+from asyncengine.seams import Executor, Guesser, StepHandle
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, Row, StepResult
 
@@ -53,7 +53,7 @@ _HELD = (
 """Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
 
-class ModelRunner:
+class ModelRunner(Executor):
     """Holds weights, KV memory and per-slot state of one model. One step at a time, on any one thread."""
 
     traced_parts = ("forward", "_run_pieces", "_replay", "_sample", "_keep")
@@ -124,7 +124,6 @@ class ModelRunner:
 
     @property
     def asynchronous(self) -> bool:
-        """True: `launch` returns while the device computes."""
         return self.device.type != "cpu"
 
     def is_brief(self, batch: Batch) -> bool:
@@ -153,11 +152,9 @@ class ModelRunner:
         return len(rows) <= self.graphs.sizes[-1] and all(row.num_scheduled == 1 and row.samples for row in rows)
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """See `ModelMemory.prepare_update`."""
         return self.memory.prepare_update(weights, config, partial)
 
     def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
-        """See `ModelMemory.prepare_release`."""
         return self.memory.prepare_release(weights, cache)
 
     def page_memory(self) -> CpuPageMemory:
@@ -166,7 +163,6 @@ class ModelRunner:
         return CpuPageMemory(pools, self.states, layout, self.backend.shared)
 
     def threads(self) -> ThreadStats:
-        """The threads that compute steps. May be called from any thread."""
         return self.cores.stats
 
     def profile_run(self, batch: Batch) -> StepResult:

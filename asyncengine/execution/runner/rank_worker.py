@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import pickle
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.factory import make_backend
 from asyncengine.execution.device.child import run
 from asyncengine.execution.device.collective_gather import BACKENDS, Gather, open_gather
@@ -18,19 +17,10 @@ from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.models.description import resolve_device
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.progress import LoadProgress
+from asyncengine.execution.runner.ranks import Order
 from asyncengine.execution.runner.stages import StagedRunner, runner_of
 from asyncengine.execution.runner.step_inputs import StepInputs
 from asyncengine.lora.layers.slots import LoraLayers
-
-
-class Order(NamedTuple):
-    """The model to be loaded."""
-
-    path: str
-    config: EngineConfig
-    """With the threads of one rank."""
-    headless: bool
-    """No logits are wanted."""
 
 
 def main(

@@ -18,16 +18,31 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import torch
+
+from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.execution.device.child import Child, end_children, start_child
 from asyncengine.execution.device.collective_gather import BACKENDS, Gather, make_memory, missing, open_gather
+from asyncengine.execution.device.cores import threads_for
 from asyncengine.execution.runner.stage_host import connect_stage, hang_up
 from asyncengine.execution.runner.step_inputs import StepInputs
 from asyncengine.kernels.api import can_start
+from asyncengine.pooling_spec import PoolingSpec
+
+
+class Order(NamedTuple):
+    """The model to be loaded."""
+
+    path: str
+    config: EngineConfig
+    """With the threads of one rank."""
+    headless: bool
+    """No logits are wanted."""
 
 
 class _Rank(NamedTuple):
@@ -107,6 +122,15 @@ class Ranks:
             yield
         except (EOFError, OSError) as error:
             raise RuntimeError(self.gather.lost or "another rank of the model is gone") from error
+
+    @contextmanager
+    def loading(self, order: Order, threads: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Within, all load their parts, this one with its `threads`: once it has found nothing to refuse, and has seen
+        how much memory is free."""
+        config = order.config.replace(policy=EngineConfig().policy, show_progress=False)
+        self.send("load", order._replace(config=config))
+        with threads():
+            yield
 
     @contextmanager
     def computing(self, inputs: StepInputs | None) -> Iterator[None]:
@@ -193,3 +217,58 @@ def _end(others: Sequence[_Rank], links: Sequence[Connection], closing: threadin
         other.orders.close()
     for link in links:
         hang_up(link)
+
+
+_ON_CPU = ""
+"""The carrier between processes of a CPU, of `device.collective_gather.BACKENDS`; tests have gloo stand in for NCCL."""
+
+
+def start_ranks(
+    config: EngineConfig, device: torch.device, pooling: PoolingSpec | None, undo: ExitStack
+) -> tuple[Ranks | None, EngineConfig]:
+    """The other ranks of a model, which `undo` ends, and the settings of each: its share of the threads. None where the
+    model is computed by one process.
+
+    Raises `InvalidParameter` where it cannot be computed by several.
+    """
+    size, setting, staged = config.processes, config.parallel_field, config.pipeline_parallel > 1
+    if size == 1:
+        return None, config
+    if device.type != "cpu":
+        _check_gpus(config, device, staged)
+    if pooling is not None and pooling.whole:
+        raise InvalidParameter(setting, "is for decoders: an encoder is computed by one process", size)
+    if pooling is not None and staged:
+        raise InvalidParameter(setting, "is for models that write: vectors are computed by one process", size)
+    if staged and (ahead := config.max_steps_in_flight or 1) > config.pipeline_parallel:
+        raise InvalidParameter(
+            "max_steps_in_flight", f"must be at most pipeline_parallel, {config.pipeline_parallel}", ahead
+        )
+    if config.stage_hosts and config.kv_cache_dir is not None:
+        raise InvalidParameter("kv_cache_dir", "must be None with stage_hosts: pages lie on several machines")
+    carrier, hosts = _ON_CPU if device.type == "cpu" else "nccl", config.stage_hosts
+    ranks = Ranks(size, setting, carrier, config.pipeline_parallel, hosts)
+    undo.callback(ranks.close)
+    here = config.tensor_parallel if hosts else size
+    return ranks, config.replace(num_threads=max(1, threads_for(config.num_threads, device) // here))
+
+
+def _check_gpus(config: EngineConfig, device: torch.device, staged: bool) -> None:
+    """Raises `InvalidParameter` where the ranks of a model cannot have a GPU each."""
+    if staged:
+        raise InvalidParameter(
+            "pipeline_parallel", 'on CUDA is not there yet: it needs device="cpu"', config.pipeline_parallel
+        )
+    count = torch.cuda.device_count()
+    if count < config.tensor_parallel:
+        raise InvalidParameter(
+            "tensor_parallel", f"needs a GPU for each rank; visible here: {count}", config.tensor_parallel
+        )
+    if device.index:
+        raise InvalidParameter(
+            "device", 'must be "cuda" or "cuda:0": with tensor_parallel rank r is on cuda:r', config.device
+        )
+    if config.kv_cache_memory is None:
+        raise InvalidParameter(
+            "kv_cache_memory", "must be given with tensor_parallel on GPUs: that of all ranks together"
+        )

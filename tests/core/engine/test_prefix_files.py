@@ -60,7 +60,7 @@ def engine_of(kind: str = "pages", pages: int = 128, recorder: Any = None, **set
     def load() -> Any:
         executor = Executor(pages, SIZE, **CACHE_KINDS[kind])
         core = make_core(executor, wiring={"recorder": recorder}, check_every=1, **settings)
-        core.prefixes = Prefixes(core.loop, lambda: {"model": kind}, executor.page_memory)
+        core.prefixes = Prefixes(core.loop, lambda: {"model": kind})
         return core
 
     return AsyncEngine(load, hosted=True)

@@ -20,9 +20,9 @@ from support.rank_threads import in_ranks
 from support.tiny_models import VOCAB
 
 from asyncengine import EngineDead, InvalidParameter, SamplingParams
-from asyncengine.assembly import ranks as rank_wiring
 from asyncengine.config import EngineConfig
 from asyncengine.execution.device import collective_gather
+from asyncengine.execution.runner import ranks as rank_wiring
 
 from .rank_processes import load, mapped, ranks
 

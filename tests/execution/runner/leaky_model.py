@@ -101,8 +101,8 @@ def leaky_runner(**settings: Any) -> ModelRunner:
             torch.randn(slot.shape, generator=random) * (0.2 if len(slot.shape) > 1 else 0.02) + (len(slot.shape) == 1)
         )
     loaded = LoadedModel(
-        name="leaky", folder=Path(), model=model, hf_config=None, vocab_size=VOCAB, input_vocab_size=VOCAB,
-        max_model_len=256, dtype=torch.float32, device=CPU, layers=model.specs, weights_bytes=model.nbytes,
-        unsteady=model.unsteady, states=model.states,
+        name="leaky", path="leaky", folder=Path(), model=model, hf_config=None, vocab_size=VOCAB,
+        input_vocab_size=VOCAB, max_model_len=256, dtype=torch.float32, device=CPU, layers=model.specs,
+        weights_bytes=model.nbytes, unsteady=model.unsteady, states=model.states,
     )  # fmt: skip
     return build_runner(loaded, config)

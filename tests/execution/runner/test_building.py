@@ -13,7 +13,7 @@ import torch
 from asyncengine.assembly import wiring
 from asyncengine.config import EngineConfig
 from asyncengine.errors import OutOfMemory
-from asyncengine.execution.models import loading
+from asyncengine.execution import api
 from asyncengine.execution.models.memory.caches import PoolSizes
 from asyncengine.execution.runner import building, stages
 from asyncengine.execution.runner.building import build_runner
@@ -157,6 +157,6 @@ def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPa
     def no_room(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(loading, "load_model", no_room)
+    monkeypatch.setattr(api, "load_model", no_room)
     with pytest.raises(OutOfMemory, match=r"the model does not fit on cpu, where .* Take a smaller model"):
         wiring.load_frontend("demo", EngineConfig(device="cpu"))

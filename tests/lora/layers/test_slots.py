@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from support.lora_driver import make_driver
 from support.lora_reference import LENGTHS, WANT, Reference, Weights
 from support.tiny_models import VOCAB
 
-from asyncengine.assembly.wiring import allocate_adapters
 from asyncengine.errors import AdapterError, InvariantViolation
-from asyncengine.lora.adapter import AdapterInfo
 from asyncengine.lora.layers.slots import StepAdapters
 
 pytest.importorskip("peft")
@@ -86,8 +83,7 @@ def test_adapters_of_a_configuration_take_memory_for_what_they_change(llama: Ref
     """A GPU launches nothing for the other products."""
     driver = make_driver(checkpoint, "llama")
     first, second = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
-    known = [AdapterInfo(path, "", path, rank, 0, (path,), False, True, 0) for path, rank in ((first, 3), (second, 8))]
-    allocate_adapters(driver.lora, SimpleNamespace(list=lambda: known), torch.device("cpu"))  # type: ignore[arg-type]
+    driver.lora.allocate((first, second), 8)
     taken, moved = driver.lora.nbytes, driver.lora.version
     assert taken == 8 * 8 * 4 * sum(sum(driver.lora.modules[path][:2]) for path in (first, second))
     for path in (first, second):

@@ -28,7 +28,6 @@ class VirtualDevice(FakeExecutor):
     def __init__(self, world: World, setup: Setup, faults: Iterable[Fault]) -> None:
         model = FakeModel(eos_every=setup.eos_every)
         super().__init__(setup.num_pages, setup.config.page_size, model, setup.num_states)
-        self.asynchronous = setup.device == "asynchronous"
         self.world = world
         self.failed: set[str] = set()
         """Labels of requests whose rows were made to fail."""
@@ -37,6 +36,10 @@ class VirtualDevice(FakeExecutor):
         self._setup = setup
         self._faults = deque(sorted(faults, key=lambda fault: fault.at))
         self._due = 0.0
+
+    @property
+    def asynchronous(self) -> bool:
+        return self._setup.device == "asynchronous"
 
     def is_brief(self, batch: Batch) -> bool:
         return self.asynchronous or (self._setup.device == "brief" and batch.num_tokens <= BRIEF)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,14 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.layers.step import Encoded
-from asyncengine.execution.models.loading import quiet_transformers
-from asyncengine.execution.models.multimodal import TextPart
+from asyncengine.execution.models.decoder import Decoder
+from asyncengine.execution.models.formats import CheckpointSource
+from asyncengine.execution.models.loading import LoadedModel, quiet_transformers
+from asyncengine.execution.models.multimodal import TextPart, text_part
+from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.vision.families import VISION, VisionFamily
 from asyncengine.images import DIGEST_BYTES, PromptImage
 
@@ -216,3 +221,58 @@ def _tensors(part: TextPart) -> dict[str, torch.Tensor]:
         found[name] = tensor.clone()
         part.whole.release(tensor)
     return found
+
+
+def read_tower(
+    checkpoint: CheckpointSource, loaded: LoadedModel, vocabulary: Callable[[], Mapping[str, int]] | None,
+    config: EngineConfig, progress: LoadProgress,
+) -> tuple[TransformersTower, ImageProcessor, bool]:  # fmt: skip
+    """(The tower of a `loaded` model, whose files are `checkpoint`, its image processor, whether positions have three
+    axes.) `vocabulary`: tokens of texts; None: there is no chat template.
+
+    Raises `ModelNotFound` for a tower whose tensors are missing; where there are to be no pictures, `UnsupportedModel`
+    or what transformers raises.
+    """
+    model, family = loaded.model, VISION.get(loaded.hf_config.model_type)
+    if family is None:
+        raise UnsupportedModel(f"pictures of family {loaded.hf_config.model_type!r} are not written down")
+    if not isinstance(model, Decoder):
+        raise UnsupportedModel("its language model runs through transformers' modules")
+    if vocabulary is None:
+        raise UnsupportedModel("it has no chat template, which says where a picture goes")
+    if find_spec("PIL") is None:
+        raise UnsupportedModel("Pillow is not installed: install asyncengine[vision]")
+    axes = any(rotary.axes for rotary in model.config.rotary)
+    if family.grid is not None and not axes:
+        raise UnsupportedModel("its positions of pictures are not written down")
+    from transformers import AutoConfig
+
+    progress.stage("loading the vision tower")
+    settings = getattr(checkpoint, "image_processor", None)
+    if settings is not None:
+        whole = AutoConfig.for_model(**checkpoint.config)
+    else:
+        whole = AutoConfig.from_pretrained(str(loaded.folder), local_files_only=True)
+    if model.inputs is not None and whole.get_text_config().pad_token_id != 0:
+        raise UnsupportedModel("vectors of padding stand for its pictures, and padding is not token 0")
+    deep = len(getattr(whole.vision_config, "deepstack_visual_indexes", None) or ())
+    if deep >= len(model.layers):
+        raise UnsupportedModel(f"its tower has features for {deep} layers, and there are {len(model.layers)}")
+    token_bytes = model.config.width * loaded.dtype.itemsize * (1 + deep)
+    processor = ImageProcessor(whole, settings or loaded.folder, vocabulary(), token_bytes)
+    if processor.block:
+        _check_two_way(model, processor.block, loaded, config)
+    part = text_part(checkpoint, model.config)
+    tower = load_tower(part, whole, loaded.dtype, loaded.device, random=config.load_format == "dummy")
+    return tower, processor, axes and family.grid is not None
+
+
+def _check_two_way(model: Decoder, count: int, loaded: LoadedModel, config: EngineConfig) -> None:
+    """Refuse what cannot let the `count` tokens of a picture attend to each other both ways."""
+    windows = [spec.window for spec in model.specs if spec.window is not None]
+    if count > min(windows, default=count):
+        raise UnsupportedModel(f"a picture's {count} tokens are more than a window of {min(windows)}")
+    if count > config.max_num_batched_tokens:
+        raise UnsupportedModel(f"a picture's {count} tokens do not fit into max_num_batched_tokens")
+    if loaded.device.type != "cpu" and config.attention_backend != "torch":
+        raise UnsupportedModel('its pictures are attended to both ways, which needs attention_backend="torch" here')

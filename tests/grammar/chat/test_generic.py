@@ -10,11 +10,10 @@ import pytest
 
 from asyncengine.grammar.chat import ChatPlanner
 
-from .models import ADD, ADDRESS, SILENT, Oracle, tokenizer
+from .models import ADD, ADDRESS, SILENT, tokenizer
 
 TURNS = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
 NO_SYSTEM = SILENT.replace("{% for m in messages %}", "{% for m in messages %}" + TURNS)
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a":1,"b":2}}\n</tool_call>'
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -55,20 +54,5 @@ def test_tools_calls_and_results_reach_the_model(template: str, caplog: pytest.L
     assert len([each for each in caplog.records if "reads no tools" in each.message]) == 1
 
 
-def test_an_answer_is_a_text_or_calls_and_each_has_its_mark() -> None:
-    text = tokenizer(SILENT)
-    planner, oracle = ChatPlanner(text), Oracle(text)
-    plan = planner.plan("", tools=[ADD])
-    right = ["<text>\n", "<text>\nHi <b>", "<text>\nHi\n</text>", CALL, f"{CALL}\n{CALL}"]
-    for answer in right:
-        assert oracle.accepts(plan.grammar, answer), answer
-    imitated = "<tool_response>\n3\n</tool_response>"
-    for answer in ("", "Hi", "<text>\nHi</text>.", f"<text>\n{CALL}", CALL.replace("1", '"1"'), imitated):
-        assert not oracle.accepts(plan.grammar, answer), answer
-    after = planner.plan("", tools=[ADD], after_results=True)
-    for answer in (*right, imitated):
-        assert oracle.accepts(after.grammar, answer), answer
-    assert planner.plan("", tools=[ADD], tool_choice="add").grammar is not None
-    assert not oracle.accepts(planner.plan("", tools=[ADD], tool_choice="required").grammar, "<text>\nHi")
-    assert not oracle.accepts(planner.plan("", tools=[ADD], tool_choice="none").grammar, CALL)
-    assert planner.plan("").grammar is None  # without tools nothing is different
+def test_without_tools_nothing_is_different() -> None:
+    assert ChatPlanner(tokenizer(SILENT)).plan("").grammar is None

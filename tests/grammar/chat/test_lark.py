@@ -10,7 +10,9 @@ from support.data import cases_of
 from asyncengine.grammar import Grammar
 
 from .families import TEMPLATES
-from .models import ADD, ADDRESS, COMPACT, Model
+from .models import ADD, ADDRESS, COMPACT, THINKING, Model
+from .test_channels import TEMPLATE
+from .test_reasoning import ANSWERED
 
 ROWS: dict[str, Any] = cases_of(__file__)
 
@@ -22,16 +24,14 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "require
 class ToolModel(Model):
     """A model with two tools."""
 
-    def grammar(self, **settings: Any) -> Grammar:
-        grammar = self.planner.plan("", **{"tools": TOOLS, **settings}).grammar
+    def grammar(self, tail: str = "", **settings: Any) -> Grammar:
+        grammar = self.planner.plan(tail, **{"tools": TOOLS, **settings}).grammar
         assert grammar is not None
         return grammar
 
 
-MODELS = {
-    name: ToolModel({**TEMPLATES, "compact": COMPACT}[template], special)
-    for name, (template, special) in ROWS["families"].items()
-}
+FORMS = {**TEMPLATES, "compact": COMPACT, "thinking": THINKING, "answered": ANSWERED, "channels": TEMPLATE}
+MODELS = {name: ToolModel(FORMS[form], special) for name, (form, special) in ROWS["families"].items()}
 
 
 @pytest.mark.parametrize(

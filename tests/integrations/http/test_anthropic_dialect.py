@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
-from support.data import cases_of
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.http import events
@@ -23,8 +22,6 @@ from asyncengine.integrations.http.fields import Fields
 from asyncengine.integrations.http.generating import grant
 from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Completion, Timings, ToolCall, Usage
-
-ROWS: dict[str, Any] = cases_of(__file__)
 
 ANSWERED = Answered("abc", "demo", 0)
 USAGE = Usage(30, 9, cached_tokens=16, reasoning_tokens=4)
@@ -99,41 +96,6 @@ def test_a_whole_answer_goes_back_as_it_came() -> None:
     assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert (tool["tool_call_id"], tool["name"], tool["content"]) == ("call_1", "add", [text("Error:"), text("2")])
     assert words == {"role": "user", "content": [text("go on")]}
-
-
-def test_turns_of_a_role_are_one_and_late_system_messages_are_the_users() -> None:
-    made = turn(
-        {"role": "system", "content": "Second."}, user(text("a")), {"role": "system", "content": "Note."},
-        user(text("b")), {"role": "assistant", "content": "c"}, {"role": "assistant", "content": [text("d")]},
-        system=[text("x-anthropic-billing-header: cc_version=2.1; cch=abcde;\nFirst.")],
-    )  # fmt: skip
-    assert made.messages == [
-        {"role": "system", "content": [text("First."), text("Second.")]},
-        {"role": "user", "content": [text("a"), text("Note."), text("b")]},
-        {"role": "assistant", "content": [text("c"), text("d")]},
-    ]
-    assert made.chat["template_kwargs"] == {"add_generation_prompt": False, "continue_final_message": True}
-
-
-@pytest.mark.parametrize(("given", "kept"), ROWS["only_the_head_of_the_system_prompt_loses_a_pseudo_header"])
-def test_only_the_head_of_the_system_prompt_loses_a_pseudo_header(given: str, kept: str | None) -> None:
-    made = turn(user(text("a")), system=given).messages
-    assert made is not None
-    assert made[:-1] == ([] if kept is None else [{"role": "system", "content": [text(kept)]}])
-
-
-def test_thinking_and_effort_are_wishes() -> None:
-    asked = turn(user(text("a")), thinking={"type": "disabled"}, output_config={"effort": "max"})
-    assert asked.wishes == {
-        "thinking": {"enable_thinking": False},
-        "output_config.effort": {"reasoning_effort": "high"},
-    }
-    assert turn(user(text("a")), thinking={"type": "adaptive"}).wishes == {}
-    asked = turn(user(text("a")), thinking={"type": "enabled", "budget_tokens": 2000})
-    assert asked.wishes == {
-        "thinking": {"enable_thinking": True},
-        "thinking.budget_tokens": {"thinking_budget": 2000, "reasoning_effort": "medium"},
-    }
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, ToolCall, ToolCallDelta, Usage
 
 ASK = {"role": "user", "content": "hi"}
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ANSWERED = Answered("1f", "demo", 7, prompts=lambda: [(5, 6)])
 
 
@@ -26,33 +25,8 @@ def read(strict: bool = False, **given: Any) -> tuple[Turn, Fields]:
     return openai_chat.read(fields), fields
 
 
-# -------------------------------------------------------------------- messages
-
-
 ROWS: dict[str, Any] = json.loads((Path(__file__).parent / "chat_fields.json").read_text(encoding="utf-8"))
-"""Fields as they are given, and what becomes of them."""
-
-
-@pytest.mark.parametrize(("given", "wanted"), ROWS["messages"])
-def test_older_and_newer_forms_become_the_engines(given: Any, wanted: Any) -> None:
-    assert read(messages=given)[0].messages == wanted
-
-
-@pytest.mark.parametrize("given", ["hi", [5], [{"role": 5}], [{"content": [5, {"type": 5}], "tool_calls": 5}], {}])
-def test_what_is_malformed_is_left_to_the_engine_to_name(given: Any) -> None:
-    read(messages=given)
-
-
-# -------------------------------------------------------------------- tools
-
-
-def test_functions_go_unread_beside_tools() -> None:
-    turn, fields = read(functions=[ADD["function"]], function_call="none", tools=[ADD])
-    assert turn.chat == {"tools": [ADD]}
-    assert fields.ignored == ["functions", "function_call"]
-
-
-# -------------------------------------------------------------------- grammars
+"""Fields as they are given, and the grammars that they become."""
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(given, wanted) for given, *wanted in ROWS["grammars"]])
@@ -80,41 +54,6 @@ def test_a_field_without_meaning_is_told_or_refused(name: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         read(strict=True, **{name: "x"})
     assert refused.value.field == name
-
-
-@pytest.mark.parametrize(("given", "wanted"), ROWS["names"])
-def test_other_names_of_the_same_are_understood(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    turn, fields = read(**given)
-    assert (turn.params, fields.ignored) == (wanted, [])
-
-
-def test_other_words_for_thinking_are_wishes() -> None:
-    off = {"enable_thinking": False}
-    assert read(thinking={"type": "disabled"})[0].wishes == {"thinking": off}
-    assert read(think=False)[0].wishes == {"think": off}
-    for name in ("max_thinking_tokens", "thinking_token_budget", "thinking_budget"):
-        assert read(**{name: 7})[0].chat["max_thinking_tokens"] == 7
-    assert read(reasoning={"max_tokens": 0})[0].chat["max_thinking_tokens"] == 0
-    turn, _ = read(reasoning={"effort": "low", "enabled": False, "exclude": True})
-    assert turn.wishes == {"reasoning.enabled": off, "reasoning.effort": {"reasoning_effort": "low"}}
-    assert turn.extra["reasoning"] is False
-
-
-@pytest.mark.parametrize("text", ["{a:", "[]", "5"])
-def test_a_broken_call_of_an_earlier_answer_does_not_end_the_conversation(text: str) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": text}}
-    turn, _ = read(messages=[ASK, {"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert turn.messages is not None
-    ((kept,), *_) = [message["tool_calls"] for message in turn.messages if "tool_calls" in message]
-    assert kept["function"] == {"name": "add", "arguments": {"arguments": text}}
-
-
-def test_template_variables_and_hints() -> None:
-    turn, _ = read(reasoning_effort="none", continue_final_message=True, chat_template_kwargs={"a": 1}, documents=[])
-    assert turn.wishes == {"reasoning_effort": {"reasoning_effort": "none", "enable_thinking": False}}
-    assert turn.chat["template_kwargs"] == {
-        "a": 1, "documents": [], "continue_final_message": True, "add_generation_prompt": False,
-    }  # fmt: skip
 
 
 # -------------------------------------------------------------------- answers

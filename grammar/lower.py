@@ -74,27 +74,22 @@ def schema_object(text: str, lenient: bool, strict_formats: bool = False) -> dic
             if old and "$ref" in node:  # up to draft 7 what stands beside it says nothing
                 for key in [key for key in node if key not in ("$ref", "$defs", "definitions")]:
                     del node[key]
-            _enforce_classes(node)
+            if isinstance(pattern := node.get("pattern"), str):
+                node["pattern"] = _with_nul(pattern)
+            if isinstance(named := node.get("patternProperties"), dict):
+                node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
             if lenient:
                 _relax(node)
     return schema
 
 
-def _enforce_classes(node: dict[str, Any]) -> None:
-    """Exclude NUL from classes that exclude a quote or a backslash.
+def _with_nul(pattern: str) -> str:
+    """`pattern` with NUL excluded from classes that exclude a quote or a backslash.
 
     llguidance 1.9.1 lets both through, escaped, where a class such as `[^"]` excludes no control character as well (a
     short cut in how it quotes patterns for JSON). NUL is the one nobody misses.
     """
-    pattern = node.get("pattern")
-    if isinstance(pattern, str):
-        node["pattern"] = _with_nul(pattern)
-    named = node.get("patternProperties")
-    if isinstance(named, dict):
-        node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
 
-
-def _with_nul(pattern: str) -> str:
     def exclude(match: re.Match[str]) -> str:
         inside = match["inside"]
         if match["inside"] is None or not ('"' in inside or "\\\\" in inside):

@@ -301,7 +301,18 @@ def _meant(spec: Any) -> Grammar:
         limit = "must be a Grammar, a JSON schema (dict), a Python type or an outlines type"
         hint = "; for a list of texts use Grammar.choice" if isinstance(spec, (list, tuple)) else ""
         raise GrammarError("grammar", limit + hint, spec)
-    return _type(spec)
+    from asyncengine.grammar.schemas import is_json, json_of
+
+    if is_json(spec):
+        return Grammar.json_schema(json_of(spec))
+    try:
+        from asyncengine.grammar.outlines_types import term_grammar, type_term
+    except ModuleNotFoundError as error:  # outlines 1.3 refuses to be installed on Python 3.14
+        instead = "use Grammar.choice, Grammar.regex, Grammar.json_schema or a pydantic model"
+        raise GrammarError(
+            "grammar", f"plain Python types need the package outlines, which is not installed: {instead}", spec
+        ) from error
+    return term_grammar(type_term(spec))
 
 
 def _mapping(spec: Mapping[Any, Any]) -> Grammar:
@@ -323,18 +334,3 @@ def _mapping(spec: Mapping[Any, Any]) -> Grammar:
             return Grammar.structural_tags(spec)
         raise GrammarError("grammar", 'a structural tag needs "structures" and "triggers"; "format" is not supported')
     return Grammar.json_schema(dict(spec))
-
-
-def _type(spec: Any) -> Grammar:
-    from asyncengine.grammar.schemas import is_json, json_of
-
-    if is_json(spec):
-        return Grammar.json_schema(json_of(spec))
-    try:
-        from asyncengine.grammar.outlines_types import term_grammar, type_term
-    except ModuleNotFoundError as error:  # outlines 1.3 refuses to be installed on Python 3.14
-        instead = "use Grammar.choice, Grammar.regex, Grammar.json_schema or a pydantic model"
-        raise GrammarError(
-            "grammar", f"plain Python types need the package outlines, which is not installed: {instead}", spec
-        ) from error
-    return term_grammar(type_term(spec))

@@ -32,12 +32,9 @@ def tags_to_lark(tags: Any, triggers: Any, at_least_one: bool, stop_after_first:
     chosen = _triggers([begin for begin, _, _ in parsed] if triggers is None else triggers)
     groups: dict[str, list[Tag]] = {trigger: [] for trigger in chosen}
     for tag in parsed:
-        for trigger in chosen:
-            if tag[0].startswith(trigger):
-                groups[trigger].append(tag)
-                break
-        else:
+        if (own := next(filter(tag[0].startswith, chosen), None)) is None:
             raise GrammarError("grammar", "each tag must begin with one of the triggers", tag[0])
+        groups[own].append(tag)
     rules = []
     names = []
     for index, (trigger, members) in enumerate(groups.items()):
@@ -49,11 +46,11 @@ def tags_to_lark(tags: Any, triggers: Any, at_least_one: bool, stop_after_first:
     any_trigger = "|".join(escaped(trigger) for trigger in chosen)
     rules.append("tail: TAIL")
     rules.append(f"TAIL: {regex('(?s:.*)')} & ~{regex(f'(?s:.*)(?:{any_trigger})(?s:.*)')}")
-    some = f"({' | '.join(names)})"
-    if stop_after_first:
-        start = some if at_least_one else f"{some} | tail"
-    else:
-        start = f"{some}{'+' if at_least_one else '*'} tail"
+    start = f"({' | '.join(names)})"
+    if not stop_after_first:
+        start += f"{'+' if at_least_one else '*'} tail"
+    elif not at_least_one:
+        start += " | tail"
     return "\n".join([f"start: {start}", *rules]) + "\n"
 
 

@@ -63,14 +63,12 @@ class Vocabulary:
         ids: list[int] = []
         at = 0
         while at < len(data):
-            for end in range(min(len(data), at + self.longest), at, -1):
-                token = self.by_bytes.get(data[at:end])
-                if token is not None:
-                    ids.append(token)
-                    at = end
-                    break
-            else:
-                return ids  # bytes that no token spells: what there is, is a prefix
+            ends = range(min(len(data), at + MAX_TOKEN_BYTES), at, -1)
+            end = next((end for end in ends if data[at:end] in self.by_bytes), None)
+            if end is None:
+                break  # bytes that no token spells: what there is, is a prefix
+            ids.append(self.by_bytes[data[at:end]])
+            at = end
         return ids
 
     @cached_property
@@ -81,11 +79,6 @@ class Vocabulary:
             if data and token not in self.special_ids and len(data) <= MAX_TOKEN_BYTES:
                 table.setdefault(data, token)
         return table
-
-    @cached_property
-    def longest(self) -> int:
-        """Bytes of the longest token in `by_bytes`."""
-        return max(map(len, self.by_bytes), default=0)
 
     @cached_property
     def lengths(self) -> dict[bytes, tuple[int, ...]]:
@@ -129,9 +122,7 @@ class Vocabulary:
     @cached_property
     def ll_tokenizer(self) -> Any:
         """llguidance's view of the whole vocabulary. Half a second at 150,000 tokens, holding the interpreter lock."""
-        padding = [b""] * (self.vocab_size - len(self.token_bytes))  # never allowed by any mask
-        source = _Source([*self.token_bytes, *padding], self.eos_ids, self.special_ids, WeakMethod(self.tokenize))
-        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(source), eos_token=list(self.eos_ids))
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Source(self)), eos_token=list(self.eos_ids))
 
     @cached_property
     def marks(self) -> tuple[int, ...]:
@@ -154,24 +145,22 @@ class Vocabulary:
 
     def warm_up(self) -> None:
         """Build now what would be built at first use."""
-        for name in ("ll_tokenizer", "filler", "longest", "lengths", "_ascii_tokens"):
+        for name in ("ll_tokenizer", "filler", "lengths", "_ascii_tokens"):
             getattr(self, name)
 
 
 class _Source:
     """A vocabulary for `llguidance.TokenizerWrapper`."""
 
-    def __init__(
-        self, tokens: Sequence[bytes], eos_ids: Sequence[int], special_ids: Collection[int],
-        tokenize: WeakMethod[Callable[[str], list[int]]],
-    ) -> None:  # fmt: skip
-        """`tokenize`: weak, for the library's objects are none that the garbage collector looks into: a vocabulary that
-        they referred to would stay for ever, with its tokenizer and chat template, as it refers to them."""
-        self.eos_token_id = eos_ids[0]
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
         self.bos_token_id = None
-        self.tokens = list(tokens)
-        self.special_token_ids = sorted(i for i in special_ids if i < len(tokens))
-        self._tokenize = tokenize
+        padding = [b""] * (vocabulary.vocab_size - len(vocabulary.token_bytes))  # never allowed by any mask
+        self.tokens = [*vocabulary.token_bytes, *padding]
+        self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < len(self.tokens))
+        # weak, for the library's objects are none that the garbage collector looks into: a vocabulary that they
+        # referred to would stay for ever, with its tokenizer and chat template, as it refers to them
+        self._tokenize = WeakMethod(vocabulary.tokenize)
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):

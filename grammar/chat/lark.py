@@ -63,14 +63,20 @@ class AnswerGrammar:
         """Its Lark text."""
         answer = self._answer
         options: list[str] = []
-        if self._needs_one_schema():
-            options.append(self._calls_or_final())
+        form, final = self._form, answer.final
+        objects = form is not None and form.only_whole and form.is_object and answer.calls
+        if form is not None and objects and final is not None and final.kind == "json_schema":
+            # they begin alike: the lexer would take a call's literal head for the whole of both
+            options.append("calls_or_final")
+            self._lines.append(f"calls_or_final: {self._calls_or_final(form, final)}")
         else:
             if answer.calls:
                 self._calls()
                 options.append("calls")
-            if answer.final is not None:
-                self._lines.append(f"final: {self._wrapped(fragment(answer.final))}")
+            if final is not None:
+                begin, end = (self._markers.lark(mark) for mark in (self._after.answer, self._after.answer_end))
+                wrapped = sequence(begin and f"({begin})?", fragment(final), end and f"({end})?")
+                self._lines.append(f"final: {wrapped}")
                 options.append("final")
         if answer.text:
             options = self._text(options)
@@ -79,18 +85,11 @@ class AnswerGrammar:
             start = f"{self._think(self._reasoning, gap=not answer.text)} ({start})"
         return "\n".join([f"start: {start}", *self._markup, *self._lines]) + "\n"
 
-    def _wrapped(self, answer: str) -> str:
-        """`answer`, perhaps between the marks of an answer."""
-        begin, end = (self._markers.lark(mark) for mark in (self._after.answer, self._after.answer_end))
-        return sequence(begin and f"({begin})?", answer, end and f"({end})?")
-
     def _think(self, reasoning: Reasoning, gap: bool) -> str:
         """The reasoning, up to and with its end marker; `gap` allows newlines after it."""
         begin = self._markers.lark(reasoning.start) + " " if self._opens_itself else ""
-        if self._markers.is_text(reasoning.end):
-            self._markup.append(f"think_rest[lazy]: THOUGHT {self._markers.lark(reasoning.end)}")
-        else:
-            self._markup.append(f"think_rest: THOUGHT {self._markers.lark(reasoning.end)}")
+        lazy = "[lazy]" if self._markers.is_text(reasoning.end) else ""
+        self._markup.append(f"think_rest{lazy}: THOUGHT {self._markers.lark(reasoning.end)}")
         self._markup += [f"think: {begin}think_rest", f"THOUGHT: {ANY}"]
         if gap:
             self._markup.append(r"NEWLINES: /\n{1,3}/")
@@ -115,7 +114,8 @@ class AnswerGrammar:
         self._markup.append(f"TEXT: {pattern}")
         text = ["TEXT"]
         if self._after.answer and not self._markers.is_text(self._after.answer):
-            text.append(sequence(self._markers.lark(self._after.answer), "TEXT", f"({self._answer_end()})?"))
+            end = self._markers.lark(self._after.answer_end) or '""'
+            text.append(sequence(self._markers.lark(self._after.answer), "TEXT", f"({end})?"))
         if form is None or not others:
             return [*text, *others]
         if form.only_whole:
@@ -144,20 +144,9 @@ class AnswerGrammar:
         self._markup += [f"text_end_{i}[lazy]: TEXT {literal(end)}" for i, end in enumerate(ends)]
         return " | ".join(f"{literal(marks[i][0])} (TEXT | text_end_{i})" for i in range(len(ends)))
 
-    def _answer_end(self) -> str:
-        return self._markers.lark(self._after.answer_end) or '""'
-
-    def _needs_one_schema(self) -> bool:
-        """Calls and the other answer begin alike: the lexer would take a call's literal head for the whole of both."""
-        final, form = self._answer.final, self._form
-        objects = form is not None and form.only_whole and form.is_object and bool(self._answer.calls)
-        return objects and final is not None and final.kind == "json_schema"
-
-    def _calls_or_final(self) -> str:
+    def _calls_or_final(self, form: ToolFormat, final: Grammar) -> str:
         """One JSON schema for both, without the trigger. Several calls only where the format lists them."""
-        final, form, calls = self._answer.final, self._form, self._answer.calls
-        assert final is not None
-        assert form is not None
+        calls = self._answer.calls
         key = re.findall(r'"(\w+)"', form.name_close)[-1]
         one_call, definitions = call_schemas(((tool.name, tool.schema) for tool in calls), key)
         definitions["final"] = moved(json.loads(final.text), "#/$defs/final")
@@ -167,9 +156,7 @@ class AnswerGrammar:
         lenient = final.unsupported != "error" or not all(tool.strict for tool in calls)
         schema = {"anyOf": options, "$defs": definitions}
         strict = final.formats == "strict"
-        either = inline_json(schema, final.whitespace, lenient, strict, key_order=final.key_order)
-        self._lines.append(f"calls_or_final: {either}")
-        return "calls_or_final"
+        return inline_json(schema, final.whitespace, lenient, strict, key_order=final.key_order)
 
     def _calls(self) -> None:
         """Rules `calls` and, where there is a trigger, `calls_after_trigger`."""

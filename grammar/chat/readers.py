@@ -111,12 +111,10 @@ class RawReader:
             return Read(at, state="open" if len(rest) < MAX_KEY else "broken")
         closes = [close for close in (own.key_close, own.string_key_close) if close]
         ends = [scan.follow(rest, stop, close.rstrip("\n")) for close in closes]
-        for end, close in zip(ends, closes, strict=True):
-            if end is not None and end >= 0:
-                return self._begin(at, rest[begin:stop], end, own, close == own.string_key_close)
-        return Read(at, state="open" if None in ends else "broken")
-
-    def _begin(self, at: int, key: str, end: int, own: Members, text_only: bool) -> Read:
+        known = [(end, close) for end, close in zip(ends, closes, strict=True) if end is not None and end >= 0]
+        if not known:
+            return Read(at, state="open" if None in ends else "broken")
+        key, text_only = rest[begin:stop], known[0][1] == own.string_key_close
         allowed = self._types.get(key, ANY)
         if own.string_key_close:
             allowed = STRINGS if text_only and "string" in allowed else allowed - {"string"}
@@ -124,7 +122,7 @@ class RawReader:
         self._step, self._newline = self._first, own.key_close.endswith("\n")
         head = ("{" if not self._count else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         self._count += 1
-        return Read(at + end, head)
+        return Read(at + known[0][0], head)
 
     def _first(self, text: str) -> Read:
         """Read a value: its types say how and, if there may be several, its beginning."""
@@ -263,7 +261,10 @@ class NotationReader:
             return Read(at)
         char = text[at]
         if self._stack and char == self._stack[-1][0] and self._expect in ("item", "comma"):
-            return self._closed(at)
+            _, written = self._stack.pop()
+            piece = self._before.rstrip(", ") + written  # a brace of a call without arguments, no comma at the end
+            self._expect, self._before = "comma", ""
+            return Read(at + (not self._called or bool(self._stack)), piece, "open" if self._stack else "done")
         if self._expect == "comma":
             if char != "," and self._escapes:
                 return Read(at, state="broken")
@@ -275,12 +276,6 @@ class NotationReader:
             self._expect = "value"
             return Read(at + 1, ": ")
         return self._begin(text, at)
-
-    def _closed(self, at: int) -> Read:
-        _, written = self._stack.pop()
-        piece = self._before.rstrip(", ") + written  # a brace of a call without arguments, no comma at the end
-        self._expect, self._before = "comma", ""
-        return Read(at + (not self._called or bool(self._stack)), piece, "open" if self._stack else "done")
 
     def _item(self, end: int, piece: str) -> Read:
         piece, self._before = self._before + piece, ""

@@ -88,42 +88,33 @@ def close_objects(schema: Any) -> Any:
     objects described in several places at once (`allOf`, a `$ref` or `anyOf` beside properties), together with what
     they refer to, because closing one part would forbid what the other asks for.
     """
-    opened, copy = _Opened(schema), json.loads(json.dumps(schema))
+    opened, copy = _opened(schema), json.loads(json.dumps(schema))
     for (_, part), (_, made) in zip(subschemas(schema), subschemas(copy), strict=True):
-        if part not in opened and _can_close(part):
+        if id(part) not in opened and _can_close(part):
             made["additionalProperties"] = False
     return copy
 
 
-class _Opened:
-    """Finds the parts of a schema that must not be closed."""
-
-    def __init__(self, root: Any) -> None:
-        self._seen: set[tuple[int, bool]] = set()
-        waiting: list[tuple[Any, bool]] = [(root, False)]
-        while waiting:
-            part, opened = waiting.pop()
-            if not isinstance(part, dict) or (id(part), opened) in self._seen:
-                continue
-            opened = opened or _is_combined(part)
-            self._seen.add((id(part), opened))
-            # a definition is met where it is referred to
-            inner = [(step.split("/")[1], child) for step, child in children(part)]
-            inner = [(key, child) for key, child in inner if key not in ("$defs", "definitions")]
-            waiting += [(child, opened or key in CONDITIONS) for key, child in inner]
-            if isinstance(part.get("$ref"), str):
-                waiting.append((resolve(root, part), opened))
-
-    def __contains__(self, part: object) -> bool:
-        return (id(part), True) in self._seen
-
-
-def _is_combined(part: Schema) -> bool:
-    """Whether several statements about the same object meet here."""
-    every = part.get("allOf")
-    count = len(every) if isinstance(every, list) else 0
-    count += sum(key in part for key in (*ALTERNATIVES, "$ref"))
-    return count > 1 or (count == 1 and any(key in part for key in OWN_KEYS))
+def _opened(root: Any) -> set[int]:
+    """The parts of a schema, by identity, that must not be closed: several statements about an object meet there."""
+    seen: set[tuple[int, bool]] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        part, opened = waiting.pop()
+        if not isinstance(part, dict) or (id(part), opened) in seen:
+            continue
+        every = part.get("allOf")
+        count = len(every) if isinstance(every, list) else 0
+        count += sum(key in part for key in (*ALTERNATIVES, "$ref"))
+        opened = opened or count > 1 or (count == 1 and any(key in part for key in OWN_KEYS))
+        seen.add((id(part), opened))
+        # a definition is met where it is referred to
+        inner = [(step.split("/")[1], child) for step, child in children(part)]
+        inner = [(key, child) for key, child in inner if key not in ("$defs", "definitions")]
+        waiting += [(child, opened or key in CONDITIONS) for key, child in inner]
+        if isinstance(part.get("$ref"), str):
+            waiting.append((resolve(root, part), opened))
+    return {part for part, opened in seen if opened}
 
 
 def _can_close(part: Schema) -> bool:

@@ -84,6 +84,7 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
     """Raises `InvalidParameter` for what is unknown, or asks for a call where there are no tools."""
     if tool_choice is not None and not isinstance(tool_choice, (str, Mapping)):
         raise InvalidParameter("tool_choice", _SHAPE, tool_choice)  # not even compared: an array answers with an array
+    known = [tool.name for tool in tools]
     match tool_choice:
         case None | "auto":
             return Choice("auto" if tools else "none")
@@ -96,13 +97,21 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
         case (
             str(name) | {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}
         ):
-            known = [tool.name for tool in tools]
             if name not in known:
                 limit = f"must be 'none', 'auto', 'required' or a tool's name, and the tools are: {_listed(known)}"
                 raise InvalidParameter("tool_choice", limit, name)
             return Choice("named", name)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
-            return Choice(mode, allowed=_allowed(listed, [tool.name for tool in tools]))
+            named = [each.get("function", each) if isinstance(each, Mapping) else each for each in listed]
+            names = [each.get("name") if isinstance(each, Mapping) else each for each in named]
+            for index, name in enumerate(names):
+                if name not in known:
+                    where = f"tool_choice.allowed_tools.tools[{index}]"
+                    limit = f"must name one of the tools, which are: {_listed(known)}"
+                    raise InvalidParameter(where, limit, name)
+            if not names:
+                raise InvalidParameter("tool_choice.allowed_tools.tools", "must not be empty")
+            return Choice(mode, allowed=frozenset(names))
     raise InvalidParameter("tool_choice", _SHAPE, tool_choice)
 
 
@@ -110,19 +119,6 @@ _SHAPE = (
     "must be 'none', 'auto', 'required', a name, {'type': 'function', 'function': {'name': ...}} or "
     "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
 )
-
-
-def _allowed(listed: list[Any], known: list[str]) -> frozenset[str]:
-    """The names in OpenAI's list of allowed tools. Raises `InvalidParameter`."""
-    names = [each.get("function", each) if isinstance(each, Mapping) else each for each in listed]
-    names = [each.get("name") if isinstance(each, Mapping) else each for each in names]
-    for index, name in enumerate(names):
-        if name not in known:
-            where = f"tool_choice.allowed_tools.tools[{index}]"
-            raise InvalidParameter(where, f"must name one of the tools, which are: {_listed(known)}", name)
-    if not names:
-        raise InvalidParameter("tool_choice.allowed_tools.tools", "must not be empty")
-    return frozenset(names)
 
 
 def _listed(names: list[str]) -> str:

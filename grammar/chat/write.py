@@ -18,7 +18,11 @@ def with_calls_in_content(messages: Sequence[Message], form: ToolFormat) -> list
     turns = []
     for message in messages:
         turns.append({key: value for key, value in message.items() if key != "tool_calls"})
-        if calls := [_name_and_arguments(call) for call in message.get("tool_calls") or ()]:
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        if functions:
+            given = [each["arguments"] for each in functions]
+            read = [json.loads(arguments) if isinstance(arguments, str) else arguments for arguments in given]
+            calls = [(each["name"], arguments) for each, arguments in zip(functions, read, strict=True)]
             turns[-1]["content"] = _joined([message.get("content") or "", written_calls(form, calls)], "")
     return turns
 
@@ -63,12 +67,6 @@ def _joined(parts: Sequence[Any], between: str = "\n") -> Any:
         return between.join(parts)
     blocks = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in parts]
     return [block for part in blocks for block in part]
-
-
-def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:
-    function = call["function"]
-    arguments = function["arguments"]
-    return function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

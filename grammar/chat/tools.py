@@ -103,12 +103,11 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
             return Choice("named", name)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
             named = [each.get("function", each) if isinstance(each, Mapping) else each for each in listed]
-            names = [each.get("name") if isinstance(each, Mapping) else each for each in named]
-            for index, name in enumerate(names):
-                if name not in known:
+            names: list[Any] = [each.get("name") if isinstance(each, Mapping) else each for each in named]
+            for index, each in enumerate(names):
+                if each not in known:
                     where = f"tool_choice.allowed_tools.tools[{index}]"
-                    limit = f"must name one of the tools, which are: {_listed(known)}"
-                    raise InvalidParameter(where, limit, name)
+                    raise InvalidParameter(where, f"must name one of the tools, which are: {_listed(known)}", each)
             if not names:
                 raise InvalidParameter("tool_choice.allowed_tools.tools", "must not be empty")
             return Choice(mode, allowed=frozenset(names))

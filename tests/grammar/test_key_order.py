@@ -176,14 +176,3 @@ def test_no_comma_follows_the_last_member_that_there_can_be() -> None:
 def test_a_response_format_given_as_a_grammar_may_ask_for_it() -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "key_order": "any"}}
     assert Grammar.of(asked).key_order == "any"
-
-
-def test_a_member_of_two_objects_is_one_rule_in_both() -> None:
-    def closed(*names: str) -> dict[str, Any]:
-        named = {name: {"type": "integer"} for name in names}
-        return {"type": "object", "properties": named, "required": [*names], "additionalProperties": False}
-
-    schema = closed() | {"properties": {"x": closed("a"), "y": closed("a", "b")}}
-    grammar = Grammar.json_schema(schema, key_order="any")
-    assert accepts(grammar, '{"y": {"b": 1, "a": 2}, "x": {"a": 1}}')
-    assert not accepts(grammar, '{"x": {"b": 1}}')

@@ -91,12 +91,6 @@ def test_patterns_survive_the_way_into_lark(text: str) -> None:
     assert accepts(Grammar.lark(f'start: "<" {fragment(Grammar.regex(escaped(text)))} ">"'), f"<{text}>")
 
 
-def test_the_empty_pattern_and_a_newline_in_a_pattern() -> None:
-    assert accepts(Grammar.regex(""), "")
-    assert accepts(Grammar.regex("a\nb/c"), "a\nb/c")
-    assert accepts(Grammar.regex("[/]"), "/")
-
-
 @pytest.mark.parametrize(("schema", "values"), ROWS["keywords_without_effect_are_dropped_exactly"])
 def test_keywords_without_effect_are_dropped_exactly(schema: dict[str, Any], values: list[Any]) -> None:
     grammar = Grammar.json_schema(schema)

@@ -84,18 +84,3 @@ def _looking_ahead(random: Random, depth: int) -> str:
 
     branch = "".join(item() for _ in range(random.randint(1, 3)))
     return random.choice(("^", "")) * (not depth) + branch + random.choice(("", "", "$", f"|{item()}"))
-
-
-@pytest.mark.parametrize(("keyword", "schema", "taken", "refused"), ROWS["look_aheads_of_schemas"])
-def test_look_aheads_of_schemas(keyword: str, schema: dict[str, Any], taken: str, refused: str) -> None:
-    grammar = Grammar.json_schema({"type": "string", **schema})
-    assert accepts(grammar, f'"{taken}"')
-    assert not accepts(grammar, f'"{refused}"')
-
-
-def test_a_look_ahead_in_patterns_of_names() -> None:
-    named = {"^(?!x-)[a-z-]+$": {"type": "integer"}, "^x-": {"type": "null"}}
-    grammar = Grammar.json_schema({"type": "object", "patternProperties": named, "additionalProperties": False})
-    assert accepts(grammar, '{"y-a": 1}')
-    assert accepts(grammar, '{"x-a": null}')
-    assert not accepts(grammar, '{"x-a": 1}')

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from core.text.many_scripts import TEXTS, random_texts
 from core.text.tokenizer_zoo import LINES, SPECIAL, byte_fallback, byte_level, unigram
+from support.data import cases_of
 from support.tables import table
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import decoders as tokenizer_decoders
@@ -214,14 +215,6 @@ def test_names_no_variable_may_have_are_transformers_arguments() -> None:
 # -- left to transformers
 
 
-def in_config(**more: Any) -> Callable[[Path], None]:
-    return lambda folder: change(folder / "tokenizer_config.json", lambda content: content.update(more))
-
-
-def in_file(act: Callable[[Any], object]) -> Callable[[Path], None]:
-    return lambda folder: change(folder / "tokenizer.json", act)
-
-
 def change(file: Path, act: Callable[[Any], object]) -> None:
     content = json.loads(file.read_text())
     act(content)
@@ -232,59 +225,39 @@ def first_added(**flags: Any) -> Callable[[Any], None]:
     return lambda content: next(t for t in content["added_tokens"] if t["content"] == "<|im_end|>").update(flags)
 
 
-def write(name: str, text: str) -> Callable[[Path], None]:
-    def act(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-
-    return act
+def without_merges(content: Any) -> None:
+    content.clear()
+    content.update(json.loads(unigram(fallback=False).to_str()))
 
 
-LEFT: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "a class with rules of its own": ("llama", in_config(tokenizer_class="GPT2Tokenizer")),
-    "no class": ("llama", in_config(tokenizer_class=None)),
-    "code of its own": ("llama", in_config(auto_map={"AutoTokenizer": ["a.B", None]})),
-    "an unknown key": ("llama", in_config(image_token="<s>")),
-    "several templates": ("llama", in_config(chat_template=[{"name": "default", "template": "x"}])),
-    "templates in a folder": ("llama", write("additional_chat_templates/tool_use.jinja", "x")),
-    "an end that is no added token": ("llama", in_config(eos_token="the")),
-    "an end that is no token": ("llama", in_config(eos_token="<new>")),
-    "special tokens with names": ("llama", in_config(extra_special_tokens={"image_token": "<s>"})),
-    "added tokens that say otherwise": ("llama", in_config(added_tokens_decoder={"520": {"content": "<x>"}})),
-    "special tokens elsewhere": ("llama", write("special_tokens_map.json", '{"pad_token": "<pad>"}')),
-    "an older list of added tokens": ("llama", write("added_tokens.json", '{"<pad>": 700}')),
-    "a token that strips": ("llama", in_file(first_added(lstrip=True))),
-    "a token that is not special": ("llama", in_file(first_added(special=False))),
-    "special tokens split": ("llama", in_config(split_special_tokens=True)),
-    "no merges": ("llama", lambda folder: unigram(fallback=False).save(str(folder / "tokenizer.json"))),
-    "truncation": (
-        "llama", in_file(lambda content: content.update(
-            truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-        )),
-    ),
-    "no JSON": ("llama", write("tokenizer.json", "{")),
-    "JSON of something else": ("llama", write("tokenizer.json", "[]")),
-    "a config of something else": ("llama", write("tokenizer_config.json", "[]")),
-    "Mistral's own file": ("mistral", write("tekken.json", "{}")),
-    "another family": ("gemma", in_config(tokenizer_class="GemmaTokenizer")),
-    "Qwen's rules replaced": ("qwen2", in_file(lambda content: content.update(normalizer={"type": "NFKC"}))),
-    "no rules": ("qwen2", in_file(lambda content: content.update(normalizer=None, pre_tokenizer=None))),
+CHANGED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "a token that strips": ("llama", first_added(lstrip=True)),
+    "a token that is not special": ("llama", first_added(special=False)),
+    "no merges": ("llama", without_merges),
     "another split": (
-        "qwen2", in_file(lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "x"})),
+        "qwen2", lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "x"}),
     ),
-    "words before merges": ("qwen2", in_file(lambda content: content["model"].update(ignore_merges=True))),
-    "a space before": ("qwen2", in_config(add_prefix_space=True)),
-    "gaps between ids": ("qwen2", in_file(lambda content: content["added_tokens"][-1].update(id=700))),
+    "words before merges": ("qwen2", lambda content: content["model"].update(ignore_merges=True)),
+    "gaps between ids": ("qwen2", lambda content: content["added_tokens"][-1].update(id=700)),
 }  # fmt: skip
+"""Changes within tokenizer.json."""
+LEFT: dict[str, tuple[str, str, Any]] = {
+    **cases_of(__file__), **{name: (family, "tokenizer.json", act) for name, (family, act) in CHANGED.items()},
+}  # fmt: skip
+"""Family, file, and its text or a change of it."""
 
 
 @pytest.mark.parametrize("kind", LEFT)
 def test_what_is_left_to_transformers(kind: str, tmp_path: Path) -> None:
-    family, act = LEFT[kind]
+    family, name, content = LEFT[kind]
     make = qwen if family == "qwen2" else lambda: byte_level(qwen=True)
     folder = saved(tmp_path / "model", make(), family, "PreTrainedTokenizerFast", ENDS)
     assert read_plain_tokenizer(folder, family) is not None or family == "gemma"
-    act(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    if isinstance(content, str):
+        (folder / name).write_text(content)
+    else:
+        change(folder / name, content if callable(content) else lambda held: held.update(content))
     assert read_plain_tokenizer(folder, family) is None
 
 

@@ -55,39 +55,23 @@ def test_tokens_are_compared_so_equal_hashes_do_not_match():
     assert matched(radix, [-2, 5]) == [11]
 
 
-def test_lru_evicts_what_was_used_longest_ago():
-    radix = tree("lru")
-    insert(radix, [1, 2], [10])
-    insert(radix, [3, 4], [11])
-    matched(radix, [1, 2])
-    assert radix.evict(1) == [11]
-
-
-def test_lfu_evicts_what_was_matched_least_often():
-    radix = tree("lfu")
-    insert(radix, [1, 2], [10])
-    insert(radix, [3, 4], [11])
-    for _ in range(3):
-        matched(radix, [1, 2])
-    matched(radix, [3, 4])
-    assert radix.evict(2) == [11, 10]
-
-
-def test_fifo_evicts_the_oldest_even_if_just_used():
-    radix = tree("fifo")
-    insert(radix, [1, 2], [10])
-    insert(radix, [3, 4], [11])
-    matched(radix, [1, 2])
-    assert radix.evict(1) == [10]
-
-
-def test_priority_evicts_the_least_important_first_then_lru():
-    radix = tree("priority")
-    insert(radix, [1, 2], [10], priority=0)
-    insert(radix, [3, 4], [11], priority=5)
-    insert(radix, [5, 6], [12], priority=5)
-    matched(radix, [3, 4])
-    assert radix.evict(3) == [12, 11, 10]
+@pytest.mark.parametrize(
+    ("strategy", "priorities", "matches", "evicted"),
+    [
+        ("lru", (0, 0), [0], [11]),  # what was used longest ago
+        ("lfu", (0, 0), [0, 0, 0, 1], [11, 10]),  # what was matched least often
+        ("fifo", (0, 0), [0], [10]),  # the oldest, even if just used
+        ("priority", (0, 5, 5), [1], [12, 11, 10]),  # the least important first, then as lru
+    ],
+)
+def test_a_strategy_evicts(strategy: str, priorities: tuple[int, ...], matches: list[int], evicted: list[int]):
+    """Pages 10, 11, ... of these priorities, of which some are matched afterwards."""
+    radix = tree(strategy)
+    for at, priority in enumerate(priorities):
+        insert(radix, [at, at], [10 + at], priority=priority)
+    for at in matches:
+        matched(radix, [at, at])
+    assert radix.evict(len(evicted)) == evicted
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))

@@ -35,6 +35,13 @@ _TEAMS = "asyncengine.kernels.cpu.team_loops"
 """The module whose kernels nobody notes: one of them stops a team that is collected while others compute."""
 _ENVIRONMENT = "_ZN08NumbaEnv"
 """The prefix of numba's names of places for a function's Python objects."""
+_UNUSED_PASSES = {
+    "WithLifting", "InlineClosureLikes", "RewriteDynamicRaises", "MakeFunctionToJitFunction", "FindLiterallyCalls",
+    "LiteralUnroll", "LiteralPropagationSubPipelinePass", "InlineOverloads", "NopythonRewrites",
+    "NoPythonSupportedFeatureValidation", "DumpParforDiagnostics",
+}  # fmt: skip
+"""Passes of numba's for closures, `with`, unrolled tuples, expressions of arrays and loops of its own threads, which no
+kernel has. They went through every function all the same: a tenth of compiling."""
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
@@ -88,7 +95,11 @@ class KernelCompiler(Compiler):  # type: ignore[misc]
             state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
             state.library.enable_object_caching()
             state.library.only_part = state.flags.no_cpython_wrapper and state.flags.no_cfunc_wrapper
-        return super().define_pipelines()
+        managers = super().define_pipelines()
+        for manager in managers:
+            manager.passes = [each for each in manager.passes if each[0].__name__ not in _UNUSED_PASSES]
+            manager.finalize()
+        return managers
 
 
 @dataclass(slots=True, eq=False)

@@ -21,10 +21,10 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
 from asyncengine.kernels.cache_folder import VARIABLE
-from asyncengine.kernels.cpu import cache, norm
+from asyncengine.kernels.cpu import attention_blocks, cache, norm
 from asyncengine.kernels.cpu.cache import KernelFolder, kernel_folder
 from asyncengine.kernels.cpu.jit import compiled_for
-from asyncengine.kernels.elsewhere import elsewhere, watcher
+from asyncengine.kernels.elsewhere import called_apart, elsewhere, watcher
 
 _CPU = "asyncengine.kernels.cpu."
 SMALL = f"{_CPU}gather:copy_few_rows:(int64, int64, int64, int64, int64)"
@@ -207,6 +207,17 @@ def test_where_nothing_was_ever_compiled_processes_start_before_torch_is_there(
         assert all(process.ended for process in ahead.processes)
         (folder / "kernels").mkdir(exist_ok=True)
         expected = 0
+
+
+def test_what_only_keys_in_bytes_need_is_compiled_for_these_alone(folder: Path) -> None:
+    named = []
+    token = called_apart.set(lambda name, rare: named.append((name.split(":")[1], rare)))
+    try:
+        for operand, expected in (("uint16", []), ("int16", [("_gather_whole", False)])):
+            compiled_for(attention_blocks.gather, f"void({', '.join(['int64'] * 8)}, uint16, {operand})")
+            assert named == expected
+    finally:
+        called_apart.reset(token)
 
 
 def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:

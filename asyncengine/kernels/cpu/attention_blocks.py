@@ -20,7 +20,7 @@ from asyncengine.kernels.cpu.attention_softmax import (
     whole_weights,
 )
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES, stored_size
-from asyncengine.kernels.cpu.calls import call_rare
+from asyncengine.kernels.cpu.calls import call_rare, call_where
 from asyncengine.kernels.cpu.intrinsics import INT64, emitted
 from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, room, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import LANES, LINE, LONG, UNIT, WIDE, load, size_of
@@ -175,7 +175,7 @@ def _add_values(
 
 MOST_DIM = 1024 + LANES
 """Dimensions of a query or value beside keys and values in bytes, at most."""
-_WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
+_WHOLE, _SINGLE, _PAGE, _SHORT = np.int64(0), np.float32(0), np.int32(0), np.int16(0)
 
 
 @serial_in_order
@@ -192,7 +192,8 @@ def gather(
         values, one = array(pointer(place, kind), (dim,)), array(pointer(units + row * 4, _SINGLE), (1,))
         one[0] = np.float32(1)
         if stored_size(kind, operand) == 1:
-            call_rare(_gather_whole, (place, out + row * width * 2, dim, units + row * 4, kind))
+            given = place, out + row * width * 2, dim, units + row * 4, kind
+            call_where(_gather_whole, given, operand, _SHORT)
         elif size_of(operand) == size_of(kind):
             for index in range(dim):
                 held[row, index] = values[index]

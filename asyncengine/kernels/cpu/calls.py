@@ -123,6 +123,13 @@ def _call_rare(_: Any, function: Any, arguments: Any) -> Any:
     return _calling(function, _plain(arguments), rare=True)
 
 
+def _call_where(_: Any, function: Any, arguments: Any, own: Any, wanted: Any) -> Any:
+    given = function, arguments, own, wanted
+    if own != wanted:
+        return numba.types.void(*given), lambda context, *_: context.get_dummy_value()
+    return numba.types.void(*given), _calling(function, _plain(arguments), rare=False)[1]
+
+
 def _plain(arguments: Any) -> tuple[Any, ...]:
     return tuple(map(numba.types.unliteral, arguments.types))
 
@@ -195,6 +202,9 @@ call: Any = intrinsic(_call)
 address (`jit.compiled_for`), whose types must be these."""
 call_rare: Any = intrinsic(_call_rare)
 """`call` of a function that most programs never call: it is compiled when it is first called, or by `compile_named`."""
+call_where: Any = intrinsic(_call_where)
+"""call_where(function, (arguments...), own, wanted), inside kernels: `call` if the numbers `own` and `wanted` have one
+type. For kernels of another type the function is not compiled, and nothing is called."""
 parallel_for: Any = intrinsic(_parallel_for)
 """parallel_for(function, team, pieces, (arguments...)), inside kernels:
 

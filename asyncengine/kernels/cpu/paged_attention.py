@@ -34,14 +34,15 @@ from asyncengine.kernels.cpu.attention_blocks import (
 )
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR, LANES, stored_size
-from asyncengine.kernels.cpu.calls import address_of, call, call_rare, name_of, parallel_for
+from asyncengine.kernels.cpu.calls import address_of, call, call_rare, call_where, name_of, parallel_for
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, room, serial, serial_in_order
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import cpu_has, size_of
 
-_WHOLE, _WORD, _HALF, _BYTE, _SINGLE = np.int64(0), np.uint32(0), np.uint16(0), np.int8(0), np.float32(0)
+_WHOLE, _WORD, _SINGLE = np.int64(0), np.uint32(0), np.float32(0)
+_HALF, _SHORT, _BYTE = np.uint16(0), np.int16(0), np.int8(0)
 
 
 @serial_in_order
@@ -361,8 +362,9 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
     if stored_size(kind, operand) == 1:
         key_dim, value_dim = spec[fields.KEY_DIM], spec[fields.VALUE_DIM]
         sizes = fields.bytes_of_tiles(key_dim, value_dim, lanes, 1)
-        call_rare(_store_bytes, (key, key_dim, spec[fields.POOL_KEYS] + place * sizes[0], lane, True, kind))
-        call_rare(_store_bytes, (value, value_dim, spec[fields.POOL_VALUES] + place * sizes[1], lane, False, kind))
+        own, other = spec[fields.POOL_KEYS] + place * sizes[0], spec[fields.POOL_VALUES] + place * sizes[1]
+        call_where(_store_bytes, (key, key_dim, own, lane, True, kind), operand, _SHORT)
+        call_where(_store_bytes, (value, value_dim, other, lane, False, kind), operand, _SHORT)
         return
     words = (spec[fields.KEY_DIM] * size + 3) // 4
     tile = array(pointer(spec[fields.POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))

@@ -182,22 +182,7 @@ def test_vectors_are_those_of_the_other_dialect(url: str) -> None:
     assert len(short.json()["embeddings"][0]) == 8
 
 
-def test_what_a_body_becomes() -> None:
-    history = [
-        {"role": "USER", "content": "Look.", "images": ["aGk="]},
-        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [{"function": {"name": "f"}}]},
-        {"role": "tool", "content": "3", "tool_name": "f"},
-    ]
-    options = {"num_predict": -2, "seed": -1}
-    turn = ollama.read_chat(Fields({"model": "demo", "messages": history, "think": "max", "options": options}))
-    assert turn.messages is not None
-    picture, text = turn.messages[0]["content"]
-    assert picture == {"type": "image_url", "image_url": {"url": "data:;base64,aGk="}}
-    assert (turn.messages[0]["role"], text["text"]) == ("user", "Look.")
-    assert turn.messages[1]["reasoning_content"] == "Hm."
-    assert turn.messages[2] == {"role": "tool", "content": "3", "name": "f"}
-    assert (turn.params, turn.stream) == ({}, True)
-    assert turn.wishes["think"] == {"enable_thinking": True, "reasoning_effort": "high"}
+def test_a_text_has_its_system_before_it_and_a_message_its_role() -> None:
     assert ollama.read_generate(Fields({"model": "demo", "prompt": "a", "system": "b"}), False).prompts == ["b\n\na"]
     with pytest.raises(InvalidParameter, match=r"messages\[0\].role"):
         ollama.read_chat(Fields({"model": "demo", "messages": [{"content": "a"}]}))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from support.data import cases_of
 
-from asyncengine.integrations.http.dialects import anthropic_messages, openai_chat, openai_responses
+from asyncengine.integrations.http.dialects import anthropic_messages, ollama, openai_chat, openai_responses
 from asyncengine.integrations.http.fields import Fields
 
 ROWS: dict[str, Any] = cases_of(__file__)
 READ: dict[str, Any] = {
     "chat": openai_chat.read, "messages": anthropic_messages.read, "responses": openai_responses.read,
+    "ollama": ollama.read_chat,
 }  # fmt: skip
 BODIES = [(READ[dialect], why, body, made) for dialect, rows in ROWS.items() for why, body, made in rows]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -112,48 +112,42 @@ def is_template(text: str) -> bool:
     return True
 
 
+def is_pointer(text: str) -> bool:
+    return not text or (text.startswith("/") and not re.search("~(?![01])", text))
+
+
+def is_relative_pointer(text: str) -> bool:
+    number = re.match("0|[1-9][0-9]*", text)
+    rest = text[number.end() :] if number else "no"
+    return rest == "#" or is_pointer(rest)
+
+
+FORMATS: dict[str, Callable[[str], bool]] = {
+    "date": is_date,
+    "time": lambda text: full(FULL_TIME, text),
+    "date-time": is_date_time,
+    "duration": lambda text: full(DURATION, text),
+    "date-time-local": lambda text: is_date_time(text + "Z"),
+    "time-local": lambda text: full(FULL_TIME, text + "Z"),
+    "timedelta": lambda text: full(TIMEDELTA, text),
+    "email": is_email,
+    "hostname": is_hostname,
+    "ipv4": lambda text: is_address(text, ipaddress.IPv4Address),
+    "ipv6": lambda text: is_address(text, ipaddress.IPv6Address),
+    "uuid": lambda text: full(UUID, text),
+    "uri": lambda text: full(URI, text),
+    "uri-reference": lambda text: is_reference(text, False),
+    "iri-reference": lambda text: is_reference(text, True),
+    "iri": lambda text: full(r"[A-Za-z][A-Za-z0-9+.\-]*:.*", text) and is_reference(text, True),
+    "uri-template": is_template,
+    "json-pointer": is_pointer,
+    "relative-json-pointer": is_relative_pointer,
+}
+
+
 def is_format(name: str, text: str) -> bool:
     """True if `text` has the format; one that no grammar enforces is not looked at."""
-    match name:
-        case "date":
-            return is_date(text)
-        case "time":
-            return full(FULL_TIME, text)
-        case "date-time":
-            return is_date_time(text)
-        case "duration":
-            return full(DURATION, text)
-        case "date-time-local":
-            return is_date_time(text + "Z")
-        case "time-local":
-            return full(FULL_TIME, text + "Z")
-        case "timedelta":
-            return full(TIMEDELTA, text)
-        case "email":
-            return is_email(text)
-        case "hostname":
-            return is_hostname(text)
-        case "ipv4":
-            return is_address(text, ipaddress.IPv4Address)
-        case "ipv6":
-            return is_address(text, ipaddress.IPv6Address)
-        case "uuid":
-            return full(UUID, text)
-        case "uri":
-            return full(URI, text)
-        case "uri-reference" | "iri-reference":
-            return is_reference(text, name.startswith("iri"))
-        case "iri":
-            return full(r"[A-Za-z][A-Za-z0-9+.\-]*:.*", text) and is_reference(text, True)
-        case "uri-template":
-            return is_template(text)
-        case "json-pointer":
-            return not text or (text.startswith("/") and not re.search("~(?![01])", text))
-        case "relative-json-pointer":
-            number = re.match("0|[1-9][0-9]*", text)
-            rest = text[number.end() :] if number else "no"
-            return rest == "#" or is_format("json-pointer", rest)
-    return True
+    return name not in FORMATS or FORMATS[name](text)
 
 
 def is_multiple(value: int | Decimal, step: int | Decimal) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.data import cases_of
 from support.grammar_walks import text_of, walk
 
 from asyncengine.errors import GrammarTooLarge
@@ -23,31 +24,9 @@ def closed(properties: dict[str, Any], *required: str, **more: Any) -> dict[str,
     }  # fmt: skip
 
 
-STRING, INTEGER, SELF = {"type": "string"}, {"type": "integer"}, {"$ref": "#"}
-UUID, DATE = {"type": "string", "format": "uuid"}, {"type": "string", "format": "date-time"}
-NAMED = {"type": "object", "properties": {"name": STRING}, "required": ["name"]}
-THREE = {"type": "array", "items": {"type": "number"}, "minItems": 3, "maxItems": 3}
-IMAGE = {"type": "object", "properties": {"camera": THREE, "alt": STRING}}
-FOUR = {"type": "array", "items": INTEGER, "minItems": 4}
-KIDS = {"type": "array", "items": SELF}
+STRING = {"type": "string"}
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "a count beside a format": {
-        "type": "object",
-        "properties": {"d": DATE, "image": IMAGE, "obj0": NAMED, "obj1": NAMED},
-        "required": ["image", "obj0", "obj1"],
-    },
-    "a filter": closed(
-        {"and": {"type": "array", "items": SELF, "minItems": 1}, "d": {"type": "boolean"}}, minProperties=1
-    ),
-    "a filter that negates": closed({"not": SELF, "d": {"type": "boolean"}}, minProperties=1),
-    "a tree of identified things": closed({"id": UUID, "t": DATE, "kids": KIDS, "v": FOUR}, "id", "kids"),
-    "a pattern and a length": closed({"s": {"type": "string", "pattern": "^[a-z]+-[0-9]+$", "minLength": 12}}, "s"),
-    "flags of a group": closed({"s": {"type": "string", "pattern": "^(?i:ab){7}c$"}, "n": INTEGER}, "n"),
-    "multiples within bounds": closed({"n": {"type": "integer", "multipleOf": 7, "minimum": 10_000}}, "n"),
-    "other keys beside long ones": {
-        "type": "object",
-        "properties": {"key": {"type": "string", "minLength": 30}, "keys": {"type": "string", "minLength": 30}},
-    },
+    **cases_of(__file__),
     "a long list of texts": closed({"e": {"enum": [f"option {i} of many" for i in range(400)]}}, "e"),
     "many required objects": closed(
         {f"k{i}": closed({f"m{j}": STRING for j in range(6)}, *(f"m{j}" for j in range(6))) for i in range(66)},

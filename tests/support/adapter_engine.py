@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from support.fake_adapters import FakeLoader, digest_of
-from support.fake_engine import SteppedExecutor, idle, in_thread, make_core, until
+from support.fake_engine import SteppedExecutor, greedy, idle, in_thread, make_core, until
 
-from asyncengine import AdapterInfo, AsyncEngine, Engine, SamplingParams
+from asyncengine import AdapterInfo, AsyncEngine, Engine
 from asyncengine.engine.frontend import Frontend
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.registry import AdapterRegistry
@@ -163,10 +163,6 @@ class Lab:
         assert all(info.requests == 0 for info in infos)
         known = {info.digest: info.nbytes for info in infos if info.in_memory}
         assert sum(known.values()) == self.registry.counts()["nbytes"]
-
-
-def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **changes)
 
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, make_core
+from support.fake_engine import CACHE_KINDS, GREEDY, PATIENCE, make_core, until
 from support.fake_memory import FakePageMemory
 
 from asyncengine import AsyncEngine, EngineConfig
@@ -91,13 +91,6 @@ async def ask(engine: AsyncEngine, prompt: list[int], most: int = 5, **options: 
         executor = engine.core.loop.runner.executor  # type: ignore[attr-defined]
         assert answer.token_ids == executor.model.oracle(prompt, most, 0, (1,)), "a wrong token"
     return answer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.001)
 
 
 async def lived(disk: Disk, kind: str, prompts: list[list[int]]) -> list[Completion]:

@@ -193,21 +193,18 @@ def _check_tree(value: Any, max_depth: int, check: _Patterns, long: bool) -> Non
     stack = [(value, 1, False)]
     while stack:
         node, depth, forced = stack.pop()
-        if isinstance(node, dict):
-            if long:
-                for key in node:
-                    check.literal(key)
-            found = [(child, depth + 1, forced or key in ("const", "enum")) for key, child in node.items()]
-            stack.extend([item for item in found if isinstance(item[0], (dict, list)) or (long and item[2])])
-        elif isinstance(node, list):
-            stack.extend([(child, depth + 1, forced) for child in node if isinstance(child, (dict, list)) or forced])
-        elif forced and isinstance(node, str):
+        if forced and isinstance(node, str):
             check.literal(node)
-            continue
-        else:
+        if not isinstance(node, (dict, list)):
             continue
         if depth > max_depth:
             raise _too_large("JSON", f"{max_depth} levels of nesting (max_grammar_depth)", depth)
+        if isinstance(node, list):
+            stack.extend([(child, depth + 1, forced) for child in node])
+            continue
+        for key in node if long else ():
+            check.literal(key)
+        stack.extend([(child, depth + 1, forced or key in ("const", "enum")) for key, child in node.items()])
 
 
 def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:

@@ -117,23 +117,23 @@ def _part(term: Any, depth: int) -> _Expression:
                 raise GrammarError("grammar", "an outlines alternative needs at least one member")
             return _joined([_part(member, depth + 1) for member in terms], "|", " | ")
         case dsl.Sequence():
-            return _joined([*_runs([_part(member, depth + 1) for member in _flat(term)])], "", " ")
+            # neighbouring regular parts are one terminal, or the first would eat the second
+            parts = list[_Expression]()
+            members = (_part(member, depth + 1) for member in _flat(term))
+            for regular, run in itertools.groupby(members, key=lambda part: part.pattern is not None):
+                found = [*run]
+                parts += [_joined(found, "", "")] if regular and len(found) > 1 else found
+            return _joined(parts, "", " ")
     if not isinstance(term, _REPEATS):
         raise GrammarError("grammar", f"{type(term).__name__} is not an output type of outlines.types")
-    low, high = _bounds(term)
-    count = f"{{{low},{'' if high is None else high}}}"
+    count = getattr(term, "count", None)
+    bounds = getattr(term, "min_count", count or 0), getattr(term, "max_count", count)
+    low, high = _FIXED.get(type(term), bounds)
+    times = f"{{{low},{'' if high is None else high}}}"
     inner = _part(term.term, depth + 1)
     if inner.pattern is not None:
-        return _Expression.regular(f"(?:{inner.pattern}){count}")
-    return _Expression(None, '""' if high == 0 else f"({inner.lark}){count}")
-
-
-def _bounds(term: Any) -> tuple[int, int | None]:
-    """The bounds of the number of times that a repeated term may occur."""
-    if (fixed := _FIXED.get(type(term))) is not None:
-        return fixed[0], fixed[1]
-    count = getattr(term, "count", None)
-    return getattr(term, "min_count", count or 0), getattr(term, "max_count", count)
+        return _Expression.regular(f"(?:{inner.pattern}){times}")
+    return _Expression(None, '""' if high == 0 else f"({inner.lark}){times}")
 
 
 def _flat(term: Any) -> Iterator[Any]:
@@ -147,10 +147,3 @@ def _joined(parts: list[_Expression], glue: str, lark_glue: str) -> _Expression:
     if len(patterns) == len(parts):
         return _Expression.regular(glue.join(patterns))
     return _Expression(None, f"({lark_glue.join(part.lark for part in parts)})")
-
-
-def _runs(parts: list[_Expression]) -> Iterator[_Expression]:
-    """Parts of a sequence with neighbouring regular ones as one terminal, or the first would eat the second."""
-    for regular, run in itertools.groupby(parts, key=lambda part: part.pattern is not None):
-        found = [*run]
-        yield from [_joined(found, "", "")] if regular and len(found) > 1 else found

@@ -259,7 +259,39 @@ class Grammar:
         >>> Grammar.of({"type": "json_object"}) == Grammar.json_object()
         True
         """
-        return _meant(spec)
+        if isinstance(spec, Grammar):
+            return spec
+        if isinstance(spec, str):
+            raise GrammarError(
+                "grammar",
+                "a str could be a pattern, a schema or a grammar: use Grammar.regex, Grammar.json_schema, "
+                "Grammar.ebnf, Grammar.lark or Grammar.choice",
+                spec,
+            )
+        if isinstance(spec, Mapping):
+            return _mapping(spec)
+        if type(spec).__module__.startswith("genson"):
+            return Grammar.json_schema(spec.to_json())
+        if type(spec).__module__.startswith("outlines"):
+            from asyncengine.grammar.outlines_types import term_grammar
+
+            return term_grammar(spec)
+        if spec is not None and (not callable(spec) and get_origin(spec) is None and not hasattr(spec, "__value__")):
+            limit = "must be a Grammar, a JSON schema (dict), a Python type or an outlines type"
+            hint = "; for a list of texts use Grammar.choice" if isinstance(spec, (list, tuple)) else ""
+            raise GrammarError("grammar", limit + hint, spec)
+        from asyncengine.grammar.schemas import is_json, json_of
+
+        if is_json(spec):
+            return Grammar.json_schema(json_of(spec))
+        try:
+            from asyncengine.grammar.outlines_types import term_grammar, type_term
+        except ModuleNotFoundError as error:  # outlines 1.3 refuses to be installed on Python 3.14
+            instead = "use Grammar.choice, Grammar.regex, Grammar.json_schema or a pydantic model"
+            raise GrammarError(
+                "grammar", f"plain Python types need the package outlines, which is not installed: {instead}", spec
+            ) from error
+        return term_grammar(type_term(spec))
 
 
 def check_text(text: object, what: str = "") -> str:
@@ -274,45 +306,6 @@ def check_text(text: object, what: str = "") -> str:
     except UnicodeEncodeError:
         raise GrammarError("grammar", "must not contain lone surrogates (it cannot be encoded as UTF-8)") from None
     return text
-
-
-# `Grammar.of`: what a Python value or type stands for.
-
-
-def _meant(spec: Any) -> Grammar:
-    if isinstance(spec, Grammar):
-        return spec
-    if isinstance(spec, str):
-        raise GrammarError(
-            "grammar",
-            "a str could be a pattern, a schema or a grammar: use Grammar.regex, Grammar.json_schema, Grammar.ebnf, "
-            "Grammar.lark or Grammar.choice",
-            spec,
-        )
-    if isinstance(spec, Mapping):
-        return _mapping(spec)
-    if type(spec).__module__.startswith("genson"):
-        return Grammar.json_schema(spec.to_json())
-    if type(spec).__module__.startswith("outlines"):
-        from asyncengine.grammar.outlines_types import term_grammar
-
-        return term_grammar(spec)
-    if spec is not None and (not callable(spec) and get_origin(spec) is None and not hasattr(spec, "__value__")):
-        limit = "must be a Grammar, a JSON schema (dict), a Python type or an outlines type"
-        hint = "; for a list of texts use Grammar.choice" if isinstance(spec, (list, tuple)) else ""
-        raise GrammarError("grammar", limit + hint, spec)
-    from asyncengine.grammar.schemas import is_json, json_of
-
-    if is_json(spec):
-        return Grammar.json_schema(json_of(spec))
-    try:
-        from asyncengine.grammar.outlines_types import term_grammar, type_term
-    except ModuleNotFoundError as error:  # outlines 1.3 refuses to be installed on Python 3.14
-        instead = "use Grammar.choice, Grammar.regex, Grammar.json_schema or a pydantic model"
-        raise GrammarError(
-            "grammar", f"plain Python types need the package outlines, which is not installed: {instead}", spec
-        ) from error
-    return term_grammar(type_term(spec))
 
 
 def _mapping(spec: Mapping[Any, Any]) -> Grammar:

@@ -28,7 +28,16 @@ def tags_to_lark(tags: Any, triggers: Any, at_least_one: bool, stop_after_first:
         tags = tags["structures"]
     if isinstance(tags, str) or not isinstance(tags, Sequence) or not tags:
         raise GrammarError("grammar", "structural tags must be a non-empty list", tags)
-    parsed = [_tag(tag) for tag in tags]
+    parsed = list[Tag]()
+    for tag in tags:
+        if not isinstance(tag, Mapping):
+            raise GrammarError("grammar", 'each tag must be a dict with "begin", "schema" or "grammar", and "end"', tag)
+        begin, end = tag.get("begin"), tag.get("end", "")
+        if not isinstance(begin, str) or not begin or not isinstance(end, str):
+            raise GrammarError("grammar", 'a tag\'s "begin" must be a non-empty str and its "end" a str', begin)
+        schema = tag.get("schema", {"type": "object"})
+        content = Grammar.of(tag["grammar"]) if "grammar" in tag else Grammar.json_schema(schema)
+        parsed.append((begin, content, end))
     chosen = _triggers([begin for begin, _, _ in parsed] if triggers is None else triggers)
     groups: dict[str, list[Tag]] = {trigger: [] for trigger in chosen}
     for tag in parsed:
@@ -52,17 +61,6 @@ def tags_to_lark(tags: Any, triggers: Any, at_least_one: bool, stop_after_first:
     elif not at_least_one:
         start += " | tail"
     return "\n".join([f"start: {start}", *rules]) + "\n"
-
-
-def _tag(tag: Any) -> Tag:
-    if not isinstance(tag, Mapping):
-        raise GrammarError("grammar", 'each tag must be a dict with "begin", "schema" or "grammar", and "end"', tag)
-    begin, end = tag.get("begin"), tag.get("end", "")
-    if not isinstance(begin, str) or not begin or not isinstance(end, str):
-        raise GrammarError("grammar", 'a tag\'s "begin" must be a non-empty str and its "end" a str', begin)
-    if "grammar" in tag:
-        return begin, Grammar.of(tag["grammar"]), end
-    return begin, Grammar.json_schema(tag.get("schema", {"type": "object"})), end
 
 
 def _triggers(triggers: Any) -> list[str]:

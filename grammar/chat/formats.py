@@ -135,13 +135,12 @@ def _frozen(value: Any) -> Any:
 TABLES = _frozen(tomllib.loads((resources.files(__package__) / "families.toml").read_text(encoding="utf-8")))
 
 
-def _format(name: str, table: Mapping[str, Any]) -> ToolFormat:
-    members = Members(**table["members"]) if "members" in table else None
-    return ToolFormat(**{"family": name, **table, "members": members})
-
-
+_MEMBERS = {name: Members(**table["members"]) for name, table in TABLES["formats"].items() if "members" in table}
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
-    {name: _format(name, table) for name, table in TABLES["formats"].items()}
+    {
+        name: ToolFormat(**{"family": name, **table, "members": _MEMBERS.get(name)})
+        for name, table in TABLES["formats"].items()
+    }
 )
 """The usual text of each family. What a model's own template writes goes before it: `detect.find_tool_format`."""
 REASONING_MARKERS = tuple(Reasoning(**table) for table in TABLES["reasoning"])

@@ -108,7 +108,9 @@ class AnswerGrammar:
         if form is not None and not form.only_whole:
             pattern += "".join(f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in form.triggers)
         elif form is not None and form.is_object and others:
-            pattern += f" & ~/(?s:.*){self._named()}(?s:.*)/"  # what would be read as a call
+            names = "|".join(escaped(tool.name) for tool in self._answer.calls)
+            named = rf'"(?:name|function)"[ \t\r\n]*:[ \t\r\n]*"(?:{names})"'
+            pattern += f" & ~/(?s:.*){named}(?s:.*)/"  # what would be read as a call
         if self._reasoning is not None and self._opens_itself and self._markers.is_text(self._reasoning.start):
             pattern += rf" & ~/[ \t\r\n]*{escaped(self._reasoning.start)}(?s:.*)/"
         self._markup.append(f"TEXT: {pattern}")
@@ -128,11 +130,6 @@ class AnswerGrammar:
             self._markup.append(f"TEXT_HEAD: TEXT {literal(before)}")
             return [*text, sequence("TEXT_HEAD", special, rest, "calls_after_trigger")]
         return [*text, "TEXT calls"]
-
-    def _named(self) -> str:
-        """A pattern of a JSON object's member that names a tool."""
-        names = "|".join(escaped(tool.name) for tool in self._answer.calls)
-        return rf'"(?:name|function)"[ \t\r\n]*:[ \t\r\n]*"(?:{names})"'
 
     def _marked_text(self, form: ToolFormat) -> str:
         """Text that begins with a mark, too: a model that was never trained to call anything hardly ever begins a call

@@ -180,7 +180,13 @@ class OutputParser(Parser):
         if head.status == "incomplete" and (known or not head.name):
             return False
         if head.status != "complete" or not known:
-            self._demote()
+            # no call: its beginning is text, and what follows is looked at again
+            self._named, self._waits = False, 0
+            at = scan.skip_blanks(self._buffer, 0)
+            at += len(self._trigger_at(at)) * (not self._whole)
+            self._out.text += self._buffer[:at]
+            self._buffer = self._buffer[at:]
+            self._go_on_with_text()
             return True
         self._named, self._waits = False, 0
         self._buffer = head.early + self._buffer[head.end :]
@@ -215,15 +221,6 @@ class OutputParser(Parser):
         if form.is_object:
             return scan.json_head(text, at), triggered
         return scan.text_head(text, at, form, min(self._names) if len(self._names) == 1 else ""), triggered
-
-    def _demote(self) -> None:
-        """It was no call: its beginning is text, and what follows is looked at again."""
-        self._named, self._waits = False, 0
-        at = scan.skip_blanks(self._buffer, 0)
-        at += len(self._trigger_at(at)) * (not self._whole)
-        self._out.text += self._buffer[:at]
-        self._buffer = self._buffer[at:]
-        self._go_on_with_text()
 
     def _after_arguments(self, done: bool) -> None:
         if done:

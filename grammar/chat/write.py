@@ -20,9 +20,8 @@ def with_calls_in_content(messages: Sequence[Message], form: ToolFormat) -> list
         turns.append({key: value for key, value in message.items() if key != "tool_calls"})
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         if functions:
-            given = [each["arguments"] for each in functions]
-            read = [json.loads(arguments) if isinstance(arguments, str) else arguments for arguments in given]
-            calls = [(each["name"], arguments) for each, arguments in zip(functions, read, strict=True)]
+            given = [(each["name"], each["arguments"]) for each in functions]
+            calls = [(name, json.loads(each) if isinstance(each, str) else each) for name, each in given]
             turns[-1]["content"] = _joined([message.get("content") or "", written_calls(form, calls)], "")
     return turns
 

@@ -124,12 +124,11 @@ def ebnf_to_lark(given: object) -> str:
         raise GrammarTooLarge("grammar", f"GBNF must not exceed {MAX_EBNF} characters", len(text))
     if text.count("::=") * len(text) > MAX_EBNF_WORK:
         raise GrammarTooLarge("grammar", f"GBNF must not exceed {MAX_EBNF_WORK} rules times characters")
+    plain = _plain_gbnf(text)
     try:
-        lark = gbnf_to_lark(_plain_gbnf(text))
+        lark = gbnf_to_lark(plain)
     except RecursionError:
         raise GrammarTooLarge("grammar", "the GBNF grammar nests too deeply") from None
-    except GrammarError:
-        raise
     except Exception as error:
         raise GrammarError("grammar", f"is neither GBNF nor Lark: {str(error)[:160]}") from None
     return checked_lark(str(lark))

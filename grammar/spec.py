@@ -29,10 +29,9 @@ def canonical_json(value: Any) -> str:
     """
     _check(value)
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:
         raise GrammarError("grammar", f"must be JSON: {str(error)[:80]}") from None
-    return text
 
 
 def parse_json(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -179,12 +180,9 @@ def chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | Non
 
 def template_text(tokenizer: TextTokenizer) -> str:
     """The text of the template used for chats with tools; empty without one."""
-    if not tokenizer.has_chat_template:
-        return ""
-    try:
-        return tokenizer.template_text([TOOL])
-    except (ValueError, AttributeError):
-        return ""
+    with contextlib.suppress(ValueError, AttributeError):
+        return tokenizer.template_text([TOOL]) if tokenizer.has_chat_template else ""
+    return ""
 
 
 # ---------------------------------------------------------------- rendering

@@ -57,11 +57,7 @@ def layer_kinds(family: str) -> Sequence[str] | None:
 
 def _known_kinds(name: str) -> Sequence[str]:
     table = _TABLES[name]
-    return table.get("kinds") or next(filter(None, map(_known_kinds, _names(table.get("like", ())))), ())
-
-
-def _names(like: str | Sequence[str]) -> Sequence[str]:
-    return [like] if isinstance(like, str) else like
+    return table.get("kinds") or next(filter(None, map(_known_kinds, table.get("like", ()))), ())
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
@@ -207,7 +203,7 @@ def _read(tables: Mapping[str, Any], table: Mapping[str, Any], config: Any, part
     """Put what a table says into `parts`, over what stands there. Fields of `config` are looked at for conditions."""
     for part, given in table.items():
         if part == "like":
-            for name in _names(given):
+            for name in given:
                 _read(tables, tables[name], config, parts)
         elif part == "when":
             for condition, more in given.items():

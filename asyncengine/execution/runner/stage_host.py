@@ -87,9 +87,14 @@ def hang_up(connection: Connection) -> None:
 
 def listen(address: str) -> socket.socket:
     """A socket that listens at "HOST:PORT"; port 0: one that is free. Raises `OSError`."""
+    host, port = socket_address(address)
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def socket_address(address: str) -> tuple[str, int]:
+    """The host and the port of "HOST:PORT", where a host that is an IPv6 address has brackets. Raises `ValueError`."""
     host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host.strip("[]"), int(port)), family=family)
+    return host.strip("[]"), int(port)
 
 
 def serve_stages(listening: socket.socket, key: bytes) -> None:
@@ -141,8 +146,7 @@ def _until_one_ends(control: Connection, children: Sequence[Child]) -> str:
 
 
 def _connect(address: str, key: bytes) -> Connection:
-    host, _, port = address.rpartition(":")
-    return _proven(socket.create_connection((host.strip("[]"), int(port)), _PATIENCE), key, asks=False)
+    return _proven(socket.create_connection(socket_address(address), _PATIENCE), key, asks=False)
 
 
 def _proven(opened: socket.socket, key: bytes, *, asks: bool) -> Connection:

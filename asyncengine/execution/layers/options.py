@@ -213,20 +213,16 @@ class LayerOptions:
 
         `bounds`: rows at which one checkpoint matrix ends and the next begins. `paths`: the names of all of them.
         """
-        cuts = self._cuts(outputs, inputs, bounds, paths)
-        if self.ranks is None or cuts is None:
-            return self._whole(outputs, inputs, bounds, paths)
-        return ShardedWeight(self.ranks, cuts, inputs, bounds, paths, self._kept(paths), self._whole)
+        if self.ranks is not None and self._divides(inputs, paths):
+            apart = self._keeps(paths) or len({bits_of(path, self.bits) for path in paths}) > 1
+            # rows at which ranks cut it follow from the whole: all ranks agree
+            cuts = cut_rows(outputs, self.ranks.size, [0, *bounds] if apart else [0])
+            if cuts is not None:
+                return ShardedWeight(self.ranks, cuts, inputs, bounds, paths, self._kept(paths), self._whole)
+        return self._whole(outputs, inputs, bounds, paths)
 
     def _whole(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
         return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds, paths)
-
-    def _cuts(self, outputs: int, inputs: int, bounds: Sequence[int], paths: Sequence[str]) -> tuple[int, ...] | None:
-        """Rows at which ranks cut a weight; None: each has all of it. It follows from the whole: all ranks agree."""
-        if self.ranks is None or not self._divides(inputs, paths):
-            return None
-        apart = self._keeps(paths) or len({bits_of(path, self.bits) for path in paths}) > 1
-        return cut_rows(outputs, self.ranks.size, [0, *bounds] if apart else [0])
 
     def _divides(self, inputs: int, paths: Sequence[str]) -> bool:
         """Whether a number that rows of these matrices give follows from its own row alone, or need not."""

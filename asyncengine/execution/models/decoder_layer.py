@@ -268,14 +268,6 @@ def head_layers(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
     return tuple(one(layer) for layer in layers)
 
 
-def head_behind(layer: LayerConfig, count: int) -> MTPConfig:
-    """The head of DeepSeek V3's form: one more layer behind the `count` of the model, within which its norms lie."""
-    after = f"model.layers.{count}."
-    return MTPConfig(
-        head_layers((layer,)), after, f"{after}enorm", f"{after}hnorm", f"{after}eh_proj", f"{after}shared_head.norm"
-    )
-
-
 class MTPHead(Layer):
     """The head of a decoder. `pool` is the place of its keys and values in the attention backend."""
 

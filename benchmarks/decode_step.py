@@ -168,7 +168,7 @@ def make_runner(options: argparse.Namespace) -> tuple[ModelRunner, list[str]]:
         model = load_model(folder, config)
     if options.layers and isinstance(model.model, Decoder):
         model.model.recorded = None
-    return build_runner(model, config), model.fused
+    return build_runner(model, config).runner, model.fused
 
 
 class Requests:

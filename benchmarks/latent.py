@@ -74,7 +74,7 @@ def make(options: argparse.Namespace, fused: bool) -> Any:
         needs = read_needs(folder, config)
         model = load_model(folder, config)
     print(f"{needs.kv_bytes_per_token} bytes of cache for a token: {', '.join(model.fused) or 'transformers'}")
-    return build_runner(model, config)
+    return build_runner(model, config).runner
 
 
 def timed(step: Callable[[], None]) -> float:

@@ -75,7 +75,7 @@ def main() -> None:
         )  # fmt: skip
         model = load_model(folder, config)
         lora = LoraLayers(model.model, options.slots, options.max_rank)
-        runner = build_runner(model, config, lora=lora)
+        runner = build_runner(model, config, lora=lora).runner
     seconds_to_write = fill(lora, options)
     report = measure(runner, options)
     report |= {"options": vars(options), "adapter_mib": lora.nbytes / 2**20, "write_ms": seconds_to_write * 1e3}

@@ -33,7 +33,7 @@ from asyncengine.execution.models.loading import LoadedEncoder, LoadedModel, loa
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.vision.tower import ImageProcessor, read_tower
 from asyncengine.execution.pooling.pool import Pooler
-from asyncengine.execution.runner.building import build_runner, measure_prompt_rate
+from asyncengine.execution.runner.building import BuiltRunner, build_runner, prompt_step
 from asyncengine.execution.runner.encoder_runner import EncoderRunner, build_encoder_runner
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.execution.runner.ranks import Order, start_ranks
@@ -46,6 +46,8 @@ from asyncengine.progress import OnProgress
 
 logger = logging.getLogger("asyncengine")
 
+_PROMPT_TOKENS = 256
+"""Tokens of a prompt by which it is measured how fast prompts are computed."""
 _UNUSED = "draft_model=%r is not used, and answers are the same without: %s"
 _SMALLER = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
 
@@ -257,22 +259,22 @@ class ModelBuilder:
         """
         self._await_kernels()
         loaded, config, ahead = self.loaded, self.config, self._ahead
-        runner: ModelRunner | EncoderRunner
         if isinstance(loaded, LoadedEncoder):
             assert self._pooler is not None
             scores = self.pooling is not None and not self.pooling.modes
-            runner = build_encoder_runner(loaded, self._pooler, self._cores, self._progress, scores=scores)
+            built = build_encoder_runner(loaded, self._pooler, self._cores, self._progress, scores=scores)
         else:
-            runner = build_runner(
+            built = build_runner(
                 loaded, config, lora=self.lora, cores=self._cores, progress=self._progress, pooler=self._pooler,
                 draft=self._draft, two_pools=True, kept=ahead.kept, left=ahead.left, images=self._images,
                 ranks=self._ranks,
             )  # fmt: skip
         self._progress.say_compiled()
         adapted = config.speculation_with_adapters
+        runner = built.runner
         config = config.replace(
-            speculation_costs=runner.step_costs if runner.no_speculation is None else None,
-            draft_costs=runner.draft_costs,
+            speculation_costs=built.step_costs,
+            draft_costs=built.draft_costs,
             speculation_with_adapters=loaded.dtype == torch.float32 if adapted is None else adapted,
             draft_model=config.draft_model if runner.mtp is None else None,  # a part of the model never falls behind
         )
@@ -280,7 +282,7 @@ class ModelBuilder:
         copied = loaded.device.type == "cpu" and (self._ranks is None or self._ranks.gather.shares_pages)
         if copied and isinstance(loaded, LoadedModel):
             identify = identity_of(config, self.files.checkpoint, loaded, runner.page_memory().layout, digests)
-        return BuiltModel(runner, self._info(runner), config, identify)
+        return BuiltModel(runner, self._info(built), config, identify)
 
     def _await_kernels(self) -> None:
         """Until those that a first answer needs are compiled by others, and read here one by one."""
@@ -293,9 +295,9 @@ class ModelBuilder:
             self._progress.stage("compiling kernels")
             self._ahead.finish(report)
 
-    def _info(self, runner: ModelRunner | EncoderRunner) -> ModelInfo:
+    def _info(self, built: BuiltRunner) -> ModelInfo:
         """Description of the model, but for its texts."""
-        loaded, config = self.loaded, self.config
+        loaded, config, runner = self.loaded, self.config, built.runner
         model: Any = loaded.model if isinstance(loaded, LoadedModel) else None
         untold, no_mtp = why_untold(model, False), loaded.no_mtp if isinstance(loaded, LoadedModel) else None
         return ModelInfo(
@@ -304,11 +306,11 @@ class ModelBuilder:
             dtype=str(loaded.dtype).removeprefix("torch."), device=str(loaded.device), num_pages=runner.num_pages,
             page_size=runner.page_size,
             task="generate" if getattr(loaded.hf_config, "decision_head", None) is None else "decide",
-            generation_defaults=loaded.generation_defaults, weight_bytes=runner.weights_bytes,
-            kv_cache_bytes=runner.kv_bytes, state_bytes=runner.state_bytes, num_states=max(0, runner.num_states - 1),
-            num_window_pages=runner.num_window_pages, one_pool=runner.one_pool, stored=runner.stored,
-            fused=tuple(runner.fused), attention=runner.attention_backend, no_speculation=runner.no_speculation,
-            no_mtp=None if runner.mtp else no_mtp or runner.no_speculation, batch_variance=runner.batch_variance,
+            generation_defaults=loaded.generation_defaults, weight_bytes=built.weights_bytes,
+            kv_cache_bytes=built.kv_bytes, state_bytes=built.state_bytes, num_states=max(0, runner.num_states - 1),
+            num_window_pages=runner.num_window_pages, one_pool=built.one_pool, stored=runner.stored,
+            fused=tuple(built.fused), attention=runner.attention_backend, no_speculation=built.no_speculation,
+            no_mtp=None if runner.mtp else no_mtp or built.no_speculation, batch_variance=built.batch_variance,
             left_out=loaded.left_out, placeholders=loaded.placeholders, no_routed_experts=why_untold(model, True),
             num_layers=len(getattr(model, "layers", ())), no_hidden_states=untold,
             hidden_size=0 if model is None or untold is not None else model.config.width,
@@ -329,9 +331,14 @@ class BuiltModel(NamedTuple):
     """See `identity_of`; None: pages cannot be copied, since they are a GPU's, or each rank's own."""
 
     def prompt_rate(self) -> float:
-        """Tokens of a prompt that are computed in a second, as measured now."""
-        assert isinstance(self.runner, ModelRunner)
-        return measure_prompt_rate(self.runner, self.config, self.info.max_model_len)
+        """Tokens of a prompt that are computed in a second, by the better of two steps now."""
+        runner, config = self.runner, self.config
+        assert isinstance(runner, ModelRunner)
+        held = (runner.num_pages - 1) * config.page_size
+        count = max(1, min(_PROMPT_TOKENS, config.max_num_batched_tokens, self.info.max_model_len - 1, held))
+        seconds = min(runner.profile_run(prompt_step(runner, config, count)).seconds for _ in range(2))
+        runner.cores.forget()
+        return count / max(seconds, 1e-6)
 
 
 def _with_overlap(config: EngineConfig, device: torch.device) -> EngineConfig:

@@ -46,7 +46,7 @@ def answers(path: Path, *, graphs: bool) -> list[Job]:
         device="cuda", dtype="bfloat16", page_size=16, max_num_seqs=64, kv_cache_memory="64MB", state_memory="64MB",
         max_model_len=256, cuda_graphs=False,
     )  # fmt: skip
-    runner = build_runner(load_model(str(path), config), config)
+    runner = build_runner(load_model(str(path), config), config).runner
     if graphs:
         runner.use_graphs([1, 2, 4, 8], CudaCapture())
     driver = Driver(runner)

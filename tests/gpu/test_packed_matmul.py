@@ -70,7 +70,7 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
 def scored(folder: Path, **fields: Any) -> tuple[torch.Tensor, int]:
     """Scores of prompts, with answers behind them, and bytes of the weights."""
     settings = EngineConfig(dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64, **fields)
-    runner = build_runner(load_model(str(folder), settings), settings)
+    runner = build_runner(load_model(str(folder), settings), settings).runner
     driver = Driver(runner)
     params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
     jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]

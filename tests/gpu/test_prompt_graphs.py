@@ -39,7 +39,7 @@ def runner_without_graphs(folder: Path) -> ModelRunner:
         device="cuda", dtype="bfloat16", load_format="dummy", max_num_seqs=16, kv_cache_memory="200MB",
         cuda_graphs=False, max_model_len=512,
     )  # fmt: skip
-    return build_runner(load_model(str(folder), config), config)
+    return build_runner(load_model(str(folder), config), config).runner
 
 
 pytestmark = pytest.mark.skipif(

@@ -38,7 +38,7 @@ CEILINGS = {
     "core knows integrations": 0,
     "grammar knows core": 8,
 }
-SET_FROM_OUTSIDE = {"assembly": 0, "execution/runner/building.py": 16}
+SET_FROM_OUTSIDE = {"assembly": 0, "execution/runner/building.py": 0}
 """Attributes that builders set of objects that are made already: each is one that its owner does not yet get when it
 is made."""
 

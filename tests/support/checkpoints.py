@@ -55,7 +55,7 @@ def make_runner(checkpoint: Checkpoint) -> Iterator[MakeRunner]:
         loaded = load_model(str(checkpoint(name)), config)
         if around is not None:
             loaded.model = around(loaded.model)
-        runners.append(build_runner(loaded, config))
+        runners.append(build_runner(loaded, config).runner)
         return runners[-1]
 
     yield make

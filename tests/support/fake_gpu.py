@@ -74,10 +74,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
         )  # fmt: skip
 
     def build_runner(model: Any, config: Any, **options: Any) -> Any:
-        runner = build(model, config, **options)
-        if config.cuda_graphs and runner.attention_backend == "flashinfer" and not model.states:
-            runner.use_graphs(graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), capture)
-        return runner
+        built = build(model, config, **options)
+        if config.cuda_graphs and built.runner.attention_backend == "flashinfer" and not model.states:
+            built.runner.use_graphs(graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), capture)
+        return built
 
     def counted(self: DecodeGraphs, step: Any) -> Any:
         calls["graphs"] += 1

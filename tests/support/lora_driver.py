@@ -56,4 +56,4 @@ def make_driver(
     )
     model = load_model(str(checkpoint(name)), config)
     lora = LoraLayers(model.model, max_loras, max_rank, masked=masked)
-    return AdapterDriver(build_runner(model, config, lora=lora), lora)
+    return AdapterDriver(build_runner(model, config, lora=lora).runner, lora)

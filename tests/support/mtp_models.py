@@ -143,7 +143,7 @@ def read_and_guess(runner: ModelRunner, text: list[int]) -> list[torch.Tensor]:
     step with drafts of which some are wrong."""
     assert isinstance(runner.model, Decoder)
     assert runner.mtp is not None
-    runner.mtp.use((1e-6,) * 3, 0.0)
+    runner.mtp.use(0.0)
     seen = watch_guesses(runner.model)
     spec, pages = RequestSpec(1, tuple(text[:9]), SamplingParams(temperature=0.0), 64), list(range(3, 20))
 

@@ -163,6 +163,9 @@ class AttentionBackend(StepAttention):
     """Whether `write` and `attend` may be captured in a CUDA graph, as `FlashInferBackend`'s."""
     num_pages: int
     """Page 0 included."""
+    page_size: int
+    num_window_pages: int = 0
+    """Pages of layers with windows, page 0 included; 0: all layers have the same."""
     kv_bytes: int
     """Bytes of the KV pool."""
 

@@ -200,7 +200,7 @@ class CompiledBackend(base.AttentionBackend):
         `num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages; None:
         wherever torch puts them. `kept`: the type of keys and values, `dtype` or int8."""
         self.shared = shared
-        self.num_pages = num_pages
+        self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.page_size = page_size
         self._layers = tuple(layers)
         self._dtype = dtype

@@ -119,7 +119,7 @@ class TorchPagedBackend(AttentionBackend):
     ) -> None:  # fmt: skip
         """`num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages."""
         self.shared = shared
-        self.num_pages = num_pages
+        self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.page_size = page_size
         self._two_pools = bool(num_window_pages)
         self._pages = [num_window_pages if num_window_pages and spec.windowed else num_pages for spec in layers]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.models.memory.caches import num_states_for, pool_sizes, room_for, state_bytes
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler
-from asyncengine.execution.runner.draft_model import DraftModel
+from asyncengine.execution.runner.draft_model import DraftModel, least_chance
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
@@ -40,6 +41,9 @@ from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import MEASURED_SIZES, Batch, Row, StateUse, WindowPages
+
+if TYPE_CHECKING:
+    from asyncengine.execution.runner.encoder_runner import EncoderRunner
 
 # Seconds of steps in which one row computes a few tokens, measured at the first load of a process: what drafts cost.
 
@@ -124,16 +128,6 @@ def shortest(run: Run, count: int) -> float:
     return min(taken)
 
 
-def least_chance(costs: Sequence[float], draft_costs: Sequence[float]) -> float:
-    """The chance of all its guesses being right below which a draft model should stop guessing.
-
-    One more guess brings a token with that chance at most, and costs a step of the draft model and a place in the
-    verifying step. Both arguments are seconds of steps of `MEASURED_SIZES` tokens.
-    """
-    place = max(0.0, costs[-2] - costs[0]) / (MEASURED_SIZES[-2] - MEASURED_SIZES[0])
-    return min(1.0, (draft_costs[0] + place) / costs[0])
-
-
 logger = logging.getLogger("asyncengine")
 
 _SAMPLED = SamplingParams(
@@ -143,6 +137,29 @@ _SAMPLED = SamplingParams(
 """Parameters that take the most memory beside the model's own: logits of all tokens, the sampler's copies of those it
 samples from, counts for penalties. Masks of grammars come in small parts."""
 
+
+class BuiltRunner(NamedTuple):
+    """A runner that has run its first steps, and what is known by then. Bytes are those of all processes and of a draft
+    model together."""
+
+    runner: ModelRunner | EncoderRunner
+    weights_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    fused: Sequence[str]
+    """See `Loaded.fused`."""
+    one_pool: str | None
+    """Why all layers share their pages, also those with windows."""
+    no_speculation: str | None
+    """Why nothing may be guessed."""
+    batch_variance: str | None
+    """Why an answer may depend on what is computed beside it."""
+    step_costs: tuple[float, ...] | None = None
+    """Seconds of steps of `MEASURED_SIZES` tokens."""
+    draft_costs: tuple[float, ...] | None = None
+    """Seconds of a draft model's passes, or a head's."""
+
+
 _HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take a smaller model."
 
 
@@ -151,7 +168,7 @@ def build_runner(
     progress: LoadProgress | None = None, pooler: Pooler | None = None, draft: LoadedModel | None = None,
     two_pools: bool = False, kept: Sequence[str] = (), left: Sequence[str] = (), images: ImageStore | None = None,
     ranks: Ranks | None = None,
-) -> ModelRunner:  # fmt: skip
+) -> BuiltRunner:  # fmt: skip
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
     Raises `OutOfMemory` if the pool cannot hold one modest request, or if a step's working memory does not fit.
@@ -175,7 +192,7 @@ def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
     pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str], left: Sequence[str],
     images: ImageStore | None, ranks: Ranks | None,
-) -> ModelRunner:  # fmt: skip
+) -> BuiltRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
     copies = config.tensor_parallel if ranks is not None else 1  # each process has caches of its own
@@ -199,51 +216,61 @@ def _build(
         config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
         all_kernels=not kept, shared=memory,
     )  # fmt: skip
+    reads_alone = "texts are given and none is written" if pooler else None
+    no_speculation = reads_alone or _no_speculation(model, backend.name, config)
+    second = None if draft is None else _draft_runner(draft, config, pages, cores)
+    drafting = None if draft is None or second is None else DraftModel(second, draft.max_model_len)
     runner = make(
-        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora,
-        cores=cores, num_states=num_states, num_window_pages=window_pages, pooler=pooler, images=images,
+        model, backend, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora, cores=cores,
+        num_states=num_states, pooler=pooler, images=images, ranks=ranks, draft=drafting,
     )  # fmt: skip
+    if no_speculation is not None and (draft is not None or (runner.mtp is not None and model.head is not None)):
+        raise InvalidParameter("draft_model", f"nothing can be guessed: {no_speculation}", config.draft_model)
     if ranks is not None:
         ranks.answers()  # until all can compute: a step does not wait for a compiler
-        runner.ranks = runner.memory.ranks = ranks
-        runner.weights_bytes, runner.kv_bytes = runner.weights_bytes + elsewhere, runner.kv_bytes * copies
-        runner.state_bytes *= copies
-    runner.one_pool = one_pool
-    runner.batch_variance = _batch_variance(model, backend.name)
-    reads_alone = "texts are given and none is written" if pooler else None
-    runner.no_speculation = reads_alone or _no_speculation(model, backend.name, config)
+    fused = model.fused
     if backend.name == "compiled":
         most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
-        _compile_kernels(runner, config, most, progress, model.weights_bytes, kept)
+        fused = _compile_kernels(runner, config, most, progress, model, kept)
         read_kept(left if left or kept else sampling_kernels())
         release_cached(device)
     elif ranks is not None:  # which find each other now
-        runner.profile_run(_prompt_step(runner, config, 1))
-    if runner.no_speculation is None:
-        runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
-    if runner.mtp is not None or draft is not None:
-        _add_draft(runner, draft, config, cores, own=model.head is None)
+        runner.profile_run(prompt_step(runner, config, 1))
+    costs = None if no_speculation is not None else config.speculation_costs or _measure_steps(runner, config)
+    draft_costs = _begin_guessing(runner, drafting, second, config, costs)
     if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
-    return runner
+    return BuiltRunner(
+        runner, weights_bytes=model.weights_bytes + elsewhere + (0 if second is None else second.weights_bytes),
+        kv_bytes=runner.kv_bytes * copies + (0 if second is None else second.kv_bytes),
+        state_bytes=runner.state_bytes * copies, fused=fused, one_pool=one_pool, no_speculation=no_speculation,
+        batch_variance=_batch_variance(model, backend.name), step_costs=costs, draft_costs=draft_costs,
+    )  # fmt: skip
+
+
+def _draft_runner(draft: LoadedModel, config: EngineConfig, pages: int, cores: Cores) -> ModelRunner:
+    """The runner of a draft model, over a second pool of as many pages."""
+    backend = make_backend(config, draft.layers, pages, draft.dtype, draft.device, draft.max_model_len)
+    return ModelRunner(draft, backend, config.max_num_seqs, cores=cores)
 
 
 def _compile_kernels(
-    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model_bytes: int, kept: Sequence[str]
-) -> None:
+    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model: LoadedModel,
+    kept: Sequence[str],
+) -> list[str]:  # fmt: skip
     """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
     compiler. `most`: positions that a sequence may have here. `kept`: kernels that need only be read, and then a step
-    of one token calls what they are made of."""
+    of one token calls what they are made of. Returns the forms in which the model runs."""
     progress.stage("running a first step")
     longest = 1 if read_kept(kept) else max(1, min(most, config.max_num_batched_tokens))
-    for count in first_lengths(model_bytes, longest):
-        runner.profile_run(_prompt_step(runner, config, count))
+    for count in first_lengths(model.weights_bytes, longest):
+        runner.profile_run(prompt_step(runner, config, count))
     runner.cores.forget()  # compiling is in what they took
     describe = getattr(runner.model, "describe", None)
-    runner.fused = runner.fused if describe is None else describe()  # now it is known whether layers are recorded
+    return model.fused if describe is None else describe()  # now it is known whether layers are recorded
 
 
-def _prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batch:
+def prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batch:
     """A step that computes a prompt of so many tokens."""
     spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
     return Batch(0, (_first_row(runner, config, spec, count),))
@@ -256,19 +283,6 @@ def _first_row(runner: ModelRunner, config: MemorySettings, spec: RequestSpec, c
     window = WindowPages(0, [1 + place % most for place in range(len(pages))]) if most > 0 else None
     tokens, state = [0] * spec.prompt_len, first_state(runner.num_states, 0)
     return Row(spec, 0, 0, count, tokens, False, pages, True, state=state, window=window)
-
-
-def measure_prompt_rate(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> float:
-    """Tokens of a prompt that the model computes in a second, by the better of two steps."""
-    most = min(config.max_num_batched_tokens, max_model_len - 1, (runner.num_pages - 1) * config.page_size)
-    count = max(1, min(_PROMPT_TOKENS, most))
-    seconds = min(runner.profile_run(_prompt_step(runner, config, count)).seconds for _ in range(2))
-    runner.cores.forget()
-    return count / max(seconds, 1e-6)
-
-
-_PROMPT_TOKENS = 256
-"""Tokens of a prompt by which it is measured how fast prompts are computed."""
 
 
 def wanted_of(pooler: Pooler | None) -> Pooled | None:
@@ -288,7 +302,7 @@ def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int, po
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
-    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs, num_states=num_states, pooler=pooler)
+    runner = ModelRunner(model, backend, config.max_num_seqs, num_states=num_states, pooler=pooler)
     try:
         runner.profile_run(batch)
         pools = runner.kv_bytes + num_states * state_bytes(model.states, model.dtype)
@@ -318,27 +332,24 @@ def _batch_variance(model: LoadedModel, backend: str) -> str | None:
     return model.unsteady or (None if backend == "compiled" else "attention is torch's")
 
 
-def _add_draft(runner: ModelRunner, draft: LoadedModel | None, config: EngineConfig, cores: Cores, own: bool) -> None:
-    """Measure what a head costs, or make a second pool of as many pages and a runner of the model `draft` over it.
-    `own`: a head is the checkpoint's own."""
-    if runner.no_speculation is not None and (draft is not None or not own):
-        raise InvalidParameter("draft_model", f"nothing can be guessed: {runner.no_speculation}", config.draft_model)
-    if runner.mtp is not None and runner.step_costs is None:  # nothing can be guessed: steps are computed without
+def _begin_guessing(
+    runner: ModelRunner, drafting: DraftModel | None, second: ModelRunner | None, config: EngineConfig,
+    costs: tuple[float, ...] | None,
+) -> tuple[float, ...] | None:  # fmt: skip
+    """Have a head, or the draft model that `second` runs, guess from now on: seconds of its passes; None: nothing
+    guesses. `costs`: seconds of steps; None: nothing can be guessed."""
+    if runner.mtp is not None and costs is None:  # steps are computed without
         runner.mtp.remove()
-    elif runner.mtp is not None and runner.step_costs is not None:
+    guesser = runner.mtp or drafting
+    if costs is None or guesser is None:
+        return None
+    if runner.mtp is not None:
         made = config.draft_costs or measure_steps(runner.mtp.time_round, _followed(runner, config, True))
-        runner.mtp.use(made, least_chance(runner.step_costs, made))
-    if draft is None:
-        return
-    backend = make_backend(config, draft.layers, runner.num_pages, draft.dtype, draft.device, draft.max_model_len)
-    second = ModelRunner(draft, backend, config.page_size, config.max_num_seqs, cores=cores)
-    runner.draft_costs = config.draft_costs or _measure_steps(second, config, guesses=True)
-    assert runner.step_costs is not None
-    least = least_chance(runner.step_costs, runner.draft_costs)
-    runner.draft_model = DraftModel(second, draft.max_model_len, least_chance=least)
-    runner.memory.draft, second.memory.forget = second.memory, runner.draft_model.forget
-    runner.kv_bytes += second.kv_bytes
-    runner.weights_bytes += second.weights_bytes
+    else:
+        assert second is not None
+        made = config.draft_costs or _measure_steps(second, config, guesses=True)
+    guesser.use(least_chance(costs, made))
+    return made
 
 
 def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool = False) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,15 +22,17 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from asyncengine.config import EngineConfig
 from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.layers.recorded import GREEDY
 from asyncengine.execution.layers.step import Traces
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.runner.step_inputs import StepInputs, inputs_of
 from asyncengine.execution.sampling.masks import FilledMasks
+from asyncengine.options import WeightSource
 from asyncengine.request_spec import RequestSpec
 from asyncengine.seams import Executor
-from asyncengine.step import DRAFT_CATCH_UP, Batch, Row, sampling_places
+from asyncengine.step import DRAFT_CATCH_UP, MEASURED_SIZES, Batch, Row, sampling_places
 
 if TYPE_CHECKING:
     from asyncengine.execution.runner.model_runner import ModelRunner
@@ -97,6 +99,16 @@ class DraftPages:
             held[page] = max(held[page] if number * size < begin else 0, min(size, end - number * size))
 
 
+def least_chance(costs: Sequence[float], draft_costs: Sequence[float]) -> float:
+    """The chance of all its guesses being right below which a draft model should stop guessing.
+
+    One more guess brings a token with that chance at most, and costs a step of the draft model and a place in the
+    verifying step. Both arguments are seconds of steps of `MEASURED_SIZES` tokens.
+    """
+    place = max(0.0, costs[-2] - costs[0]) / (MEASURED_SIZES[-2] - MEASURED_SIZES[0])
+    return min(1.0, (draft_costs[0] + place) / costs[0])
+
+
 class DraftModel:
     """Fills in the guesses of rows. Used by one thread at a time, that of the steps."""
 
@@ -104,8 +116,7 @@ class DraftModel:
         self, executor: Executor, max_model_len: int, catch_up: int = DRAFT_CATCH_UP, least_chance: float = 0.0
     ) -> None:
         """`executor` runs the smaller model, over as many pages of the same size as the larger one has.
-        `max_model_len`: positions that it knows. `catch_up`: see `DRAFT_CATCH_UP`. `least_chance`: that the guesses
-        so far are right; below it there are no further ones (`step_times.least_chance`)."""
+        `max_model_len`: positions that it knows. `catch_up`: see `DRAFT_CATCH_UP`. `least_chance`: see `use`."""
         self._executor = executor
         self._most = max_model_len
         self._catch_up = catch_up
@@ -118,9 +129,25 @@ class DraftModel:
         """Free the smaller model. Idempotent."""
         self._executor.close()
 
-    def forget(self) -> None:
-        """Nothing that it has computed is there any more."""
-        self._pages = DraftPages(self._executor.num_pages, self._executor.page_size)
+    def use(self, least_chance: float) -> None:
+        """Guess from now on. `least_chance`: that the guesses so far are right; below it there are no further ones
+        (`least_chance`)."""
+        self._least = least_chance
+
+    def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
+        """The same as `Executor.prepare_update`."""
+        return self._executor.prepare_update(weights, config, partial)
+
+    def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
+        """The same as `Executor.prepare_release`; nothing in a cache that is released counts as computed."""
+        release = self._executor.prepare_release(weights, cache)
+
+        def run() -> None:
+            release()
+            if cache:
+                self._pages = DraftPages(self._executor.num_pages, self._executor.page_size)
+
+        return run
 
     def guess(self, batch: Batch) -> Batch:
         """`batch` as it is to be computed, its open guesses filled in."""
@@ -223,10 +250,10 @@ class MTPGuesser:
             self.round([row], sampling_places(row._replace(drafts=(0,) * (count - 1))), self._no_hidden(count))
         return time.perf_counter() - began
 
-    def use(self, costs: tuple[float, ...], least_chance: float) -> None:
-        """Guess from now on, at `costs` of rounds. `least_chance`: as of `DraftModel`."""
+    def use(self, least_chance: float) -> None:
+        """Guess from now on. `least_chance`: as of `DraftModel`."""
         self._runner.cores.forget()
-        self._runner.draft_costs, self._least = costs, least_chance
+        self._least = least_chance
 
     def remove(self) -> None:
         """Let the runner compute steps without the head, as nothing can be guessed."""

@@ -17,6 +17,7 @@ from asyncengine.execution.models.encoder import Encoder
 from asyncengine.execution.models.loading import LoadedEncoder
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler, Span
+from asyncengine.execution.runner.building import BuiltRunner
 from asyncengine.execution.runner.model_runner import SMALL
 from asyncengine.execution.runner.pending import PendingStep, launch_in_parts
 from asyncengine.request_spec import Pooled, RequestSpec
@@ -33,28 +34,23 @@ class EncoderRunner(Executor):
 
     num_pages, page_size, num_states, num_window_pages = 2, 16, 0, 0
     """No page is ever asked for; a cache without any is not to be had."""
-    one_pool = "nothing is kept of a text"
-    kv_bytes = state_bytes = 0
-    no_speculation = "texts are given and none is written"
     attention_backend = "of whole texts"
-    step_costs = draft_costs = mtp = ranks = None
+    mtp = ranks = None
     windows: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, loaded: LoadedEncoder, pooler: Pooler, cores: Cores, *, scores: bool) -> None:
         """`scores`: it is a classifier, whose head gives each text one row of scores to be pooled."""
         self.cores, self._scores = cores, scores
-        self.weights_bytes = loaded.weights_bytes
-        self.fused, self.stored = loaded.fused, loaded.stored
+        self.weights_bytes, self.stored = loaded.weights_bytes, loaded.stored
         self._model: Encoder | None = loaded.model
         self._device = loaded.device
         self._copies = copy_stream(loaded.device)
         self._pooler: Pooler | None = pooler
         self._small = loaded.weights_bytes <= SMALL
-        self.batch_variance = loaded.model.unsteady
         steady = loaded.device.type == "cpu" and loaded.model.recorded is not None
         products = sum(linear.nbytes for layer in loaded.model.layers for linear in layer.linears())
         self._brief = min(MOST_TOKENS, _BRIEF // products) if steady else 0
-        self._compiled = self.batch_variance is None
+        self._compiled = loaded.model.unsteady is None
 
     def launch(self, batch: Batch) -> StepHandle:
         """Start one step, in parts where it does not fit in memory (`pending`). Raising means the runner is broken."""
@@ -128,10 +124,13 @@ class EncoderRunner(Executor):
 
 def build_encoder_runner(
     loaded: LoadedEncoder, pooler: Pooler, cores: Cores, progress: LoadProgress, *, scores: bool
-) -> EncoderRunner:
+) -> BuiltRunner:
     """A runner that has run its first steps."""
     runner = EncoderRunner(loaded, pooler, cores, scores=scores)
     with progress:
         progress.stage("running a first step")
         runner.warm_up(loaded.max_model_len)
-    return runner
+    return BuiltRunner(
+        runner, loaded.weights_bytes, 0, 0, loaded.fused, one_pool="nothing is kept of a text",
+        no_speculation="texts are given and none is written", batch_variance=loaded.model.unsteady,
+    )  # fmt: skip

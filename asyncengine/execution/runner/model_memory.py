@@ -31,6 +31,7 @@ from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.models.multimodal import text_part
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
+from asyncengine.execution.runner.draft_model import DraftModel
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.options import WeightSource
@@ -278,18 +279,13 @@ class ModelMemory:
 
     def __init__(
         self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, reads_images: bool,
-        lora: LoraLayers | None,
+        lora: LoraLayers | None, ranks: Ranks | None, draft: DraftModel | None,
     ) -> None:  # fmt: skip
-        """`pages`: memory of its caches, where that is the host's. `lora`: its adapters."""
-        self._lora, self._path = lora, model.path
-        self.ranks: Ranks | None = None
-        """Other processes that do the same."""
+        """`pages`: memory of its caches, where that is the host's. `lora`: its adapters. `ranks`: other processes, and
+        `draft`: another model, that do the same."""
+        self._lora, self._path, self._ranks, self._draft = lora, model.path, ranks, draft
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
         self._reads_images, self._has_other_parts, self._head = reads_images, bool(model.left_out), model.head
-        self.draft: ModelMemory | None = None
-        """Memory of the draft model, if there is one."""
-        self.forget: Callable[[], None] | None = None
-        """Is called when a draft model's cache is gone."""
         self._without_weights = False
 
     def _decoder(self) -> Decoder:
@@ -308,7 +304,7 @@ class ModelMemory:
 
         model = self._decoder()
         weights = self._path if weights is None and config.load_format != "dummy" else weights
-        if self.ranks is not None and weights is not None and not isinstance(weights, (str, os.PathLike)):
+        if self._ranks is not None and weights is not None and not isinstance(weights, (str, os.PathLike)):
             weights = list(_pairs(weights))  # to be read more than once
         write = prepare_update(
             model, weights, config, partial=partial, has_other_parts=self._has_other_parts, head=self._head
@@ -320,11 +316,11 @@ class ModelMemory:
                 if self._lora is not None:
                     with torch.inference_mode():  # as whatever steps have written
                         self._lora.write_again()
-            if self._without_weights and self.draft is not None:
-                self.draft.prepare_update(None, config, False)()  # which takes the same cores for itself
+            if self._without_weights and self._draft is not None:
+                self._draft.prepare_update(None, config, False)()  # which takes the same cores for itself
             self._without_weights = False
 
-        return run if self.ranks is None else self.ranks.along(run, "update", weights, partial)
+        return run if self._ranks is None else self._ranks.along(run, "update", weights, partial)
 
     def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
         """Return the call that gives the memory of weights, of caches, or of both back to the system. Weights must be
@@ -345,10 +341,8 @@ class ModelMemory:
                 self._without_weights = True
             if cache:
                 self._pages().give_back()
-            if self.draft is not None:
-                self.draft.prepare_release(weights, cache)()
-            if cache and self.forget is not None:
-                self.forget()
+            if self._draft is not None:
+                self._draft.prepare_release(weights, cache)()
             release_cached(self._device)
 
-        return run if self.ranks is None else self.ranks.along(run, "release", weights, cache)
+        return run if self._ranks is None else self._ranks.along(run, "release", weights, cache)

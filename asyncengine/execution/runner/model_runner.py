@@ -25,7 +25,7 @@ from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import LoadedModel, expert_type
 from asyncengine.execution.models.memory.caches import state_bytes
 from asyncengine.execution.pooling.pool import Pooler
-from asyncengine.execution.runner.draft_model import MTPGuesser
+from asyncengine.execution.runner.draft_model import DraftModel, MTPGuesser
 from asyncengine.execution.runner.graphs import Capture, DecodeGraphs
 from asyncengine.execution.runner.model_memory import CpuPageMemory, ModelMemory
 from asyncengine.execution.runner.pending import PendingStep, every_place, launch_in_parts
@@ -58,44 +58,40 @@ class ModelRunner(Executor):
 
     traced_parts = ("forward", "_run_pieces", "_replay", "_sample", "_keep")
     """Parts of a step that a profile shows (`engine.profiling`)."""
-    batch_variance: str | None = None  # why an answer may depend on what is computed beside it
 
     def __init__(
-        self, model: LoadedModel, backend: AttentionBackend, page_size: int, max_num_seqs: int, *,
+        self, model: LoadedModel, backend: AttentionBackend, max_num_seqs: int, *,
         jump_forward: bool = True, lora: LoraLayers | None = None, cores: Cores | None = None, num_states: int = 0,
-        num_window_pages: int = 0, pooler: Pooler | None = None, images: ImageStore | None = None,
+        pooler: Pooler | None = None, images: ImageStore | None = None, ranks: Ranks | None = None,
+        draft: DraftModel | None = None,
     ) -> None:  # fmt: skip
-        """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
-        included; 0: all have the same pages. `pooler`: of a model that is asked for vectors, whose logits are hidden
-        states. `images`: of one that reads pictures."""
-        self.num_pages, self.num_states, self.page_size = backend.num_pages, num_states, page_size
-        self.num_window_pages = num_window_pages
-        self.one_pool: str | None = None  # why all layers share their pages, also those with windows
+        """`num_states`: slots for recurrent states, slot 0 included. `pooler`: of a model that is asked for vectors,
+        whose logits are hidden states. `images`: of one that reads pictures. `ranks`: other processes that compute its
+        passes with this one. `draft`: guesses for it, if it has no head that does."""
+        self.num_pages, self.num_states, self.page_size = backend.num_pages, num_states, backend.page_size
+        self.num_window_pages = backend.num_window_pages
         self.windows = tuple(dict.fromkeys((each.window or 0, each.chunk or 0) for each in model.layers))
         self.kv_bytes, self.attention_backend = backend.kv_bytes, backend.name
         self.state_bytes = state_bytes(model.states, model.dtype) if num_states else 0
         self.weights_bytes = model.weights_bytes
         self.fused, self.stored, self.vocab_size = model.fused, model.stored, model.vocab_size
-        self.no_speculation: str | None = "it was not asked for"
-        self.step_costs: tuple[float, ...] | None = None  # seconds of steps of some sizes (`speculation.costs`)
         self.pooler = pooler
-        self.draft_costs: tuple[float, ...] | None = None  # measured, of the draft model's passes
         head = model.model if isinstance(model.model, Decoder) and model.model.mtp is not None else None
         self.mtp = None if head is None else MTPGuesser(self, head, max_num_seqs)
-        self.draft_model: Guesser | None = self.mtp  # it makes guesses that are left open
+        self.draft_model: Guesser | None = self.mtp or draft  # it makes guesses that are left open
         self.model: CausalLM | None = model.model
         self.backend, self.device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
-        self.buffers = StepBuffers(max_num_seqs, page_size, model.device)
+        self.buffers = StepBuffers(max_num_seqs, backend.page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
-        self.memory = ModelMemory(model, self.page_memory, self.cores, images is not None, lora)
+        self.memory = ModelMemory(model, self.page_memory, self.cores, images is not None, lora, ranks, draft)
         self._expert_type, self.small = expert_type(model.model), model.weights_bytes <= SMALL
         self.graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}  # by adapter slot, what no row has used yet: it may not fit in memory
         self._lora, self.image_store = lora, images
-        self.ranks: Ranks | None = None  # other processes that compute its passes with this one
+        self.ranks = ranks
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
         self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it

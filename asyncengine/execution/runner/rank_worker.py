@@ -67,10 +67,7 @@ def _compute(orders: Connection, gather: Gather, order: Order) -> None:
         config, loaded.layers, pages, loaded.dtype, loaded.device, loaded.max_model_len,
         num_window_pages=window_pages, all_kernels=False, shared=memory,
     )  # fmt: skip
-    runner = make(
-        loaded, backend, config.page_size, config.max_num_seqs, lora=lora, cores=cores, num_states=states,
-        num_window_pages=window_pages,
-    )  # fmt: skip
+    runner = make(loaded, backend, config.max_num_seqs, lora=lora, cores=cores, num_states=states)
     compiled, device = loaded.model.compiled, loaded.device
     del loaded
     orders.send(None)

@@ -56,7 +56,7 @@ def test_what_a_caller_has_set_is_seen_on_its_thread_alone(name: str) -> None:
 
 def test_a_runner_asks_the_thread_that_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(kv_cache_memory="8MiB", speculation="off", show_progress=False)
-    runner = build_runner(load_model(str(DEMO_MODEL), config), config)
+    runner = build_runner(load_model(str(DEMO_MODEL), config), config).runner
     monkeypatch.setattr(ModelRunner, "asynchronous", True)
     row = Row(RequestSpec(0, (1, 2), GREEDY, 3), 0, 0, 2, [1, 2], False, [1], True)
     assert runner.is_brief(Batch(0, (row,)))

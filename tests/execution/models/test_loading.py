@@ -34,7 +34,7 @@ def edited(source: Path, target: Path, file: str, **changes: object) -> Path:
 
 
 def output(model: LoadedModel, prompt: list[int], want: int = 12) -> list[int]:
-    driver = Driver(build_runner(model, SMALL))
+    driver = Driver(build_runner(model, SMALL).runner)
     return driver.run([driver.job(prompt, want)])[0]
 
 

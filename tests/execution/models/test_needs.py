@@ -118,7 +118,7 @@ def test_needs_of_a_family_are_what_its_runner_allocates(
                           speculation="off", max_num_seqs=6, kv_cache_memory="1MiB")  # type: ignore[arg-type]  # fmt: skip
     needs = read_needs(folder, config)
     loaded = load_model(folder, config)
-    runner = build_runner(loaded, config, two_pools=True)
+    runner = build_runner(loaded, config, two_pools=True).runner
     try:
         states = 0 if runner.states is None else runner.states.nbytes
         assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.05)  # matrices fill whole panels

@@ -42,7 +42,7 @@ def test_a_long_neighbour_changes_nothing(kind: str, fuse: bool, tmp_path: Path)
     model, folder = make(kind, tmp_path / "m")
     config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, fuse=fuse)
     loaded = load_model(folder, config)
-    driver = Driver(build_runner(loaded, config))
+    driver = Driver(build_runner(loaded, config).runner)
     limit = loaded.max_model_len
     short, long = prompts([6, limit - 20], 90)
     alone = driver.run([driver.job(short, 12)])
@@ -63,6 +63,6 @@ def test_a_context_within_the_original_has_the_original_frequencies(kind: str, f
     """Such a limit is what docs/contract.md offers those who want transformers' answers to short prompts."""
     model, folder = make(kind, tmp_path / "m")
     config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, max_model_len=ORIGINAL, fuse=fuse)
-    driver = Driver(build_runner(load_model(folder, config), config))
+    driver = Driver(build_runner(load_model(folder, config), config).runner)
     (short,) = prompts([6], 90)
     assert driver.run([driver.job(short, 12)]) == [greedy_reference(model, short, 12)]

@@ -60,4 +60,4 @@ def on_fakes(
         memory=fake.memory,
     )  # fmt: skip
     attention(backend)
-    return ModelRunner(model, backend, 4, 64, lora=lora(model.model), num_states=num_states if model.states else 0)
+    return ModelRunner(model, backend, 64, lora=lora(model.model), num_states=num_states if model.states else 0)

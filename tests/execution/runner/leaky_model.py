@@ -105,4 +105,4 @@ def leaky_runner(**settings: Any) -> ModelRunner:
         input_vocab_size=VOCAB, max_model_len=256, dtype=torch.float32, device=CPU, layers=model.specs,
         weights_bytes=model.nbytes, unsteady=model.unsteady, states=model.states,
     )  # fmt: skip
-    return build_runner(loaded, config)
+    return build_runner(loaded, config).runner

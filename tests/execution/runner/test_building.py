@@ -63,8 +63,8 @@ class Runner:
     device: Device
     may_cut, mtp = False, None
 
-    def __init__(self, model: Any, backend: Any, page_size: int, max_num_seqs: int, **_: Any) -> None:
-        self.backend, self.kv_bytes = backend, backend.kv_bytes
+    def __init__(self, model: Any, backend: Any, max_num_seqs: int, **_: Any) -> None:
+        self.backend, self.kv_bytes, self.state_bytes = backend, backend.kv_bytes, 0
         self.attention_backend = "flashinfer"
         self.graphs = False
 
@@ -107,7 +107,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 MODEL: Any = SimpleNamespace(
-    device=CUDA, layers=[], states=(), unsteady=None, max_model_len=512, dtype=torch.bfloat16, mapped_bytes=0
+    device=CUDA,
+    layers=[],
+    states=(),
+    unsteady=None,
+    max_model_len=512,
+    dtype=torch.bfloat16,
+    mapped_bytes=0,
+    weights_bytes=WEIGHTS,
+    fused=[],
+    head=None,
 )
 CONFIG = EngineConfig(max_num_seqs=8, show_progress=False)
 
@@ -121,7 +130,7 @@ def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: 
         return PoolSizes(77)
 
     monkeypatch.setattr(building, "pool_sizes", sizes)
-    return build_runner(MODEL, config, lora=lora), seen[0]
+    return build_runner(MODEL, config, lora=lora).runner, seen[0]
 
 
 def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

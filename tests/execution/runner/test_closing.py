@@ -74,7 +74,7 @@ async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeyp
 def test_where_only_a_collection_frees_it_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is not the CPU: nobody sees there that memory is short, and so Python does not collect."""
     config = EngineConfig(kv_cache_memory="8MiB", max_num_seqs=4, show_progress=False, attention_backend="torch")
-    runner = build_runner(load_model(str(folder), config), config)
+    runner = build_runner(load_model(str(folder), config), config).runner
     held = tensors_of(runner)
     released: list[torch.device] = []
     monkeypatch.setattr(model_runner, "release_cached", released.append)

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from asyncengine import SamplingParams
-from asyncengine.execution.runner.building import least_chance
-from asyncengine.execution.runner.draft_model import DraftModel
+from asyncengine.execution.runner.draft_model import DraftModel, least_chance
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import OPEN, Batch, Row
 from asyncengine.testing import FakeExecutor, FakeModel

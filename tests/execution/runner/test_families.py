@@ -78,7 +78,7 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name, heavy=name not in NOT_HEAVY, epsilon=EPSILON)
     loaded, config = load(name, model, tmp_path)
     loaded.model = recording = Recording(loaded.model)
-    runner = build_runner(loaded, config)
+    runner = build_runner(loaded, config).runner
     driver, texts = Driver(runner), prompts(LENGTHS, VOCAB)
 
     def jobs(count: int = 3) -> list[Job]:
@@ -113,7 +113,7 @@ def test_torch_s_operations_equal_transformers(name: str, tmp_path: Path, monkey
     model = make_model(name, heavy=True, epsilon=EPSILON)
     loaded, config = load(name, model, tmp_path, attention_backend="torch")
     loaded.model = recording = Recording(loaded.model)
-    runner = build_runner(loaded, config)
+    runner = build_runner(loaded, config).runner
     assert runner.attention_backend == "torch"
     driver, texts = Driver(runner), prompts(LENGTHS, VOCAB)
     recording.logits.clear()

@@ -71,7 +71,7 @@ def lengths_of_first_steps(monkeypatch: pytest.MonkeyPatch, kept: Sequence[str] 
     if not needed:
         pytest.skip("nothing is compiled for it here")
     names = [*needed, *later]
-    build_runner(loaded, CONFIG, kept=names if kept is None else kept).close()
+    build_runner(loaded, CONFIG, kept=names if kept is None else kept).runner.close()
     return found
 
 
@@ -126,7 +126,7 @@ def test_no_request_waits_for_a_kernel_after_a_load_that_read_them() -> None:
 def test_no_event_loop_waits_for_a_kernel_that_others_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that the loop's thread would compute is another thread's for as long."""
     loaded = load_model(str(DEMO_MODEL), CONFIG)
-    runner = build_runner(loaded, CONFIG)
+    runner = build_runner(loaded, CONFIG).runner
     row = Row(RequestSpec(0, (1, 2), GREEDY, 3), 0, 0, 2, [1, 2], False, [1], True)
     assert runner.is_brief(Batch(0, (row,)))
     monkeypatch.setattr("asyncengine.execution.runner.model_runner.elsewhere", [object()])
@@ -137,7 +137,7 @@ def test_no_event_loop_waits_for_a_kernel_that_others_compile(monkeypatch: pytes
 def test_a_step_that_asks_a_draft_model_is_not_brief() -> None:
     """Steps that do not ask it stay brief."""
     loaded = load_model(str(DEMO_MODEL), CONFIG)
-    runner = build_runner(loaded, CONFIG)
+    runner = build_runner(loaded, CONFIG).runner
     there: Any = object()
     runner.draft_model = there
     row = Row(RequestSpec(0, (1, 2), GREEDY, 9), 0, 2, 1, [1, 2, 3], True, [1], False)

@@ -122,7 +122,7 @@ def test_guesses_are_those_of_the_formula(family: str, tmp_path: Path) -> None:
     tensors = random_tensors(family)
     folder = save(tmp_path / "model", family, tensors)
     config = EngineConfig(dtype="float32", kv_cache_memory="4MiB", page_size=4, max_num_seqs=4, show_progress=False)
-    runner = build_runner(load_model(str(folder), config), config)
+    runner = build_runner(load_model(str(folder), config), config).runner
     model = runner.model
     assert isinstance(model, Decoder)
     assert model.mtp is not None

@@ -104,7 +104,7 @@ def test_given_costs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(max_num_seqs=4, kv_cache_memory="8MiB", show_progress=False)
     monkeypatch.setattr(building, "measure_steps", lambda run, key: pytest.fail("they are given"))
     given = config.replace(speculation_costs=TIMES)
-    runner = build_runner(load_model(str(DEMO_MODEL), given), given)
-    if runner.no_speculation is None:
-        assert runner.step_costs == TIMES
-    runner.close()
+    built = build_runner(load_model(str(DEMO_MODEL), given), given)
+    if built.no_speculation is None:
+        assert built.step_costs == TIMES
+    built.runner.close()

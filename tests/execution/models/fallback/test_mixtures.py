@@ -81,7 +81,7 @@ def test_compressed_attention_equals_transformers(name: str, tmp_path: Path, mon
     texts = prompts([30, 9], VOCAB)
     expected = [greedy_reference(model, text, WANT) for text in texts]
     assert len({token for output in expected for token in output}) > 4
-    runner = build_runner(loaded, CONFIG)
+    runner = build_runner(loaded, CONFIG).runner
     driver = Driver(runner)
     for chunk in (None, 7):
         assert driver.run([driver.job(text, WANT) for text in texts], chunk) == expected

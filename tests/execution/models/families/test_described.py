@@ -55,7 +55,7 @@ def test_options_that_are_not_written_down_run_through_transformers(
     assert not isinstance(loaded.model, Decoder)
     lines = [record.message for record in caplog.records if "through transformers" in record.message]
     assert [what in line for line in lines] == [True]
-    runner = build_runner(loaded, CONFIG)
+    runner = build_runner(loaded, CONFIG).runner
     driver = Driver(runner)
     assert driver.run([driver.job(TEXT[:30], 8)]) == [greedy_reference(model, TEXT[:30], 8)]
     runner.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,7 +32,12 @@ class ToolModel(Model):
 
 
 FORMS = {**TEMPLATES, "compact": COMPACT, "thinking": THINKING, "answered": ANSWERED, "channels": TEMPLATE}
-MODELS = {name: ToolModel(FORMS[form], special) for name, (form, special) in ROWS["families"].items()}
+
+
+@cache
+def model_of(family: str) -> ToolModel:
+    form, special = ROWS["families"][family]
+    return ToolModel(FORMS[form], special)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +49,17 @@ MODELS = {name: ToolModel(FORMS[form], special) for name, (form, special) in ROW
 )
 def test_answers(name: str, settings: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     """Each family's calls are written out in the file, independent of the code's own table."""
-    MODELS[name].judge(MODELS[name].grammar(**settings), right, wrong)
+    model_of(name).judge(model_of(name).grammar(**settings), right, wrong)
 
 
 def test_a_choice_may_be_a_name_or_openais() -> None:
-    model = MODELS["hermes"]
+    model = model_of("hermes")
     named = {"type": "function", "function": {"name": "add"}}
     assert model.grammar(tool_choice="add") == model.grammar(tool_choice=named)
 
 
 def test_what_has_no_choice_is_forced() -> None:
-    model = MODELS["hermes"]
+    model = model_of("hermes")
     start = '<tool_call>\n{"name": "add'
     assert model.oracle.forced(model.grammar(tool_choice="required"), "") == start
     assert model.oracle.forced(model.grammar(), "text <tool_call>") == start.removeprefix("<tool_call>")
@@ -62,7 +68,7 @@ def test_what_has_no_choice_is_forced() -> None:
 
 
 def test_without_tools_the_format_is_closed() -> None:
-    plan = MODELS["hermes"].planner.plan("", tools=TOOLS, tool_choice="none", response_format=PERSON)
+    plan = model_of("hermes").planner.plan("", tools=TOOLS, tool_choice="none", response_format=PERSON)
     text = '{"type":"object","properties":{"name":{"type":"string"}},"required":["name"],"additionalProperties":false}'
     assert plan.grammar == Grammar(kind="json_schema", text=text)
 
@@ -78,5 +84,5 @@ def test_without_tools_the_format_is_closed() -> None:
     ],
 )
 def test_any_kind_of_grammar_can_be_the_format(final: Grammar, right: list[str], wrong: list[str]) -> None:
-    model = MODELS["hermes"]
+    model = model_of("hermes")
     model.judge(model.grammar(response_format=final), [CALL, *right], wrong)

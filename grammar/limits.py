@@ -69,7 +69,7 @@ def check_limits(
     text = grammar.text
     if len(text) > max_bytes or len(text.encode("utf-8", "replace")) > max_bytes:
         raise _too_large("its text", f"{max_bytes} bytes (max_grammar_bytes)", len(text))
-    check = _Patterns(max_regex, max_regex_depth)
+    check = PatternLimits(max_regex, max_regex_depth)
     if grammar.kind == "regex":
         check.pattern(text)
     elif grammar.kind == "choice":
@@ -88,7 +88,7 @@ def _too_large(what: str, limit: str, value: object = None) -> GrammarTooLarge:
     return GrammarTooLarge("grammar", f"{what} must not exceed {limit}", value)
 
 
-class _Patterns:
+class PatternLimits:
     """Checks each pattern and literal against the bounds it was made with."""
 
     def __init__(self, max_regex: int, max_depth: int) -> None:
@@ -99,8 +99,9 @@ class _Patterns:
         if len(text) > MAX_LITERAL:
             raise _too_large("a literal text", f"{MAX_LITERAL} characters", len(text))
 
-    def pattern(self, pattern: str) -> None:
-        """Size, nesting, counts, and the length of the shortest match (alternatives count as their longest)."""
+    def pattern(self, pattern: str, fewest: int = 0) -> int:
+        """Size, nesting, counts, and the length of the shortest match (alternatives count as their longest), which is
+        returned. `fewest`: times that what may be left out counts."""
         if len(pattern) > self._max_regex:
             raise _too_large("a pattern", f"{self._max_regex} characters", len(pattern))
         # Per open group: (longest alternative so far, this alternative so far, its last item).
@@ -124,13 +125,15 @@ class _Patterns:
                 _count(high or "0")
                 least = _count(low or "0")
                 left_out += not least
-                groups[-1] = (best, done, last * least)
+                groups[-1] = (best, done, last * max(least, fewest))
             elif kind != "flags" and token not in ("^", "$"):
                 groups[-1] = (best, done + last, 1)
             if groups[-1][1] + groups[-1][2] > MAX_LITERAL:
                 raise _too_large("the shortest match of a pattern", f"{MAX_LITERAL} characters")
         if left_out > MAX_LEFT_OUT:
             raise _too_large("a pattern", f"{MAX_LEFT_OUT} items that may be left out", left_out)
+        best, done, last = groups[0]
+        return max(best, done + last)
 
 
 def _count(digits: str) -> int:
@@ -139,7 +142,7 @@ def _count(digits: str) -> int:
     return int(digits)
 
 
-def _check_schema(text: str, max_depth: int, check: _Patterns) -> None:
+def _check_schema(text: str, max_depth: int, check: PatternLimits) -> None:
     schema = parse_json(text)
     _check_tree(schema, max_depth, check, long=len(text) > MAX_LITERAL)
     multiple = 1
@@ -188,7 +191,7 @@ def _multiple(so_far: int, value: Any) -> int:
     return together
 
 
-def _check_tree(value: Any, max_depth: int, check: _Patterns, long: bool) -> None:
+def _check_tree(value: Any, max_depth: int, check: PatternLimits, long: bool) -> None:
     """Depth of brackets, and (only where the text is long enough) the length of keys and of texts in const and enum."""
     stack = [(value, 1, False)]
     while stack:
@@ -207,7 +210,7 @@ def _check_tree(value: Any, max_depth: int, check: _Patterns, long: bool) -> Non
         stack.extend([(child, depth + 1, forced or key in ("const", "enum")) for key, child in node.items()])
 
 
-def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
+def _check_lark(text: str, max_depth: int, check: PatternLimits) -> None:
     found = [(kind, token) for kind, token, _ in placed(text)]
     if (alternatives := sum(token == "|" for _, token in found)) > MAX_ALTERNATIVES:
         raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)

@@ -19,10 +19,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib import resources
 from typing import Any
 
 import llguidance
@@ -30,21 +29,21 @@ import llguidance
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length, unrolled
 from asyncengine.grammar.closing.prices import Prices, Speller
+from asyncengine.grammar.complaints import SIGNS, explain, summary
+from asyncengine.grammar.json_limits import Limits, behind
 from asyncengine.grammar.lark import replace_json
 from asyncengine.grammar.lower import OPTIONS, fragment, schema_object
-from asyncengine.grammar.regexes import unsupported_feature
 from asyncengine.grammar.schema.arguments import ArgumentBuilder
 from asyncengine.grammar.schema.builder import Builder
 from asyncengine.grammar.schema.rules import Checkpoint, Rules, proceed
-from asyncengine.grammar.schemas import pointed, schemas_of, subschemas, unescape
+from asyncengine.grammar.schema.straight import Other, straight
+from asyncengine.grammar.schemas import pointed, unescape
 from asyncengine.grammar.shapes.nodes import Name, Shape, Unmodelled
 from asyncengine.grammar.shapes.products import may_be_endless
 from asyncengine.grammar.shapes.schemas import shape_of
 from asyncengine.grammar.shared_masks import JointFill, Mask, SharedMasks
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
-
-# The text llguidance compiles, of a `Grammar`.
 
 Written = tuple[Rules, Name]
 """Rules, and the name of the first one."""
@@ -56,16 +55,19 @@ def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed) -> tuple[str,
     """The text that `LLMatcher` takes, and the rules of each schema in the grammar, in its order. Raises
     `GrammarTooLarge` for schemas that `check_limits` would have refused, and as `checkpoint`."""
     if grammar.kind == "json_schema":
-        lenient = grammar.unsupported != "error"
-        schema = schema_object(grammar.text, lenient, grammar.formats == "strict")
-        options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
-        rules, start = _rules(schema, options, lenient, checkpoint)
+        rules, start = _rules_of(grammar, checkpoint)
         return str(llguidance.LLMatcher.grammar_from_lark(rules.lark(start))), [(rules, start)]
     if grammar.kind == "lark":
         schemas: list[Written] = []
         text = replace_json(grammar.text, partial(_embedded, schemas, checkpoint))
         return str(llguidance.LLMatcher.grammar_from_lark(text)), schemas
     return str(llguidance.LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), []
+
+
+def _rules_of(grammar: Grammar, checkpoint: Checkpoint) -> Written:
+    lenient = grammar.unsupported != "error"
+    options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
+    return _rules(schema_object(grammar.text, lenient, grammar.formats == "strict"), options, lenient, checkpoint)
 
 
 def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool, checkpoint: Checkpoint) -> Written:
@@ -108,64 +110,19 @@ def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
     return "%lark {\n" + rules.lark(start) + "}"
 
 
-# Explanations of a grammar library's complaints: which keyword, where in the schema, and what the user can do.
-
-_SIGNS = json.loads((resources.files(__package__) / "complaints.json").read_text(encoding="utf-8"))
-MAX_MESSAGE = 240
-"""Most characters of a library's text that reach the user."""
-
-
-def explain(grammar: Grammar, message: str) -> GrammarError:
-    """The error to raise for `message`, which a library gave when it compiled or ran `grammar`.
-
-    The text says which part and what to do, in a bounded number of characters, and never echoes the schema.
-    """
-    lower = message.lower()
-    shown = summary(message)
-    if grammar.kind == "json_schema":  # lines and columns of Lark that nobody but us has seen
-        shown = re.sub(r"^at [0-9]+\([0-9]+\): ", "", shown)
-    if any(sign in lower for sign in _SIGNS["too_large"]):
-        return GrammarTooLarge("grammar", f"too large for the library ({shown}); {_SIGNS['advice']['too_large']}")
-    if any(sign in lower for sign in _SIGNS["impossible"]):
-        return GrammarImpossible("grammar", f"{_SIGNS['advice']['impossible']} ({shown})")
-    if any(sign in lower for sign in _SIGNS["no_automaton"]):
-        features = [("pattern", place) for place in _patterns(grammar, lambda pattern: _suspect(pattern, message))]
-        return GrammarUnsupported("grammar", features or [("look-around or back-reference", "")], shown)
-    places = _patterns(grammar, lambda pattern: f"    {pattern}\n" in message)
-    return GrammarError("grammar", f"cannot be compiled{f' at {places[0]}' if places else ''}: {shown}")
-
-
-def summary(message: str) -> str:
-    """The telling line of a library's message, bounded. Dumps, backtraces and quoted source are left out."""
-    head = re.split(r"<state>|<backtrace>|<grammar>|\n\s*while processing", message, maxsplit=1)[0]
-    reason = re.search(r"(?m)^error: (.+)$", head)
-    line = reason.group(1) if reason else next((part for part in head.splitlines() if part.strip()), "no reason given")
-    line = re.sub(r"Regex is empty: .*", "no text matches its patterns", line)
-    line = re.sub(r'invalid regex ".*?" \(in regex\):? ?|,? ?in regex /.*/', "", line).strip()
-    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
-
-
-def _patterns(grammar: Grammar, is_meant: Callable[[str], bool]) -> list[str]:
-    """Pointers to the patterns of its schemas that are meant."""
-    found = ((place, node.get("pattern")) for schema in schemas_of(grammar) for place, node in subschemas(schema))
-    return [f"{place}/pattern" for place, pattern in found if isinstance(pattern, str) and is_meant(pattern)]
-
-
-def _suspect(pattern: str, message: str) -> bool:
-    """It has a construct that no automaton has, or the message quotes it (an anchor in mid-pattern)."""
-    return unsupported_feature(pattern) is not None or (len(pattern) > 1 and f"/{pattern}/" in message)
-
-
 LONGEST = 400_000
 """Tokens of the longest first way: more than any text that the limits on grammars allow."""
-TEMPLATE_BYTES = 600_000
-"""Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
+TEMPLATE_BYTES, COST_BYTES = 600_000, 60_000
+"""Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say. That of
+its costs, beside 40 bytes for each of its text."""
 CHECKED = 8
 """Parts of the cheapest output that are spelled and shown to the library when a grammar is compiled."""
 MASKED = 16
 """Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
 REACH = 64
 """Tokens left, beside those of the shortest output, from which on a sampled one may be refused for another."""
+LEAD = 64
+"""Tokens left, beside those with which a grammar's costs have to be known, from which on they are counted."""
 MASK_BYTES = 16 * 2**20
 """Memory for masks that outputs share: 880 of 150,000 tokens."""
 _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
@@ -180,6 +137,7 @@ class LlguidanceBackend:
         self.speller = Speller(vocabulary)
         self._executor: Any = None
         self.masks = SharedMasks(MASK_BYTES)
+        self.limits = Limits(vocabulary.token_bytes)
 
     def compile(self, grammar: Grammar, checkpoint: Checkpoint = proceed) -> LlgTemplate:
         """Blocking, bounded by llguidance's own fuel. Needs a stack of `service.STACK_BYTES` at worst.
@@ -208,7 +166,10 @@ class LlguidanceBackend:
         self._executor = self._executor or llguidance.LLExecutor()
         jobs = [(state.matcher, place) for place, state in states.items()]
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
-        return {place for place, state in states.items() if not state.matcher.is_error()}
+        filled = {place for place, state in states.items() if not state.matcher.is_error()}
+        for place in filled:
+            states[place].narrow(masks[place])
+        return filled
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -216,32 +177,76 @@ class LlguidanceBackend:
 
 
 class LlgTemplate:
-    """One compiled grammar: a matcher over the vocabulary, one over bytes, and a way to a complete output."""
+    """One compiled grammar: a matcher over the vocabulary, and costs of complete outputs. Those of a schema that goes
+    `straight` to the library are counted where an output comes near to its budget."""
 
     def __init__(self, backend: LlguidanceBackend, grammar: Grammar, checkpoint: Checkpoint = proceed) -> None:
         self.backend = backend
         self.grammar = grammar
-        self.text, schemas = with_rules(grammar, checkpoint)
-        self._matcher = backend.matcher(grammar, self.text, backend.vocabulary.ll_tokenizer)
         self.masks = backend.masks
         self._spoiled = False
-        checkpoint()
+        self._counted: Counted | None = None
+        """None where its outputs cannot be followed: those are not steered to an end."""
+        self._counting = threading.Lock()
+        self.reach = self.far = UNREACHABLE
+        """Tokens left from which on a sampled one may be refused for another; until costs are counted, no less. And
+        those from which on costs are to be counted; 0: they are."""
+        self.is_straight = grammar.kind == "json_schema" and grammar.key_order == "schema" and self._go_straight()
+        if not self.is_straight:
+            self.text, schemas = with_rules(grammar, checkpoint)
+            self._matcher = self.fresh_matcher()
+            self._count(schemas, checkpoint)
+        elif self.reach > LONGEST:
+            self._count([_rules_of(grammar, checkpoint)], checkpoint)
+
+    def _go_straight(self) -> bool:
+        """Let the library compile the schema itself, if it reads it as we do."""
+        grammar = self.grammar
+        schema = schema_object(grammar.text, grammar.unsupported != "error", grammar.formats == "strict")
+        try:
+            self.text, size = straight(schema, OPTIONS[grammar.whitespace], self.backend.speller.letters)
+            self._matcher = self.fresh_matcher()
+        except (Other, GrammarError, RecursionError):
+            return False
+        self.reach = size + REACH
+        self.far = self.reach + LEAD
+        return True
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of the shortest output known; 0 where outputs cannot be followed."""
+        self.has_costs(0)
+        return self.reach - REACH
+
+    def has_costs(self, left: int, soon: bool = False) -> bool:
+        """Whether the grammar's costs are known, which are counted now if an output of which so many tokens are left
+        needs them, and beside all else if it will `soon`. It may have begun, so that nothing is raised: `straight` sees
+        to it that they can be counted, and if they could not, it would go on without being steered."""
+        if left <= self.reach:
+            with self._counting, contextlib.suppress(GrammarError):
+                if self.far:
+                    self._count([_rules_of(self.grammar, proceed)], proceed)
+            self.far = 0
+        elif self.far and (soon or left <= self.far) and not self._counting.locked():
+            threading.Thread(target=self.has_costs, args=(0,), name="asyncengine-grammar-costs", daemon=True).start()
+        return not self.far
+
+    def _count(self, schemas: list[Written], checkpoint: Checkpoint) -> None:
         shape: Shape | None = None
         kept: list[Shape] = []
-        with contextlib.suppress(Unmodelled):
-            shape = shape_of(grammar, schemas, backend.vocabulary, kept)
         checkpoint()
-        if grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
+        with contextlib.suppress(Unmodelled):
+            shape = shape_of(self.grammar, schemas, self.backend.vocabulary, kept)
+        checkpoint()
+        if self.grammar.kind == "lark" and (shape is None or may_be_endless(shape)):
             self.text += _UNFORCED
             self._matcher = self.fresh_matcher()
-        self._counted = None if shape is None else self._count(shape, kept)
-        """None where its outputs cannot be followed: those are not steered to an end."""
+        self._counted = None if shape is None else self._priced(shape, kept)
         if self._counted is None:
             (first := self._matcher.deep_copy()).compute_bitmask()
             if first.is_error():  # there is no output at all
                 raise self.broken(first)
-        self.min_tokens = 0 if self._counted is None else length(self._counted.way())
-        self.reach = self.min_tokens + REACH
+        self.reach, self.far = REACH + (0 if self._counted is None else length(self._counted.way())), 0
 
     def spoil(self) -> None:
         """A limit of the library was hit by what shares a lexer with this: it makes no further states."""
@@ -251,7 +256,7 @@ class LlgTemplate:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
-    def _count(self, shape: Shape, kept: list[Shape]) -> Counted | None:
+    def _priced(self, shape: Shape, kept: list[Shape]) -> Counted | None:
         """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way.
         Raises `GrammarImpossible` where there is none."""
         vocabulary = self.backend.vocabulary
@@ -260,7 +265,7 @@ class LlgTemplate:
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:
-            raise GrammarImpossible("grammar", f"{_SIGNS['advice']['impossible']} (its outputs have no end)")
+            raise GrammarImpossible("grammar", f"{SIGNS['advice']['impossible']} (its outputs have no end)")
         if counted.cost > LONGEST:
             raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
         ahead = list(itertools.islice(unrolled(itertools.islice(counted.way(), CHECKED)), CHECKED * AHEAD))
@@ -280,8 +285,10 @@ class LlgTemplate:
 
     @property
     def nbytes(self) -> int:
-        shapes = 0 if self._counted is None else self._counted.prices.nbytes
-        return TEMPLATE_BYTES + 4 * len(self.text) + shapes
+        costs = COST_BYTES + 40 * len(self.text)  # of what is counted later: as much as they mostly take
+        if not self.far:
+            costs = 0 if self._counted is None else self._counted.prices.nbytes
+        return TEMPLATE_BYTES + 4 * len(self.text) + costs
 
     def new_state(self) -> LlgState:
         copy = self._matcher.deep_copy()
@@ -289,8 +296,10 @@ class LlgTemplate:
             raise GrammarError("grammar", "its compiled form is broken")
         return LlgState(self, copy)
 
-    def new_closing(self) -> Closing | None:
-        return None if self._counted is None else Closing(self, self._counted, self.backend.vocabulary)
+    def new_closing(self, tokens: Sequence[int] = ()) -> Closing | None:
+        """The closing of an output of which these tokens are taken."""
+        self.has_costs(0)
+        return None if self._counted is None else Closing(self, self._counted, tokens)
 
     def new_matcher(self) -> Any:
         """A matcher at the beginning. Others share its lexer, unless one of them has broken it: an output that goes on
@@ -310,9 +319,11 @@ class LlgState:
         self.template = template
         self.matcher = matcher
         self._vocabulary = template.backend.vocabulary
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._ends = 0
         """Ends of sequence consumed: counted here only."""
+        self._text_ends = [b""]
+        """Behind each token, as `json_limits` has them, where the library does not hold to limits; made when needed."""
 
     @property
     def ended(self) -> bool:
@@ -322,7 +333,7 @@ class LlgState:
     @property
     def last(self) -> int:
         """The token consumed last; -1: none so far."""
-        return self._tokens[-1] if self._tokens else -1
+        return self.tokens[-1] if self.tokens else -1
 
     @property
     def joint_fill(self) -> JointFill | None:
@@ -343,6 +354,17 @@ class LlgState:
             self._heal()
             self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             self._raise_if_broken()
+        self.narrow(mask)
+
+    def narrow(self, mask: Mask) -> None:
+        """Take what goes beyond limits out of a mask that the library has made."""
+        if self.template.is_straight:
+            self.template.backend.limits.narrow(mask, self._text_end())
+
+    def _text_end(self) -> bytes:
+        for token in self.tokens[len(self._text_ends) - 1 :]:
+            self._text_ends.append(behind(self._text_ends[-1], self._vocabulary.token_bytes[token]) or b"")
+        return self._text_ends[-1]
 
     def consume(self, token: int) -> bool:
         """Move past `token`. False, and nothing changed, if it is not allowed here. Raises as `fill`."""
@@ -353,6 +375,9 @@ class LlgState:
             return True
         if self._ends:
             return False
+        data = self._vocabulary.token_bytes[token] if self.template.is_straight else b""
+        if (data[:1] == b"u" or b"\\u" in data) and behind(self._text_end(), data) is None:
+            return False
         taken = self.matcher.try_consume_tokens([token])
         if not taken:
             self.matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses a token
@@ -361,7 +386,7 @@ class LlgState:
                 taken = self.matcher.try_consume_tokens([token])
                 self._raise_if_broken()
         if taken:
-            self._tokens.append(token)
+            self.tokens.append(token)
         return bool(taken)
 
     def rollback(self, num_tokens: int) -> None:
@@ -369,11 +394,11 @@ class LlgState:
         ends = min(num_tokens, self._ends)
         self._ends -= ends
         count = num_tokens - ends
-        if count > len(self._tokens):
-            raise ValueError(f"cannot roll back {num_tokens} tokens, only {len(self._tokens) + ends} were consumed")
+        if count > len(self.tokens):
+            raise ValueError(f"cannot roll back {num_tokens} tokens, only {len(self.tokens) + ends} were consumed")
         if count:
             self.matcher.rollback(count)
-            del self._tokens[-count:]
+            del self.tokens[-count:], self._text_ends[len(self.tokens) + 1 :]
 
     def forced(self) -> list[int]:
         """Tokens that must come next, as the tokenizer itself would choose them; [] where there is a choice."""
@@ -392,7 +417,7 @@ class LlgState:
         """A sibling's limit may have broken the lexer we share: go the same way again with one of our own."""
         self.template.spoil()
         self.matcher = self.template.fresh_matcher()
-        self.matcher.consume_tokens(self._tokens)
+        self.matcher.consume_tokens(self.tokens)
         self._raise_if_broken()
 
     def _raise_if_broken(self) -> None:

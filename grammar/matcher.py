@@ -20,6 +20,7 @@ from asyncengine.errors import GrammarError
 from asyncengine.sampling_params import CLOSED, OnBudget
 
 if TYPE_CHECKING:
+    from asyncengine.grammar.closing.closing import Closing
     from asyncengine.grammar.llguidance_backend import LlgState, LlgTemplate
     from asyncengine.grammar.shared_masks import JointFill, Key, Mask
 
@@ -36,9 +37,13 @@ class Matcher:
         self._budget = budget
         self._on_budget = on_budget
         self.state = template.new_state()
-        self.closing = template.new_closing() if on_budget in CLOSED else None
+        self.closing: Closing | None = None
+        self._waits_until = template.far if on_budget in CLOSED else 0
+        """Tokens left with which the closing is made, for which the grammar's costs have to be known; 0: it was."""
         self._left = budget
         self.steered_from: int | None = None
+        if on_budget in CLOSED and (not template.far or budget <= template.far):
+            self._begin_closing(budget)
 
     def fresh(self) -> Matcher:
         return Matcher(self._template, self._budget, self._on_budget)
@@ -61,8 +66,11 @@ class Matcher:
         done: set[int] = set()
         templates = Counter(matcher._template for matcher in matchers.values())
         for place, matcher in matchers.items():
-            if templates[matcher._template] > 1 and matcher.closing is not None:
-                matcher.closing.follow()  # what is at the same position may share its mask
+            if templates[matcher._template] > 1:  # what is at the same position may share its mask
+                if matcher._waits_until:
+                    matcher._begin_closing(matcher._left, soon=True)
+                if matcher.closing is not None:
+                    matcher.closing.follow()
             key, known = matcher._shared()
             if known is not None:
                 masks[place] = known
@@ -110,7 +118,15 @@ class Matcher:
             self.state.rollback(taken)
         return filled
 
+    def _begin_closing(self, left: int, soon: bool = False) -> None:
+        """Make the closing, if the grammar's costs are known by now (`LlgTemplate.has_costs`)."""
+        if self._template.has_costs(left, soon):
+            self._waits_until = 0
+            self.closing = self._template.new_closing(self.state.tokens)
+
     def may_refuse(self, ahead: int = 0) -> bool:
+        if self._waits_until and self._left - ahead <= self._waits_until:
+            self._begin_closing(self._left - ahead)
         return self.closing is not None and self._left - ahead <= self._template.reach
 
     def accept(self, token: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
@@ -125,6 +141,8 @@ class Matcher:
 
     def _take(self, token: int) -> bool:
         """Move past `token`; False, unmoved, if the output could not be completed within the budget after it."""
+        if self._waits_until and self._left <= self._waits_until:
+            self._begin_closing(self._left)
         if self.closing is not None and not self.closing.advance(token, self._left - 1):
             return False
         if not self.state.consume(token):

@@ -21,8 +21,8 @@ TABLES = json.loads((resources.files(__package__) / "keywords.json").read_text(e
 """JSON Schema's keywords: "schemas" by whether their value is a schema, a list of schemas, or maps names to schemas;
 "values" of which the kind is checked; "about" what they speak ("nothing": they may stand beside references; "own": the
 value itself, without applicators; "negated": opposites of what is in them; "conditions": as the schema around them lets
-it); the "opposites" of counts (type, keyword, step to its bound); and "types" as other languages write them, in small
-letters. JSON, which is read in no time. Read only."""
+it); "straight": those that the library's compiler may get, and others that restrict; the "opposites" of counts (type,
+keyword, step to its bound); and "types" as other languages write them, in small letters. JSON, read fast. Read only."""
 ONE, MANY, NAMED = (frozenset(TABLES["schemas"][kind]) for kind in ("one", "many", "named"))
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 _NAMES_A_PLACE = "|".join(map(re.escape, (*_ANCHORS, "$dynamicRef")))

@@ -136,7 +136,7 @@ class GrammarService:
                 raise QueueFull("max_pending_grammars", self.config.max_pending_grammars)
         if isinstance(known, GrammarError):
             raise again(known)
-        if known is not None:
+        if known is not None and budget > known.far:
             _check_budget(known, budget, on_budget)
         return spec
 
@@ -159,7 +159,8 @@ class GrammarService:
             if self._closed:
                 raise EngineClosed("the engine is closed")
             known = self.cache.get(key)
-            outcome = None if known is None else _outcome(known, order)
+            ready = isinstance(known, GrammarError) or (known is not None and order.budget > known.far)
+            outcome = _outcome(known, order) if known is not None and ready else None
             broken = isinstance(outcome, GrammarError) and not isinstance(known, GrammarError)
             if broken:  # under somebody's output: compile it again
                 self.cache.drop(key)
@@ -283,8 +284,8 @@ def _outcome(compiled: LlgTemplate | Exception, order: GrammarOrder) -> GrammarM
 
 
 def _check_budget(template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:
-    needed = template.min_tokens
-    if on_budget != "truncate" and budget < needed:
+    needed = 0 if on_budget == "truncate" or budget > template.far > 0 else template.min_tokens
+    if budget < needed:
         raise BudgetTooSmall(
             "max_tokens",
             f"the shortest output known for this grammar takes {needed} tokens, and {budget} are left for the output",

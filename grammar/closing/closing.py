@@ -26,7 +26,7 @@ from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
 from asyncengine.grammar.shapes.nodes import Literal, Shape, Times, Unordered, span
-from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
+from asyncengine.grammar.vocabulary import UNREACHABLE
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate
@@ -81,16 +81,17 @@ class Closing:
     token is taken.
     """
 
-    def __init__(self, source: LlgTemplate, counted: Counted, vocabulary: Vocabulary) -> None:
+    def __init__(self, source: LlgTemplate, counted: Counted, tokens: Iterable[int] = ()) -> None:
+        """`tokens`: taken so far."""
         self._source = source
-        self._vocabulary = vocabulary
+        self._vocabulary = source.backend.vocabulary
         self._tracker = counted.tracker
         self._frames = counted.tracker.begin
         """Empty where nothing is known of the output any more."""
         self._account = ACCOUNT
         self._said: list[int] = []
         """Tokens that were followed."""
-        self._late: deque[int] = deque()
+        self._late = deque(tokens)
         """Tokens taken after those and not followed yet."""
         self._near = max(counted.most + 1, source.reach)
         """Tokens left with which an output has to be followed."""

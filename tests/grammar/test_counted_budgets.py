@@ -169,6 +169,7 @@ def test_classes_of_characters_are_those_of_the_library(vocabulary: Vocabulary, 
         Grammar.json_schema({"type": "string", "pattern": f"^{pattern}$"}) if of_schema else Grammar.regex(pattern)
     )
     template = LlguidanceBackend(vocabulary).compile(grammar)
+    assert template.has_costs(0)
     quote = b'"' if of_schema else b""
     for letter in "aZ_5 .-\u00a0\u00e9\u0663\u03b1\u2028\u0923\u65e5\u212a":
         begin, matcher = quote + letter.encode(), Matcher(template, 400, "close")

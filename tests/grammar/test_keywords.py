@@ -10,7 +10,8 @@ from support.tables import table
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import explain, summary, with_rules
+from asyncengine.grammar.complaints import explain, summary
+from asyncengine.grammar.llguidance_backend import with_rules
 
 from .oracle import accepts, matcher
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from asyncengine.seams import GrammarOrder
 
 
 class State:
+    tokens: Sequence[int] = ()
+
     def fill(self, mask: np.ndarray) -> None:
         mask[:] = -1
 
@@ -58,14 +60,18 @@ class Template:
     def __init__(self, nbytes: int = 100, min_tokens: int = 3) -> None:
         self.nbytes = nbytes
         self.min_tokens = min_tokens
+        self.far = 0
         self.broken = False
+
+    def has_costs(self, left: int, soon: bool = False) -> bool:
+        return True
 
     def new_state(self) -> State:
         if self.broken:
             raise GrammarError("grammar", "its compiled form is broken")
         return State()
 
-    def new_closing(self) -> Closing:
+    def new_closing(self, tokens: Sequence[int]) -> Closing:
         return Closing()
 
 

@@ -1,0 +1,220 @@
+"""Schemas that llguidance's own JSON compiler reads as we do, in a quarter of the time that our rules take: these are
+made where an output comes near to its budget. How near is a bound on bytes, found here.
+
+What the compiler sets no end to, digits and brackets, `json_limits` takes out of its masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher
+
+from asyncengine.grammar.limits import PatternLimits
+from asyncengine.grammar.regexes import looks_ahead
+from asyncengine.grammar.schema.formats import of_format
+from asyncengine.grammar.schema.numbers import KEYWORDS, SAFE
+from asyncengine.grammar.schema.one_of import Branches
+from asyncengine.grammar.schema.rules import MAX_NESTING
+from asyncengine.grammar.schema.terms import Entry
+from asyncengine.grammar.schemas import TABLES, resolve
+from asyncengine.grammar.shapes.nodes import span
+from asyncengine.grammar.vocabulary import UNREACHABLE
+
+MAX_LEAST = 1000
+"""Largest minimum of lengths and items, and most letters of a pattern: what may be too large for the library is left to
+the rules, of which masks are made at once."""
+MAX_SIZE, MAX_WIDTH = 4000, 200
+"""Schemas and properties in one document: their rules, which may be made once outputs have begun, keep far within the
+limits of `rules.Rules`. And those that may come at one place: the library follows 2,000 items, about four of each."""
+_LETTER, _SEPARATORS, _KEY = 6, 4, 12
+"""Most bytes that are left of a letter or an escape, around a key or an item, and of an undeclared key."""
+_ASCII = re.compile(r"(?:[ -Z^-~\]]|\[(?!\^)|\\[^0-9cfnprtuvxP])*")
+"""Patterns of which each class has a printable letter of ASCII."""
+_USUAL = span(32, 126) | span(0x80, 0xBF)
+"""Bytes (bit b: byte b) that may have to complete an output: in ASCII, or of a letter that was begun."""
+_ALL = _USUAL | span(0xC2, 0xF0)
+"""The same with the first bytes of letters, for which a text of the schema or a pattern may ask. No letter is assigned
+that begins with F1 or F2."""
+_TAKEN = frozenset(TABLES["straight"]["taken"])
+_SAYING = frozenset([*_TAKEN, *TABLES["straight"]["others"], *KEYWORDS]).union(
+    *TABLES["about"].values(), *TABLES["schemas"].values()
+) - {*TABLES["about"]["nothing"], "$defs", "definitions"}
+"""Keywords that restrict something."""
+
+
+class Other(Exception):
+    """The library's compiler may read the schema otherwise, or not at all. Never leaves the package."""
+
+
+class Bounds(NamedTuple):
+    """Bounds on a value's bytes: of its shortest text, and of what completes a text that was begun."""
+
+    least: int
+    left: int
+    width: int = 1
+    """Members and alternatives that may come at one place, at most."""
+
+    @property
+    def most(self) -> int:
+        return max(self.least, self.left)
+
+
+_ANY = Bounds(1, MAX_NESTING + _KEY + _LETTER, 7)
+
+
+def straight(schema: dict[str, Any], options: dict[str, Any], letters: int) -> tuple[str, int]:
+    """The text that `LLMatcher` takes for a schema, which is changed, and the tokens that complete any output at most,
+    `UNREACHABLE` where no bound is known. `schema`: as `schema_object` makes it; `letters`: the bytes that are tokens
+    (bit b: byte b). Raises `Other`, `RecursionError` and `GrammarTooLarge`."""
+    most = _Reader(schema).of(schema).most
+    text = json.dumps(schema)
+    needed = _ALL if '"pattern"' in text or "\\u" in text else _USUAL
+    size = UNREACHABLE if needed & ~letters else min(UNREACHABLE, most)
+    return str(LLMatcher.grammar_from_json_schema(text, overrides=options)), size
+
+
+class _Reader:
+    """Reads the schemas of one document, each once."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._branches = Branches(root)
+        self._known: dict[int, Bounds] = {}
+        self._size = 0
+
+    def of(self, schema: Any) -> Bounds:
+        if schema is True:
+            return _ANY
+        if not isinstance(schema, dict):
+            raise Other
+        if id(schema) not in self._known:
+            if self._size > MAX_SIZE:
+                raise Other
+            self._known[id(schema)] = Bounds(UNREACHABLE, UNREACHABLE)  # should it lead to itself
+            self._size += 1
+            self._known[id(schema)] = self._read(schema)
+        return self._known[id(schema)]
+
+    def _read(self, schema: dict[str, Any]) -> Bounds:
+        if isinstance(schema.get("oneOf"), list) and self._differ(schema["oneOf"]):
+            schema["anyOf"] = schema.pop("oneOf")
+        said = _SAYING.intersection(schema)
+        if not said <= _TAKEN:
+            raise Other
+        chosen = [schema] if "$ref" in said else _list(schema["anyOf"]) if "anyOf" in said else []
+        targets = [resolve(self._root, one) for one in chosen]
+        if all(isinstance(one, dict) and one.get("type") == schema.get("type") for one in targets):
+            said -= {"type"}
+        if chosen:
+            if len(said) > 1:
+                raise Other
+            return self.of(targets[0]) if "$ref" in said else _any_of([self.of(one) for one in chosen])
+        types = schema.get("type", [*TABLES["types"]])
+        if "enum" not in said and "const" not in said:
+            return _any_of(
+                [self._of_type(name, schema) for name in _list([types] if isinstance(types, str) else types)]
+            )
+        values = _list(schema["enum"]) if "enum" in said else [schema["const"]]
+        numbers = [value for value in values if not isinstance(value, str | bool | None)]
+        if len(said - {"type"}) > 1 or any(not isinstance(one, int) or abs(one) >= SAFE for one in numbers):
+            raise Other
+        sizes = [_size(value) for value in values]
+        return Bounds(min(sizes), max(sizes))
+
+    def _differ(self, options: list[Any]) -> bool:
+        """It is proved that no value is valid under two of them."""
+        entries = [Entry(f"{id(options)}/{index}", each) for index, each in enumerate(options)]
+        return all(map(self._branches.is_empty, itertools.combinations(entries, 2)))
+
+    def _of_type(self, name: str, schema: dict[str, Any]) -> Bounds:
+        match name:
+            case "null" | "boolean":
+                return Bounds(4, 4)
+            case "number" | "integer":
+                return _number(schema, name == "integer")
+            case "string":
+                return _string(schema)
+            case "array":
+                if "additionalItems" in schema and isinstance(schema.get("items"), list):
+                    raise Other
+                item = self.of(schema.get("items", True))
+                least = 2 + _fewest(schema, "minItems") * (item.least + _SEPARATORS)
+                return Bounds(least, least + _SEPARATORS + item.most, item.width)
+            case "object":
+                return self._object(schema)
+        raise Other
+
+    def _object(self, schema: dict[str, Any]) -> Bounds:
+        declared, required = schema.get("properties", {}), schema.get("required", [])
+        others = schema.get("additionalProperties", True)
+        keys = [*declared, *required] if isinstance(declared, dict) and isinstance(required, list) else [None]
+        if not all(isinstance(key, str) and key.isprintable() for key in keys):  # others have several spellings
+            raise Other
+        self._size += len(declared)
+        free = None if others is False else self.of(others)
+        width = 1 + len(declared)
+        least, member = 2, 0 if free is None else _KEY + _SEPARATORS + free.most
+        for key in dict.fromkeys(keys):
+            value, size = self.of(declared.get(key, others)), _size(key) + _SEPARATORS
+            least += size + value.least if key in required else 0
+            member, width = max(member, size + value.most), max(width, value.width)
+        return Bounds(least, least + member, width)
+
+
+def _number(schema: dict[str, Any], whole: bool) -> Bounds:
+    bounds = [schema[key] for key in KEYWORDS if key in schema]
+    if bounds and not (whole and all(type(bound) is int and abs(bound) < SAFE for bound in bounds)):
+        raise Other
+    digits = max([1, *(len(str(bound)) + 1 for bound in bounds)])
+    return Bounds(digits, digits)
+
+
+def _string(schema: dict[str, Any]) -> Bounds:
+    if "format" in schema:
+        if "pattern" in schema or not isinstance(schema["format"], str):
+            raise Other
+        schema |= of_format(schema.pop("format"))
+    least = _fewest(schema, "minLength")
+    if "pattern" in schema:
+        letters, most = _of_pattern(schema["pattern"])
+        least = (least + letters) * most
+    return Bounds(2 + least, 2 + least + _LETTER)
+
+
+@functools.lru_cache(1024)
+def _of_pattern(pattern: Any) -> tuple[int, int]:
+    """Letters that lead from anywhere in a pattern to its end, at most, and the bytes that each needs."""
+    if not isinstance(pattern, str) or looks_ahead(pattern):
+        raise Other
+    if (letters := PatternLimits(len(pattern), len(pattern)).pattern(pattern, fewest=1)) > MAX_LEAST:
+        raise Other
+    return letters, 2 if _ASCII.fullmatch(pattern) else _LETTER
+
+
+def _fewest(schema: dict[str, Any], key: str) -> int:
+    least = schema.get(key, 0)
+    if type(least) is not int or not 0 <= least <= MAX_LEAST:
+        raise Other
+    return least
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise Other
+    return value
+
+
+def _any_of(found: list[Bounds]) -> Bounds:
+    width = sum(one.width for one in found)
+    if width > MAX_WIDTH:
+        raise Other
+    return Bounds(min(one.least for one in found), max(one.most for one in found), width)
+
+
+def _size(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

@@ -21,10 +21,11 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.exact_layers import ExactLayers, Sequences, read_sequences, why_not_exact
 from asyncengine.execution.runner.pending import token_logprobs
-from asyncengine.integrations.trl.exact_layers import ExactLayers, Sequences, read_sequences, why_not_exact
 from asyncengine.integrations.trl.recompute import Outputs, RoutingReplay, recomputed, recomputed_module, replaced
 from asyncengine.integrations.trl.trainer_weights import adapter_on, base_of, exact_weights, take_adapter, versions_of
+from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from asyncengine.sync_engine import Engine
 
 _BLOCK_ELEMENTS = 2**24
@@ -190,7 +191,9 @@ class ExactModel:
         self._adapted = name is not None
         adapter = (name, versions_of(self.base, adapters=True))
         if name is not None and adapter != self._adapter:
-            self._layers.take_adapter(*take_adapter(self.model, name))
+            tensors, config, rank = take_adapter(self.model, name)
+            read = functools.partial(PeftLoader, dtype=self._layers.decoder.dtype, max_rank=rank)
+            self._layers.take_adapter(lambda modules: read(modules).take("trainer", tensors, config), rank)
             self._adapter = adapter
 
     # ---------------------------------------------------------------- scores

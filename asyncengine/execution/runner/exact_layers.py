@@ -6,7 +6,7 @@ Nothing is cached between calls. Weights, and the factors of an adapter, are the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from asyncengine.execution.layers.states import StatePools, StateSegments, State
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.runner.model_memory import prepare_update
-from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+from asyncengine.seams import ModuleDims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,13 +123,12 @@ class ExactLayers:
         with self._cores.loading():
             write()
 
-    def take_adapter(self, tensors: Mapping[str, torch.Tensor], config: Any, rank: int) -> None:
-        """Use an adapter in what follows: tensors by PEFT's names, its configuration, and its largest rank. Raises
+    def take_adapter(self, read: Callable[[Mapping[str, ModuleDims]], Any], rank: int) -> None:
+        """Use an adapter of that rank at most in what follows, as `read` reads it for these modules. Raises
         `AdapterError`."""
         if self._lora is None or self._lora.max_rank < rank:
             self._lora = LoraLayers(self.decoder, 1, rank)
-        loader = PeftLoader(self._lora.modules, dtype=self.decoder.dtype, max_rank=rank)
-        self._lora.write(_SLOT, loader.take("trainer", tensors, config))
+        self._lora.write(_SLOT, read(self._lora.modules))
 
     def forward(
         self, sequences: Sequences, adapted: bool, kept: list[torch.Tensor] | None = None,

@@ -24,12 +24,9 @@ CALLS = {"one": [9, 4], "two": [8, 3, 5], "plain": None}
 """Adapters and their invocation tokens."""
 (START,) = random_prompts([45], seed=2)
 PROMPTS = {
-    "at the end": [*START, 9, 4],
-    "twice": [*START[:20], 9, 4, *START[20:], 9, 4, 6, *START[:21]],
-    "first of all": [9, 4, *START],
-    "of the other": [*START, 8, 3, 5, 7],
-    "none": [*START, 9, 5],
-}
+    "at the end": [*START, 9, 4], "twice": [*START[:20], 9, 4, *START[20:], 9, 4, 6, *START[:21]],
+    "first of all": [9, 4, *START], "of the other": [*START, 8, 3, 5, 7], "none": [*START, 9, 5],
+}  # fmt: skip
 
 
 class Activated:

@@ -32,23 +32,13 @@ SAMPLE = 25 * TIMES
 
 Change = Callable[[Path], None]
 BYTES: dict[str, bytes] = {
-    "empty": b"",
-    "garbage": bytes(random.Random(1).randrange(256) for _ in range(4096)),
-    "nul": b"\0" * 64,
-    "not json": b"{",
-    "deep": b"[" * 200_000,
-    "deep objects": b'{"a":' * 100_000,
-    "closed deep": b"[" * 50_000 + b"]" * 50_000,
-    "list": b"[]",
-    "string": b'"x"',
-    "null": b"null",
-    "empty object": b"{}",
-    "number": b"1e999",
-    "long number": b"9" * 5000,
-    "long key": b'{"' + b"k" * 1_000_000 + b'": 1}',
-    "utf-16": '{"a": 1}'.encode("utf-16"),
+    "empty": b"", "garbage": bytes(random.Random(1).randrange(256) for _ in range(4096)), "nul": b"\0" * 64,
+    "not json": b"{", "deep": b"[" * 200_000, "deep objects": b'{"a":' * 100_000,
+    "closed deep": b"[" * 50_000 + b"]" * 50_000, "list": b"[]", "string": b'"x"', "null": b"null",
+    "empty object": b"{}", "number": b"1e999", "long number": b"9" * 5000,
+    "long key": b'{"' + b"k" * 1_000_000 + b'": 1}', "utf-16": '{"a": 1}'.encode("utf-16"),
     "surrogate": b'{"model_type": "\\ud800", "a": "\\ud800"}',
-}
+}  # fmt: skip
 VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, "x", "", [], [1], ["x"], {}, {"a": 1}, "x" * 100_000]
 
 

@@ -20,7 +20,6 @@ from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.assembly.wiring import needed_memory
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
-from asyncengine.engine import prefix_store
 from asyncengine.grammar import Grammar
 
 FAMILIES = ["glm4_moe", "qwen3_5_text", *(["deepseek_v3", "qwen3_5_moe_text", "qwen3_next"] if LONG else [])]
@@ -194,23 +193,6 @@ async def test_adapters_are_exact_beside_a_head(tmp_path: Path) -> None:
     async with await opened(folder, adapters=adapters) as engine:
         assert await asked(engine) == expected
         assert made_by_head(engine)[1] > 50
-
-
-async def test_entries_come_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix that another engine has computed and kept holds the head's entries as well."""
-    monkeypatch.setattr(prefix_store, "WORTH", 1e9)  # tiny models compute faster than any disk reads
-    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", 100.0)
-    folder = save(tmp_path / "model", "glm4_moe", planted("glm4_moe", "hidden"))
-    prompt, params = [3 + place * 7 % 50 for place in range(200)], SamplingParams(max_tokens=40, temperature=0.0)
-    found = []
-    for _ in range(2):
-        async with await opened(folder, kv_cache_dir=tmp_path / "kv") as engine:
-            answer = await engine.generate(prompt, params)
-            found.append(answer.token_ids)
-            drafted, accepted = made_by_head(engine)
-            assert accepted > 0.9 * drafted > 20
-    assert found[0] == found[1]
-    assert answer.usage.restored_tokens >= 160
 
 
 def test_memory_of_a_head_is_counted(tmp_path: Path) -> None:

@@ -19,14 +19,9 @@ SETTINGS: dict[str, Any] = {
     "check_every": 1, "max_num_seqs": 8,
 }  # fmt: skip
 PARAMS = SamplingParams(max_tokens=5, temperature=0.9, seed=3, ignore_eos=True)
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ABOUT = {"name": "weather", "description": "The weather in a city.", "parameters": CITY}
+WEATHER = {"type": "function", "function": ABOUT}
 ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 

@@ -307,15 +307,12 @@ def test_any_prediction_changes_nothing_but_time() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"prediction": 3}, "prediction"),
-    ({"prediction": {"type": "text", "content": "a"}}, "prediction"),
-    ({"prediction": [{"type": "image_url"}]}, "prediction"),
-    ({"prediction": [10**9]}, "below"),
+    ({"prediction": 3}, "prediction"), ({"prediction": {"type": "text", "content": "a"}}, "prediction"),
+    ({"prediction": [{"type": "image_url"}]}, "prediction"), ({"prediction": [10**9]}, "below"),
     ({"prediction": "a\ud800"}, "prediction: is not valid Unicode"),
-    ({"prediction": "a", "params": SamplingParams(n=2)}, "n is 2"),
-    ({"speculation": "yes"}, "speculation"),
+    ({"prediction": "a", "params": SamplingParams(n=2)}, "n is 2"), ({"speculation": "yes"}, "speculation"),
     ({"speculation": "lookup"}, 'speculation: must be .* "auto" or "off"'),
-]
+]  # fmt: skip
 
 
 def test_bad_input() -> None:

@@ -7,27 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.small_grammars import closed
 
 from asyncengine import Completion, Engine, SamplingParams
 
 WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Sankt Petersburg?"}]
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the current weather for a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ABOUT = {"name": "get_weather", "description": "Get the current weather for a city.", "parameters": CITY}
+TOOL: dict[str, Any] = {"type": "function", "function": ABOUT}
 REQUEST: list[Any] = [
     {"role": "user", "content": "Extract name, age and job as JSON.\n\nText: Marta is a baker. Marta is 41 years old."}
 ]
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "job": {"type": "string"}},
-    "required": ["name", "age", "job"],
-    "additionalProperties": False,
-}
+PERSON = closed({"name": {"type": "string"}, "age": {"type": "integer"}, "job": {"type": "string"}})
 FORM: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 

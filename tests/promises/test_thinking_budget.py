@@ -33,13 +33,8 @@ FRAME = """{% for m in messages %}<|im_start|>{{ m.role }}
 HARMONY = """{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}
 {%- if tools %}{# <|channel|>analysis<|message|> and functions. #}{% endif -%}
 {% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ADD = {"type": "function", "function": {"name": "add", "parameters": NUMBER}}
 FORMAT = {"type": "object", "properties": {"n": {"enum": [1, 22, 333]}}, "required": ["n"]}
 CHANNELS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|return|>")
 FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {

@@ -30,14 +30,10 @@ def byte_level_metadata(hf: Any, pre: str, *, pad_to: int = 0, architecture: str
             types.append(NORMAL)
     merges = json.loads(hf.backend_tokenizer.to_str())["model"]["merges"]
     return {
-        "general.architecture": architecture,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
-        **special_ids(hf),
-    }
+        "general.architecture": architecture, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges], **special_ids(hf),
+    }  # fmt: skip
 
 
 def sentencepiece_metadata(

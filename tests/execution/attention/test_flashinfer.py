@@ -35,11 +35,8 @@ GEMMA = [
     replace(BASE, index=2, window=6, softcap=2.0),
 ]
 LLAMA4 = [
-    replace(BASE, chunk=8),
-    replace(BASE, index=1),
-    replace(BASE, index=2, chunk=8),
-    replace(BASE, index=3, chunk=12),
-]
+    replace(BASE, chunk=8), replace(BASE, index=1), replace(BASE, index=2, chunk=8), replace(BASE, index=3, chunk=12),
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -2,10 +2,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.checkpoints import checkpoint, make_runner, one_thread
-from support.panels import panels
-
-__all__ = ["checkpoint", "make_runner", "one_thread", "panels"]
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from support.checkpoints import one_thread
 from support.quantized_checkpoints import quantized
 from support.tiny_models import FAMILIES
-
-__all__ = ["one_thread"]
 
 Plain = Callable[..., Path]
 Pair = Callable[..., tuple[Path, Path]]

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from support.layer_options import CPU
 
 from asyncengine.execution.layers import rotary as rotary_module
 from asyncengine.execution.layers.rotary import Rotary, RotaryConfig
-from asyncengine.execution.models.families.common import rotary_of
 
 
 @pytest.mark.parametrize("style", ["halves", "interleaved"])
@@ -25,26 +23,3 @@ def test_beyond_the_table_angles_are_those_of_a_larger_one(style: Any, monkeypat
             positions = torch.arange(first, first + count)
             for left, right in zip(short(positions)[:2], whole(positions)[:2], strict=True):
                 assert torch.equal(left, right)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_positions_with_three_axes(interleaved: bool, dtype: torch.dtype) -> None:
-    """Angles are those of Qwen2.5-VL and Qwen3-VL in transformers; axes that are alike turn as one position."""
-    if interleaved:
-        module: Any = hf.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding
-        config: Any = hf.Qwen3VLConfig().text_config
-        sections = [12, 10, 10]
-    else:
-        module = hf.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding
-        config, sections = hf.Qwen2_5_VLConfig().text_config, [8, 12, 12]
-    config.hidden_size, config.num_attention_heads, config.head_dim = 256, 4, 64
-    config.rope_parameters |= {"mrope_section": sections, "rope_type": "default", "rope_theta": 1e4}
-    rotary = Rotary(rotary_of(config, 512), 512, dtype, CPU)
-    axes = torch.stack([torch.full((9,), 40), 40 + torch.arange(9) // 3, 40 + torch.arange(9) % 3])
-    found = rotary(torch.arange(9), axes)
-    cos, sin = module(config)(torch.zeros(1, dtype=dtype), axes[:, None])
-    assert torch.equal(found.cos, cos[0])
-    assert torch.equal(found.sin, sin[0])
-    text = torch.arange(300, 320)
-    assert all(map(torch.equal, rotary(text)[:2], rotary(text, text.expand(3, -1))[:2]))

@@ -1,4 +1,4 @@
-"""Recurrent states from the scheduler's books to the memory they name: however requests are run, they say the same."""
+"""Recurrent states from the scheduler's books to the memory they name: a step that fails moves none twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.device_modes import FailOnce
-from support.long import LONG
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.runner.model_runner import ModelRunner
@@ -38,13 +37,10 @@ class Served:
         self.reasons: dict[int, str] = {}
         self.last = 0
 
-    def add(self, prompt: list[int], want: int = 12, *, samples: int = 1, params: SamplingParams = GREEDY) -> None:
-        first = self.last + 1
-        for _ in range(samples):
-            self.last += 1
-            group = first if samples > 1 else None
-            self.scheduler.apply(RequestSpec(self.last, tuple(prompt), params, len(prompt) + want, group=group))
-            self.answers[self.last] = []
+    def add(self, prompt: list[int]) -> None:
+        self.last += 1
+        self.scheduler.apply(RequestSpec(self.last, tuple(prompt), GREEDY, len(prompt) + 12))
+        self.answers[self.last] = []
 
     def run(self) -> list[list[int]]:
         flying: deque[StepHandle] = deque()
@@ -84,43 +80,6 @@ def expected() -> list[list[int]]:
     runner.close()
     assert len({token for answer in answers for token in answer}) > 20
     return answers
-
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "together": {},
-    "chunks of 1, no cache": {"long_prefill_token_threshold": 1, "prefix_caching": False},
-    "chunks of 7, two in flight": {"long_prefill_token_threshold": 7, "max_steps_in_flight": 2},
-    "preempted, two in flight": {"preempt_every": 3, "max_steps_in_flight": 2, "max_num_batched_tokens": 30},
-}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "states"),
-    [*((name, "1KiB") for name in SCHEDULES if LONG or name != "together"), ("together", "8KiB")],
-)
-def test_one_answer(schedule: str, states: str, expected: list[list[int]]) -> None:
-    """The same requests come twice: a state before any token that is not empty shows in the second round."""
-    runner = leaky_runner(state_memory=states)
-    served = Served(runner, **SCHEDULES[schedule])
-    for _ in range(2):
-        for prompt in conversations():
-            served.add(prompt)
-        assert served.run()[-len(expected) :] == expected
-    counts = served.kv.state_counts([])
-    assert counts.free + counts.snapshots == counts.total == runner.num_states - 1
-    assert counts.hits > 5 or not served.config.prefix_caching or counts.total < 5
-    runner.close()
-
-
-def test_samples_of_a_prompt_and_scored_prompts(expected: list[list[int]]) -> None:
-    runner = leaky_runner()
-    for caching in (True, False):
-        served = Served(runner, prefix_caching=caching, max_num_batched_tokens=9)
-        served.add(conversations()[9], samples=3)
-        served.add(conversations()[9], params=GREEDY.replace(prompt_logprobs=True))
-        assert served.run() == [expected[9]] * 4
-        assert served.kv.state_counts([]).hits >= 2
-    runner.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

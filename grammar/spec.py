@@ -221,7 +221,7 @@ class Grammar:
         >>> Grammar.structural_tags([tag]).kind
         'lark'
         """
-        from asyncengine.grammar.structural import tags_to_lark
+        from asyncengine.grammar.lower import tags_to_lark
 
         return cls("lark", tags_to_lark(tags, triggers, at_least_one, stop_after_first))
 
@@ -236,7 +236,7 @@ class Grammar:
         `tools` are OpenAI function tools or `{"name", "parameters"}`. `tool_choice` is "required", a name, or
         `{"type": "function", "function": {"name": ...}}`.
         """
-        from asyncengine.grammar.structural import tool_call_schema
+        from asyncengine.grammar.lower import tool_call_schema
 
         schema = tool_call_schema(tools, tool_choice, parallel)
         return cls.json_schema(

@@ -13,8 +13,8 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.grammar.chat import ChatPlan, ChatPlanner
-from asyncengine.grammar.chat.tools import check_tools
-from asyncengine.grammar.chat.write import written_calls
+from asyncengine.grammar.chat.formats import written_calls
+from asyncengine.grammar.chat.schemas import check_tools
 from asyncengine.info import ModelInfo
 from asyncengine.options import ChatRequest, Prompt, RequestOptions
 from asyncengine.sampling_params import SamplingParams, as_params

@@ -18,14 +18,13 @@ from typing import Any
 
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.chat.formats import Reasoning, ReasoningState, ToolFormat
-from asyncengine.grammar.chat.tools import Tool
+from asyncengine.grammar.chat.schemas import Tool
 from asyncengine.grammar.lark import literal
-from asyncengine.grammar.lower import fragment, inline_json
+from asyncengine.grammar.lower import call_schemas, fragment, inline_json
 from asyncengine.grammar.marks import Markers, sequence
 from asyncengine.grammar.regexes import escaped
 from asyncengine.grammar.schema.arguments import Members
 from asyncengine.grammar.schemas import moved
-from asyncengine.grammar.structural import call_schemas
 
 ANY = "/(?s:.*)/"
 

@@ -2,90 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncengine.checks import as_integer
-from asyncengine.errors import GrammarError, InvalidParameter
+from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.chat import detect
+from asyncengine.grammar.chat import detect, formats
 from asyncengine.grammar.chat.calls import Parser
-from asyncengine.grammar.chat.formats import TOOL_FORMATS, Reasoning, ReasoningState, reasoning_state
 from asyncengine.grammar.chat.harmony import MARKS, NEXT, THOUGHTS, ChannelParser, channel_grammar
 from asyncengine.grammar.chat.lark import Answer, AnswerGrammar
 from asyncengine.grammar.chat.parser import OutputParser
-from asyncengine.grammar.chat.schemas import TYPES, close_objects, plain_json, with_json_types
-from asyncengine.grammar.chat.tools import Choice, Tool, check_choice, check_tools
-from asyncengine.grammar.chat.write import with_calls_in_content, with_results_as_questions, with_tools_in_content
+from asyncengine.grammar.chat.schemas import Choice, Tool, check_choice, check_tools, response_grammar
 from asyncengine.grammar.marks import Markers
 from asyncengine.grammar.schema.arguments import member_types
-from asyncengine.grammar.schemas import with_local_references
 from asyncengine.grammar.thinking import ThinkingBudget
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text.chat_template import Rewrite
 from asyncengine.text.tokenizer import TextTokenizer
-
-# From a request's `response_format` to a grammar.
-
-FIELD = "response_format"
-
-
-def response_grammar(response_format: object) -> Grammar | None:
-    """The grammar that an answer must match; None for free text.
-
-    OpenAI's {"type": "text" | "json_object" | "json_schema", ...}, a JSON schema as a dict, a `Grammar`, or a class or
-    term that `Grammar.of` takes. Objects of a schema are closed unless its `strict` is False; then, too, what the
-    grammar library cannot enforce is left out. Raises `InvalidParameter` naming the part.
-    """
-    if response_format is None or isinstance(response_format, Grammar):
-        return response_format
-    if isinstance(response_format, Mapping):
-        return _described(response_format)
-    try:
-        return Grammar.of(response_format)
-    except GrammarError as error:
-        if type(error) is not GrammarError or error.field != "grammar":
-            raise
-        raise GrammarError(FIELD, error.limit, error.value) from None
-    except (InvalidParameter, TypeError, ValueError) as error:
-        raise InvalidParameter(FIELD, f"cannot be read as a grammar: {error}", response_format) from error
-
-
-def _described(given: Mapping[str, Any]) -> Grammar | None:
-    kind = given.get("type")
-    at, schema, strict, order = FIELD, given, None, None
-    if kind == "text" or (kind == "json_object" and "schema" not in given):
-        return None if kind == "text" else Grammar.json_object()
-    if kind == "json_object":  # as llama.cpp and Together write it
-        at, schema = f"{FIELD}.schema", given["schema"]
-    elif kind == "json_schema":
-        named = given.get("json_schema")
-        if not isinstance(named, Mapping):
-            raise InvalidParameter(f"{FIELD}.json_schema", "must be a dict with name and schema", named)
-        at = f"{FIELD}.json_schema.schema"
-        if "schema" not in named:
-            raise InvalidParameter(at, "is missing: the JSON schema of the answer")
-        schema, strict, order = named["schema"], named.get("strict"), named.get("key_order")
-        if strict not in (None, True, False):
-            raise InvalidParameter(f"{FIELD}.json_schema.strict", "must be a bool", strict)
-    elif not given or (isinstance(kind, str) and kind.lower() not in TYPES):
-        limit = "must say its type: 'text', 'json_object' or 'json_schema', or be a JSON schema"
-        raise InvalidParameter(FIELD, limit, given)
-    if not isinstance(schema, Mapping):
-        raise InvalidParameter(at, "must be a JSON schema, as a dict", schema)
-    plain = with_json_types(at, plain_json(at, schema))
-    plain = with_local_references(plain, json.dumps(plain))
-    plain = plain if strict is False else close_objects(plain)
-    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
-    grammar = Grammar(kind="json_schema", text=text, unsupported="ignore" if strict is False else "error")
-    try:
-        return grammar if order is None else replace(grammar, key_order=order)
-    except GrammarError as error:
-        raise InvalidParameter(f"{FIELD}.json_schema.key_order", error.limit, error.value) from None
-
 
 logger = logging.getLogger("asyncengine")
 
@@ -143,11 +79,11 @@ class ChatPlanner:
         form = self.tool_format
         assert form is not None
         if not form.rendered:
-            messages = with_calls_in_content(messages, form)
+            messages = formats.with_calls_in_content(messages, form)
         if self._reads_tools:
             return messages, tools
         if form.generic and not form.rendered:
-            messages = with_results_as_questions(messages)
+            messages = formats.with_results_as_questions(messages)
         if tools and not self._warned:
             self._warned = True
             logger.warning(
@@ -156,7 +92,7 @@ class ChatPlanner:
                 form.family,
             )
         if tools:
-            messages = with_tools_in_content(messages, tools, form, self._has_system)
+            messages = formats.with_tools_in_content(messages, tools, form, self._has_system)
         return messages, None
 
     def plan(
@@ -180,19 +116,19 @@ class ChatPlanner:
             raise InvalidParameter("parallel_tool_calls", "must be a bool", parallel_tool_calls)
         final = response_grammar(response_format)
         if checked and choice.mode != "none" and self.tool_format is None:
-            known = ", ".join(repr(name) for name in TOOL_FORMATS)
+            known = ", ".join(repr(name) for name in formats.TOOL_FORMATS)
             limit = "this model's chat template writes no tool calls known here: set chat_template= to one that does, "
             limit += f"or tool_format= to one of {known}"
             raise InvalidParameter("tools", limit)
-        state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
+        state = formats.reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
         callable_tools, marks = choice.among(checked), self.reasoning
         if checked and self.tool_format is not None and self.tool_format.generic:
-            marks = (marks or Reasoning("", "")).with_marked_text(after_results)
+            marks = (marks or formats.Reasoning("", "")).with_marked_text(after_results)
         grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, marks, state)
         thinking = self._thinking(max_thinking_tokens, state)
         return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final, thinking)
 
-    def _thinking(self, most: object, state: ReasoningState) -> ThinkingBudget | None:
+    def _thinking(self, most: object, state: formats.ReasoningState) -> ThinkingBudget | None:
         """The budget of the thoughts that an output may have. Raises `InvalidParameter`."""
         if most is None:
             return None
@@ -206,7 +142,7 @@ class ChatPlanner:
 
     def _grammar(
         self, tools: Sequence[Tool], callable_tools: Sequence[Tool], choice: Choice, several: bool,
-        final: Grammar | None, marks: Reasoning | None, state: ReasoningState,
+        final: Grammar | None, marks: formats.Reasoning | None, state: formats.ReasoningState,
     ) -> Grammar | None:  # fmt: skip
         form = self.tool_format if tools else None
         if choice.mode in ("required", "named"):
@@ -230,8 +166,9 @@ class ChatPlanner:
         return Grammar(kind="lark", text=text)
 
     def _reading(
-        self, callable_tools: Sequence[Tool], final: Grammar | None, reasoning: Reasoning | None, state: ReasoningState
-    ) -> tuple[Callable[[], Parser] | None, bool]:
+        self, callable_tools: Sequence[Tool], final: Grammar | None, reasoning: formats.Reasoning | None,
+        state: formats.ReasoningState,
+    ) -> tuple[Callable[[], Parser] | None, bool]:  # fmt: skip
         """`make_parser` and `skip_special_tokens`."""
         names = tuple(tool.name for tool in callable_tools)
         if self._in_channels:

@@ -12,7 +12,7 @@ from support.grammar_walks import text_of, walk
 
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.chat.plan import response_grammar
+from asyncengine.grammar.chat.schemas import response_grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.schema.rules import MAX_KEYS

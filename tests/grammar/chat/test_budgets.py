@@ -18,7 +18,7 @@ from support.long import LONG, TIMES
 
 from asyncengine.grammar.chat import ChatPlan, ChatPlanner
 from asyncengine.grammar.chat.harmony import MARKS
-from asyncengine.grammar.chat.tools import check_tools
+from asyncengine.grammar.chat.schemas import check_tools
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary

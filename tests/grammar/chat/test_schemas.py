@@ -12,9 +12,7 @@ from support.data import cases_of
 from support.tables import table
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.grammar.chat.plan import response_grammar
-from asyncengine.grammar.chat.schemas import close_objects, plain_json, tool_schema
-from asyncengine.grammar.chat.tools import check_tools
+from asyncengine.grammar.chat.schemas import check_tools, close_objects, plain_json, response_grammar, tool_schema
 
 ROWS: dict[str, Any] = cases_of(__file__)
 

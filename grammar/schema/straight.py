@@ -1,4 +1,4 @@
-"""Schemas that llguidance's own JSON compiler reads as we do, in a quarter of the time that our rules take: these are
+"""Schemas that llguidance's own JSON compiler reads as we do, in a third of the time that our rules take: these are
 made where an output comes near to its budget. How near is a bound on bytes, found here.
 
 What the compiler sets no end to, digits and brackets, `json_limits` takes out of its masks.

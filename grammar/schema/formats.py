@@ -41,7 +41,7 @@ def keep_enforced(schema: Any, strict: bool) -> None:
     for pointer, node in subschemas(schema):
         name, kind = node.get("format"), node.get("type", "string")
         if isinstance(name, str) and name not in PATTERNS:
-            if "string" in kind:
+            if "string" in (kind if isinstance(kind, list) else [kind]):
                 unknown.append(("format", f"{pointer}/format"))
             del node["format"]
     if unknown and strict:

@@ -36,9 +36,9 @@ PLAIN_KEY = r'"[^"\\\x00-\x1f\x7f]*"'
 
 
 def count_of(entry: Entry, key: str) -> int | None:
-    value = entry.schema.get(key)
-    if value is None:
+    if key not in entry.schema:
         return None
+    value = entry.schema[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
         raise GrammarError("grammar", f"{key} at {entry.pointer or '/'} must be a whole number, 0 or more", value)
     return int(value)

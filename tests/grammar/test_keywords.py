@@ -52,6 +52,8 @@ def test_what_is_refused_says_what_to_write_instead(schema: Any, advice: str) ->
         ({"type": "object", "required": [["a"]]}, "required at / must be a list of names"),
         ({"properties": {"a": {"dependentRequired": {"b": [1]}}}}, "b at /properties/a must be a list of names"),
         ({"type": "string", "format": ["date"]}, "format at / must be a string"),
+        ({"type": "string", "minLength": None}, "minLength at / must be a whole number"),
+        ({"type": 7, "format": "x"}, "/type is none of JSON's, got 7"),
         (
             {"properties": {"a": -1}, "required": ["a"], "dependentRequired": {"a": ["b"]}},
             "the schema at /properties/a must be an object",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,16 +112,23 @@ class LettersTemplate:
     position = None
     reach = 0
     """No logits are kept for it: where a letter does not fit, the nearest end is taken."""
+    far = 0
+    """Costs are known from the beginning, for every budget, so that closings are made before any token."""
+    tokens: Sequence[int] = ()
 
     def __init__(self, remainder: int, length: int) -> None:
         self.min_tokens = length
         self._remainder = remainder
         self._taken = 0
 
+    def has_costs(self, left: int, soon: bool = False) -> bool:
+        return True
+
     def new_state(self) -> LettersTemplate:
         return LettersTemplate(self._remainder, self.min_tokens)
 
-    new_closing = new_state
+    def new_closing(self, tokens: Sequence[int]) -> LettersTemplate:
+        return self.new_state()
 
     def fill(self, mask: Mask) -> None:
         bits = np.zeros(len(mask) * 32, np.uint8)

@@ -32,7 +32,11 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
     if any(sign in lower for sign in SIGNS["impossible"]):
         return GrammarImpossible("grammar", f"{SIGNS['advice']['impossible']} ({shown})")
     if any(sign in lower for sign in SIGNS["no_automaton"]):
-        features = [("pattern", place) for place in _patterns(grammar, lambda pattern: _suspect(pattern, message))]
+        # a construct that no automaton has, or one that the message quotes (an anchor in mid-pattern)
+        suspect = _patterns(
+            grammar, lambda one: bool(unsupported_feature(one)) or (len(one) > 1 and f"/{one}/" in message)
+        )
+        features = [("pattern", place) for place in suspect]
         return GrammarUnsupported("grammar", features or [("look-around or back-reference", "")], shown)
     places = _patterns(grammar, lambda pattern: f"    {pattern}\n" in message)
     return GrammarError("grammar", f"cannot be compiled{f' at {places[0]}' if places else ''}: {shown}")
@@ -52,8 +56,3 @@ def _patterns(grammar: Grammar, is_meant: Callable[[str], bool]) -> list[str]:
     """Pointers to the patterns of its schemas that are meant."""
     found = ((place, node.get("pattern")) for schema in schemas_of(grammar) for place, node in subschemas(schema))
     return [f"{place}/pattern" for place, pattern in found if isinstance(pattern, str) and is_meant(pattern)]
-
-
-def _suspect(pattern: str, message: str) -> bool:
-    """It has a construct that no automaton has, or the message quotes it (an anchor in mid-pattern)."""
-    return unsupported_feature(pattern) is not None or (len(pattern) > 1 and f"/{pattern}/" in message)

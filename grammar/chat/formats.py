@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
@@ -121,10 +121,6 @@ class Reasoning:
     """Stands in a template of this kind too."""
     others: tuple[str, str] = ("", "")
     """Marks that may stand in the place of `answer` and `answer_end`."""
-
-    def with_marked_text(self, after_results: bool) -> Reasoning:
-        """With the marks of an answer where the model was told of tools; small ones go on with results behind some."""
-        return replace(self, answer=TEXT[0], answer_end=TEXT[1], others=RESULT if after_results else ("", ""))
 
 
 def _frozen(value: Any) -> Any:

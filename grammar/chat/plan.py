@@ -123,7 +123,10 @@ class ChatPlanner:
         state = formats.reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
         callable_tools, marks = choice.among(checked), self.reasoning
         if checked and self.tool_format is not None and self.tool_format.generic:
-            marks = (marks or formats.Reasoning("", "")).with_marked_text(after_results)
+            # small models go on with results behind some answers
+            others = formats.RESULT if after_results else ("", "")
+            begin, end = formats.TEXT
+            marks = replace(marks or formats.Reasoning("", ""), answer=begin, answer_end=end, others=others)
         grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, marks, state)
         thinking = self._thinking(max_thinking_tokens, state)
         return ChatPlan(grammar, *self._reading(callable_tools, final, marks, state), final, thinking)

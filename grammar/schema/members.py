@@ -70,8 +70,12 @@ def property_of(entry: Entry, key: str) -> list[Entry]:
     if key in schema.get("properties", {}):
         found.append(Entry(f"{pointer}/properties/{escape(key)}", schema["properties"][key]))
     for pattern, child in schema.get("patternProperties", {}).items():
-        if _finds(pattern, key, entry):
-            found.append(Entry(f"{pointer}/patternProperties/{escape(pattern)}", child))
+        place = f"patternProperties/{escape(pattern)}"
+        try:
+            if re.search(pattern, key):
+                found.append(Entry(f"{pointer}/{place}", child))
+        except (re.error, RecursionError, OverflowError):
+            raise no_pattern("patternProperties", f"{entry.place}/{place}") from None
     return found or [additional(entry)]
 
 
@@ -84,13 +88,6 @@ def of_patterns(entry: Entry, held: Collection[str]) -> list[Entry]:
 
 def additional(entry: Entry) -> Entry:
     return Entry(f"{entry.pointer}/additionalProperties", entry.schema.get("additionalProperties", True))
-
-
-def _finds(pattern: str, key: str, entry: Entry) -> bool:
-    try:
-        return re.search(pattern, key) is not None
-    except (re.error, RecursionError, OverflowError):
-        raise no_pattern("patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}") from None
 
 
 def written(pattern: str, keyword: str, place: str, write: Callable[[str], str] = quoted) -> str:

@@ -83,17 +83,12 @@ class Branches:
             case "object":
                 needed = {key for entry in term.entries for key in entry.schema.get("required", ())}
                 saying = term.having("properties", "patternProperties", "additionalProperties")
-                members = [
-                    tuple(e for entry in saying if _says(entry, key) for e in property_of(entry, key))
-                    for key in sorted(needed)
-                ]
-                return any(self.is_empty(member, depth + 1) for member in members if member)
+                for key in sorted(needed):
+                    about = [e for e in saying if e.schema.keys() != {"properties"} or key in e.schema["properties"]]
+                    member = tuple(each for entry in about for each in property_of(entry, key))
+                    if member and self.is_empty(member, depth + 1):
+                        return True
         return False
-
-
-def _says(entry: Entry, key: str) -> bool:
-    """Whether a schema demands anything of the property `key`."""
-    return entry.schema.keys() != {"properties"} or key in entry.schema["properties"]
 
 
 def _crossed(term: Term, low: str, high: str, applies: bool = True) -> bool:

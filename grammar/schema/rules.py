@@ -252,16 +252,12 @@ class _Printer:
             short = {"0,": "*", "0,1": "?"}.get(counts, f"{{{counts}}}")
             return self._written(symbol.body, bracket) + short
         if isinstance(symbol, Terminal):
-            return self._terminal(symbol)
+            if symbol.text[0] in '"<':  # a literal or a special token itself
+                return symbol.text
+            kind = "t" if symbol.end or symbol.text[0] == "%" else "T"  # a rule's name begins with a small letter
+            return self._terminals.setdefault(symbol, f"{kind}{len(self._terminals)}")
         passed = self._passing.get(symbol, "")
         return self._rules[symbol] + (f"::{'incr(_)' if bracket and passed == '_' else passed}" if passed else "")
-
-    def _terminal(self, terminal: Terminal) -> str:
-        """Its name, which begins with a small letter where that is a rule; or a literal or a special token itself."""
-        if terminal.text[0] in '"<':
-            return terminal.text
-        kind = "t" if terminal.end or terminal.text[0] == "%" else "T"
-        return self._terminals.setdefault(terminal, f"{kind}{len(self._terminals)}")
 
     def _in_any_order(self, name: str, members: Unordered) -> list[str]:
         """Two Lark rules: one more member, and what may follow one. Their parameter has how many brackets are open in

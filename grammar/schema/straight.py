@@ -101,8 +101,10 @@ class _Reader:
         return self._known[id(schema)]
 
     def _read(self, schema: dict[str, Any]) -> Bounds:
-        if isinstance(schema.get("oneOf"), list) and self._differ(schema["oneOf"]):
-            schema["anyOf"] = schema.pop("oneOf")
+        if isinstance(options := schema.get("oneOf"), list):
+            entries = [Entry(f"{id(options)}/{index}", each) for index, each in enumerate(options)]
+            if all(map(self._branches.is_empty, itertools.combinations(entries, 2))):  # no value is valid under two
+                schema["anyOf"] = schema.pop("oneOf")
         said = _SAYING.intersection(schema)
         if not said <= _TAKEN:
             raise Other
@@ -116,20 +118,14 @@ class _Reader:
             return self.of(targets[0]) if "$ref" in said else _any_of([self.of(one) for one in chosen])
         types = schema.get("type", [*TABLES["types"]])
         if "enum" not in said and "const" not in said:
-            return _any_of(
-                [self._of_type(name, schema) for name in _list([types] if isinstance(types, str) else types)]
-            )
+            names = _list([types] if isinstance(types, str) else types)
+            return _any_of([self._of_type(name, schema) for name in names])
         values = _list(schema["enum"]) if "enum" in said else [schema["const"]]
         numbers = [value for value in values if not isinstance(value, str | bool | None)]
         if len(said - {"type"}) > 1 or any(not isinstance(one, int) or abs(one) >= SAFE for one in numbers):
             raise Other
         sizes = [_size(value) for value in values]
         return Bounds(min(sizes), max(sizes))
-
-    def _differ(self, options: list[Any]) -> bool:
-        """It is proved that no value is valid under two of them."""
-        entries = [Entry(f"{id(options)}/{index}", each) for index, each in enumerate(options)]
-        return all(map(self._branches.is_empty, itertools.combinations(entries, 2)))
 
     def _of_type(self, name: str, schema: dict[str, Any]) -> Bounds:
         match name:

@@ -110,6 +110,8 @@ async def test_depth_chunks_and_preemption_are_invisible(
         if late and settings["max_steps_in_flight"] > 1:
             monkeypatch.setattr(model_runner, "Readback", LateReadback)
             monkeypatch.setattr(model_runner.ModelRunner, "asynchronous", True)
+            # kernels that other processes still compile would keep launches off the loop's thread
+            monkeypatch.setattr(model_runner, "elsewhere", [])
         with no_new_engine_thread():
             async with await AsyncEngine.from_pretrained(
                 model, dtype="float32", num_threads=1, kv_cache_memory="6MB", max_num_seqs=12, max_lora_rank=8,

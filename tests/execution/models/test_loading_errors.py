@@ -91,7 +91,7 @@ def small(kind: Any, **fields: Any) -> Any:
 
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "falcon": (lambda: small(hf.FalconConfig, alibi=True), "'falcon' with alibi in place of rotation"),
+    "falcon": (lambda: small(hf.FalconConfig, alibi=True), "'falcon' with alibi=True"),
     "xlnet": (lambda: small(hf.XLNetConfig, d_model=32, n_head=4, d_inner=32), "'xlnet' does not route its attention"),
     "mamba": (lambda: small(hf.MambaConfig, state_size=4), "'mamba' (keeps recurrent state|has layers of type)"),
     "jamba": (

@@ -23,10 +23,14 @@ import random
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from asyncengine import AsyncEngine, SamplingParams
 from benchmarks.constraints import BOOLEAN, INTEGER, STRING, array, record, text
@@ -44,15 +48,54 @@ NEUTRAL = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty
 TARGET = 0.95
 
 
+def letters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+    return [table[byte] for byte in range(256)]
+
+
+def halves(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two tokens whose merge makes `token`: what BPE leaves of it before its own rank is reached."""
+    last = ranks[token]
+    parts = [token[index : index + 1] for index in range(len(token))]
+    while len(parts) > 2:
+        scores = [ranks.get(one + two, last) for one, two in pairwise(parts)]
+        index = scores.index(min(scores))
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
+    return parts[0], parts[1]
+
+
+def tokenizer_of(size: int) -> PreTrainedTokenizerFast:
+    """The tests' vocabulary of `size` entries as transformers has it, which takes a few seconds to make."""
+    from support.big_tokenizers import ADDED, EOS, PATTERN, SPECIAL, big_tokenizer
+
+    tokenizer = big_tokenizer(size)
+    table = letters()
+    ranks = {token: rank for rank, token in enumerate(tokenizer.ranked)}
+    names = ["".join(map(table.__getitem__, token)) for token in tokenizer.ranked]
+    pairs = [halves(token, ranks) for token in tokenizer.ranked if len(token) > 1]
+    merges = [(names[ranks[one]], names[ranks[two]]) for one, two in pairs]
+    made = Tokenizer(BPE(vocab={name: rank for rank, name in enumerate(names)}, merges=merges))
+    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    made.add_tokens([AddedToken(name, normalized=False) for name in ADDED])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=EOS[0], pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+
+
 def save_tokenizer(folder: str) -> None:
     """Beside the checkpoint, and its end of sequence into the checkpoint's configuration."""
-    from support.big_tokenizers import big_tokenizer
-
-    tokenizer = big_tokenizer(WIDTHS["151k"][0])
-    tokenizer.hf.save_pretrained(folder)
+    tokenizer = tokenizer_of(WIDTHS["151k"][0])
+    tokenizer.save_pretrained(folder)
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**config, "eos_token_id": tokenizer.eos_ids[0]}), encoding="utf-8")
+    path.write_text(json.dumps({**config, "eos_token_id": tokenizer.eos_token_id}), encoding="utf-8")
 
 
 def make_prompts(options: argparse.Namespace) -> list[list[int]]:

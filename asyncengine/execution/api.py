@@ -285,7 +285,7 @@ class ModelBuilder:
         return BuiltModel(runner, self._info(built), config, identify)
 
     def _await_kernels(self) -> None:
-        """Until those that a first answer needs are compiled by others, and read here one by one."""
+        """Wait until other processes have compiled the kernels that a first answer needs, and read each as it comes."""
 
         def report(kernel: str, most: int) -> None:
             self._progress.compiled(kernel, most)
@@ -320,7 +320,7 @@ class ModelBuilder:
 
 
 class BuiltModel(NamedTuple):
-    """A runner that is ready for steps, and what is known of it."""
+    """A runner ready to compute steps, with the `ModelInfo` and the configuration that it runs with."""
 
     runner: ModelRunner | EncoderRunner
     info: ModelInfo

@@ -341,8 +341,6 @@ async def _tokenize(values: Values, target: Target) -> Made:
 
 async def _detokenize(values: Values, target: Target) -> Made:
     ids = values["own"]["tokens"]
-    if not isinstance(ids, list):
-        raise InvalidParameter("tokens", "must be a list of token ids", ids)
     with naming({"token_ids": "tokens"}):
         text = await anyio.to_thread.run_sync(partial(target.engine.detokenize, ids, skip_special_tokens=False))
     return {"prompt": text, "content": text}, (), None

@@ -139,8 +139,8 @@ samples from, counts for penalties. Masks of grammars come in small parts."""
 
 
 class BuiltRunner(NamedTuple):
-    """A runner that has run its first steps, and what is known by then. Bytes are those of all processes and of a draft
-    model together."""
+    """A warmed-up runner, with its memory, its step times and the reasons for what it cannot do. Bytes are the sum over
+    all ranks and a draft model."""
 
     runner: ModelRunner | EncoderRunner
     weights_bytes: int
@@ -153,7 +153,7 @@ class BuiltRunner(NamedTuple):
     no_speculation: str | None
     """Why nothing may be guessed."""
     batch_variance: str | None
-    """Why an answer may depend on what is computed beside it."""
+    """Why an answer may depend on the other requests of its batch; None: it does not."""
     step_costs: tuple[float, ...] | None = None
     """Seconds of steps of `MEASURED_SIZES` tokens."""
     draft_costs: tuple[float, ...] | None = None

@@ -296,8 +296,8 @@ class ModelMemory:
         return self._model
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """Check other weights, and return the call that writes them. May be called from any thread. None: those that it
-        was loaded with, from its files, or made up by `load_format="dummy"`.
+        """Check new weights, and return the call that writes them. May be called from any thread. `weights`: None for
+        those that the model was loaded with, read again from its files or made up by `load_format="dummy"`.
 
         Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
         """

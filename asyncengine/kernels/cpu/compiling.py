@@ -40,8 +40,8 @@ _UNUSED_PASSES = {
     "LiteralUnroll", "LiteralPropagationSubPipelinePass", "InlineOverloads", "NopythonRewrites",
     "NoPythonSupportedFeatureValidation", "DumpParforDiagnostics",
 }  # fmt: skip
-"""Passes of numba's for closures, `with`, unrolled tuples, expressions of arrays and loops of its own threads, which no
-kernel has. They went through every function all the same: a tenth of compiling."""
+"""Numba's compiler passes for closures, `with`, unrolled tuples, array expressions and parallel loops, which no kernel
+has: each pass walks every function all the same, which was a tenth of the time of compiling."""
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]

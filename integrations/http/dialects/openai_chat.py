@@ -24,9 +24,9 @@ def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
     turn, values = read_common(fields, "chat")
     own = values["own"]
-    turn.messages = read_messages(own["messages"])
+    turn.messages = messages = read_messages(own["messages"])
     if own.get("echo"):
-        turn.extra["echo"] = _last_words(turn.messages)
+        turn.extra["echo"] = _last_words(messages)
     refuse_custom("tools", turn.chat.get("tools"))
     for name, instead in INSTEAD.items():
         if (value := own.get(name)) in ("none", "auto") or (value is not None and turn.chat.get("tools")):
@@ -45,13 +45,11 @@ def read(fields: Fields) -> Turn:
     return turn
 
 
-def read_messages(given: Any) -> Any:
+def read_messages(given: list[Any]) -> list[Any]:
     """The messages with roles and refusals as the engine has them; what is malformed it refuses.
 
     "developer" is the newer name of "system", which is what templates know; a refusal is what the assistant said.
     """
-    if not isinstance(given, list):
-        return given
     messages = list[Any]()
     for index, message in enumerate(given):
         if not isinstance(message, Mapping):
@@ -83,9 +81,9 @@ def _with_refusals(message: Message) -> Message:
     return message
 
 
-def _last_words(messages: Any) -> str:
+def _last_words(messages: list[Any]) -> str:
     """The text of the last message, which an answer repeats if the assistant wrote it (vLLM's `echo`)."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
+    last = messages[-1] if messages else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return ""
     content = last.get("content") or ""

@@ -62,7 +62,7 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
         fields.skip("truncation")
     turn.chat |= {"template_kwargs": given} if (given := openai_chat.template_variables(values)) else {}
     include = own.get("include", [])
-    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+    if not all(isinstance(name, str) for name in include):
         raise InvalidParameter("include", "must be a list of strings", include)
     turn.extra = {"items": items} | {INCLUDABLE[name]: True for name in include if name in INCLUDABLE}
     turn.extra["echo"] = _limits(own, turn) | _read_tools(fields, own, turn) | _read_form(own, turn)

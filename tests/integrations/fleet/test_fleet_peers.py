@@ -68,7 +68,7 @@ async def test_a_replica_pulls_what_another_has(monkeypatch: pytest.MonkeyPatch)
         assert second.usage.restored_tokens == second.usage.cached_tokens == FULL * 16
         async with await AsyncEngine.from_pretrained("demo", **ENGINE) as alone:
             assert scores(second) == scores(await alone.generate([*PROMPT, 7, 8], PARAMS))
-        assert fleet.stats().restored_tokens == FULL * 16
+        await until(lambda: fleet.stats().restored_tokens == FULL * 16, "its figures")
         await cluster.settle(fleet)
 
 

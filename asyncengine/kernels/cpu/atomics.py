@@ -25,6 +25,8 @@ _MONOTONIC = 6 if sys.platform == "darwin" else 1
 """CLOCK_MONOTONIC."""
 LOCK_BYTES = 64
 """At least those of a lock and of a condition: pthread_mutex_t, pthread_cond_t on Linux and macOS, less on Windows."""
+AFFINITY_BYTES = 128
+"""The size of a set of cores, a bit for each: cpu_set_t on Linux."""
 
 _int32, _int64 = numba.types.int32, numba.types.int64
 
@@ -132,6 +134,45 @@ else:
     def wait(condition: int, mutex: int) -> None:
         """Let go of the mutex, sleep until `wake` (or for no reason at all), and hold it again."""
         _sleep_on(condition, mutex)
+
+
+if sys.platform == "linux":
+    _this_core = _external("sched_getcpu")
+    _get_affinity = _external("sched_getaffinity", _int32, _int64, _int64)
+    _set_affinity = _external("sched_setaffinity", _int32, _int64, _int64)
+
+    @serial
+    def keep_off_core(thread: int, space: int) -> int:
+        """Forbid a sleeping thread the core that the caller is on, so that it wakes on another.
+
+        `space`: twice AFFINITY_BYTES, whose first half gets the cores that the thread may use. Returns 1; 0: nothing
+        changed, as there is no other core, or the system refuses.
+        """
+        core = np.int64(_this_core())
+        words = AFFINITY_BYTES // 8
+        cores = array(pointer(space, np.uint64(0)), (2 * words,))
+        if core < 0 or core >= 64 * words or _get_affinity(np.int32(thread), AFFINITY_BYTES, space) < 0:
+            return 0
+        for word in range(words):
+            cores[words + word] = cores[word]
+        cores[words + (core >> 6)] &= ~(np.uint64(1) << np.uint64(core & 63))
+        return 1 if _set_affinity(np.int32(thread), AFFINITY_BYTES, space + AFFINITY_BYTES) == 0 else 0
+
+    @serial
+    def allow_cores(space: int) -> None:
+        """Let the calling thread use the cores again that `keep_off_core` noted."""
+        _set_affinity(np.int32(0), AFFINITY_BYTES, space)
+
+else:
+
+    @serial
+    def keep_off_core(thread: int, space: int) -> int:
+        """Return 0: the system alone says which core a thread wakes on."""
+        return 0
+
+    @serial
+    def allow_cores(space: int) -> None:
+        """Do nothing, as nothing was forbidden."""
 
 
 # A barrier for processes that share memory, in compiled code: it does not hold the interpreter's lock, and takes about

@@ -169,6 +169,8 @@ def team_threads() -> tuple[int, int, int]:
 
 
 def _help_on(memory: Any, address: int, index: int) -> None:
+    word = address + loops.WORKERS + (index + 1) * loops.WORKER + loops.THREAD
+    memory[(word - memory.ctypes.data) // 8] = threading.get_native_id()
     loops.help_along(address, index)
     del memory  # until now it had to stay where it was
 

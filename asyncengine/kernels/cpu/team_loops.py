@@ -37,11 +37,13 @@ EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range
 MUTEX = 5 * LINE
 DONE_CONDITION = MUTEX + atomics.LOCK_BYTES
 WORKERS = DONE_CONDITION + atomics.LOCK_BYTES
-"""For each worker, the caller first: a line with its share; one with two words for its clock and whether it sleeps; and
-the condition that it sleeps on. One each: who wakes a condition's sleepers a second time waits, in glibc, for those
-that were woken the first time, and one of them may have no core."""
-_CLOCK, _ASLEEP, _CONDITION = LINE, LINE + 16, 2 * LINE
-WORKER = _CONDITION + atomics.LOCK_BYTES
+"""For each worker, the caller first: a line with its share; one with two words for its clock, whether it sleeps, its
+thread's number and whether it is kept off a core; the condition that it sleeps on; and its cores. One condition each:
+who wakes a condition's sleepers a second time waits, in glibc, for those that were woken the first time, and one of
+them may have no core."""
+_CLOCK, _ASLEEP, THREAD, _KEPT_OFF, _CONDITION = LINE, LINE + 16, LINE + 24, LINE + 32, 2 * LINE
+_CORES = _CONDITION + atomics.LOCK_BYTES
+WORKER = _CORES + 2 * atomics.AFFINITY_BYTES
 _NEXT = 1 << 32
 """In a share: one piece further. The end is in the lower half."""
 _END = _NEXT - 1
@@ -72,8 +74,17 @@ def _share_of(team: int, worker: int) -> int:
 
 @serial_in_order
 def _wake_helpers(team: int, helpers: int) -> None:
-    """Wake helpers that sleep. One that is about to sleep holds the mutex: it is waited for, so that it hears of it."""
+    """Wake helpers that sleep. One that is about to sleep holds the mutex: it is waited for, so that it hears of it.
+
+    Each wakes on another core than the caller's. Linux often puts a thread on its waker's core although others idle
+    (on machines of few cores it looks at no others if these were busy a moment ago), where the two take turns until
+    the next balancing, milliseconds later: a short text's whole time.
+    """
     atomics.lock(team + MUTEX)
+    for worker in range(1, helpers + 1):
+        share = _share_of(team, worker)
+        if atomics.load(share + _ASLEEP) != 0 and atomics.load(share + _KEPT_OFF) == 0:
+            atomics.store(share + _KEPT_OFF, atomics.keep_off_core(atomics.load(share + THREAD), share + _CORES))
     atomics.unlock(team + MUTEX)
     for worker in range(1, helpers + 1):
         if atomics.load(_share_of(team, worker) + _ASLEEP) != 0:
@@ -229,13 +240,23 @@ def _sleep(team: int, index: int) -> None:
     if active:
         atomics.add(team + SLEEPERS, 1)
         while atomics.load(team + STOPPED) == 0 and index < atomics.load(team + ACTIVE) and not _any_left(team):
-            atomics.wait(_share_of(team, worker) + _CONDITION, team + MUTEX)
+            _wait(team, worker)
         atomics.add(team + SLEEPERS, -1)
     else:
         while atomics.load(team + STOPPED) == 0 and index >= atomics.load(team + ACTIVE):
-            atomics.wait(_share_of(team, worker) + _CONDITION, team + MUTEX)
+            _wait(team, worker)
     atomics.store(_share_of(team, worker) + _ASLEEP, 0)
     atomics.unlock(team + MUTEX)
+
+
+@serial_in_order
+def _wait(team: int, worker: int) -> None:
+    """Sleep until this worker is woken, perhaps for nothing. Once awake it may use all its cores again."""
+    share = _share_of(team, worker)
+    atomics.wait(share + _CONDITION, team + MUTEX)
+    if atomics.load(share + _KEPT_OFF) != 0:
+        atomics.allow_cores(share + _CORES)
+        atomics.store(share + _KEPT_OFF, 0)
 
 
 @serial_in_order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from contextlib import closing
@@ -18,7 +19,7 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.kernels.cpu.atomics import load, store
+from asyncengine.kernels.cpu.atomics import AFFINITY_BYTES, keep_off_core, load, store
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order
 from asyncengine.kernels.cpu.team import Account, Team, use_team
@@ -119,6 +120,39 @@ def test_helpers_that_wait_sleep() -> None:
         time.sleep(0.3)
         assert time.process_time() - before < 0.15
         assert run(30, 10)[0] == [10] * 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is told on which core a thread wakes")
+def test_a_helper_wakes_on_another_core_and_may_use_all_of_them_afterwards() -> None:
+    """It is kept off its waker's core. What it may use is never less for that, even if that was changed meanwhile."""
+    allowed, ended = os.sched_getaffinity(0), threading.Event()
+    sleeper = threading.Thread(target=ended.wait)
+    sleeper.start()
+    space = np.zeros(2 * AFFINITY_BYTES // 8, np.int64)
+    try:
+        for core in sorted(allowed)[:2]:
+            os.sched_setaffinity(0, {core})
+            os.sched_setaffinity(sleeper.native_id or 0, allowed)
+            assert keep_off_core(sleeper.native_id, space.ctypes.data) == (len(allowed) > 1)
+            assert os.sched_getaffinity(sleeper.native_id or 0) == (allowed - {core} or allowed)
+        assert keep_off_core(-1, space.ctypes.data) == 0
+    finally:
+        os.sched_setaffinity(0, allowed)
+        ended.set()
+        sleeper.join()
+    with team_of(3) as team:
+        for cores in (allowed, set(sorted(allowed)[:1])):
+            for helper in team._helpers:
+                os.sched_setaffinity(helper.native_id or 0, cores)
+            for _ in range(20):
+                run(30, 3)
+                time.sleep(0.002)  # longer than a helper spins
+            run(30, 3)
+            for helper in team._helpers:
+                deadline = time.monotonic() + 120
+                while os.sched_getaffinity(helper.native_id or 0) != cores:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
 
 
 def threads_named(name: str) -> list[threading.Thread]:

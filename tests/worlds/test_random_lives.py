@@ -1,6 +1,6 @@
 """Random requests of every kind (contract lines 1-4, 8, 14, 15, 18): nothing is lost or leaked, every token is right.
 
-`ASYNCENGINE_LONG=10` lives ten times as many lives. Whether the fuzz would notice a bug is asked in test_planted_*.
+`ASYNCENGINE_LONG=10` lives ten times as many lives. Whether the fuzz would notice a bug is asked in test_planted_bugs.
 """
 
 from __future__ import annotations

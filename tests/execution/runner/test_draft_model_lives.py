@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from support.long import TIMES
+from worlds.plants import FOUND, Bug, bugs, live
 from worlds.schedule_fuzz import Life
 from worlds.speculation_fuzz import planner_for
-from worlds.test_planted_speculation_bugs import assert_found
 
-from asyncengine.execution.runner.draft_model import DraftModel, DraftPages
+from asyncengine.execution.runner.draft_model import DraftModel
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.step import MEASURED_SIZES
 from asyncengine.testing import FakeExecutor, FakeModel
 
 SEEDS = 8 * TIMES
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class ForgetfulModel(FakeModel):
@@ -82,37 +81,13 @@ def test_a_draft_model_keeps_all_its_pages_where_the_model_keeps_those_of_its_wi
     assert made > SEEDS * 5
 
 
-def take_a_page_for_what_it_was(patch: pytest.MonkeyPatch) -> None:
-    """The draft model does not see that a page changes hands."""
-    patch.setattr(DraftPages, "overwritten", lambda self, rows: None)
+@pytest.mark.parametrize("bug", bugs("draft model"), ids=lambda bug: bug.name)
+def test_the_fuzz_finds_stale_pages_of_a_draft_model(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(seed: int) -> Life:
+        life = life_with_draft_model(seed)
+        life.check_end = partial(check_guesses, life)  # type: ignore[method-assign]
+        return life
 
-
-def take_a_guess_for_right(patch: pytest.MonkeyPatch) -> None:
-    """The draft model's keys and values of the first guess are taken to hold, whatever came of the guess."""
-    overwritten = DraftPages.overwritten
-
-    def broken(self: DraftPages, rows: Any) -> None:
-        overwritten(self, [row._replace(start=row.start + 1) for row in rows if row.num_scheduled > 1])
-
-    patch.setattr(DraftPages, "overwritten", broken)
-
-
-def compute_one_position_less(patch: pytest.MonkeyPatch) -> None:
-    first_missing = DraftPages.first_missing
-
-    def broken(self: DraftPages, pages: Any, end: int) -> int:
-        return min(end - 1, first_missing(self, pages, end) + 1)
-
-    patch.setattr(DraftPages, "first_missing", broken)
-
-
-@pytest.mark.parametrize("plant", [take_a_page_for_what_it_was, take_a_guess_for_right, compute_one_position_less])
-def test_the_fuzz_finds_stale_pages_of_a_draft_model(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-
-    def life(seed: int) -> Life:
-        made = life_with_draft_model(seed)
-        made.check_end = lambda: check_guesses(made)  # type: ignore[method-assign]
-        return made
-
-    assert_found(life, 24)
+    bug.plant(monkeypatch)
+    with pytest.raises(FOUND):
+        live(made, range(24))

@@ -17,21 +17,6 @@ from asyncengine.errors import EngineError
 
 FOUND = (AssertionError, EngineError, ValueError, LookupError, StopIteration)
 """Errors that a check of the books, of the fake device or of answers raises, or that a wrong number leads to."""
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
-    """A plant that puts the decorated function in place of `owner.name`, which it gets as its first argument."""
-
-    def made(broken: Callable[..., Any]) -> Plant:
-        def plant(patch: pytest.MonkeyPatch) -> None:
-            real = getattr(owner, name)
-            patch.setattr(owner, name, lambda *args, **more: broken(real, *args, **more))
-
-        plant.__name__, plant.__doc__ = broken.__name__, broken.__doc__
-        return plant
-
-    return made
 
 
 class Bug(NamedTuple):
@@ -57,7 +42,10 @@ class Bug(NamedTuple):
             assert source.count(f"\n{before}") == 1, f"{self.name}: {path} has not once the lines\n{before}"
             sources[module] = source.replace(f"\n{before}", f"\n{after}")
         for module, source in sources.items():
-            old, new = (dict(_functions(compile(text, "", "exec"))) for text in (inspect.getsource(module), source))
+            old, new = (
+                dict(_functions(compile(text, str(module.__file__), "exec")))
+                for text in (inspect.getsource(module), source)
+            )
             changed = {name for name in new if _meaning(new[name]) != _meaning(old[name])}
             for function in _functions_of(module):
                 if function.__qualname__ in changed:

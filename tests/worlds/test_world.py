@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from support.long import LONG, TIMES
-from worlds.plants import Plant, in_place_of
+from worlds.plants import Bug, bugs
 from worlds.world.__main__ import main
 from worlds.world.life import Life
 from worlds.world.plan import make_plan
@@ -28,7 +28,6 @@ from asyncengine import AsyncEngine
 from asyncengine.engine import inbox, mailbox
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Mailbox
-from asyncengine.kvcache.retiring import Retiring
 from asyncengine.testing.world import Stuck, World, simulate
 
 LIVES = 8 * TIMES
@@ -65,58 +64,18 @@ def test_a_seed_is_one_run_in_any_process() -> None:
 # ---------------------------------------------------------------- planted bugs
 
 
-@in_place_of(Mailbox, "announce")
-def lose_the_wakeup_of_a_task(_: Any, self: Mailbox, many: int = 1) -> asyncio.Future[None]:
-    """A reader does not look again after it has announced itself."""
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    self._many, self._waiter = many, waiter
-    return waiter
-
-
-@in_place_of(Mailbox, "receive_blocking")
-def lose_the_wakeup_of_a_thread(_: Any, self: Mailbox, many: int = 1) -> Any:
-    """The same of a plain thread."""
-    while not self._chunks:
-        event = mailbox.threading.Event()
-        self._many, self._waiter = many, event
-        event.wait()
-    return self.take()
-
-
-def lose_the_wakeup_of_the_engine(patch: pytest.MonkeyPatch) -> None:
-    """It does not look whether a message came before it waits."""
-
-    async def broken(self: Inbox[Any], timeout: float | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._reader, self._waiter = inbox.threading.get_ident(), waiter
-        await asyncio.wait([waiter], timeout=timeout)
-
-    patch.setattr(Inbox, "wait", broken)
-
-
-def give_pages_back_early(patch: pytest.MonkeyPatch) -> None:
-    """Pages return although a launched step still names them."""
-    patch.setattr(Retiring, "add", lambda self, thing, fence: self._give_back(thing))
-
-
-PLANTS: dict[Plant, str] = {
-    lose_the_wakeup_of_a_task: "stuck",
-    lose_the_wakeup_of_a_thread: "stuck",
-    lose_the_wakeup_of_the_engine: "stuck",
-    give_pages_back_early: "a step in flight names",
-}
-"""Bugs, and what is said of each."""
+WAKEUPS, (PAGES,) = bugs("wakeups"), bugs("pages of a world")
+IN_FLIGHT = "a step in flight names"
 
 
 @pytest.mark.skipif(not LONG, reason="a wakeup takes hundreds; pages are in the last of these tests")
-@pytest.mark.parametrize("plant", PLANTS)
-def test_lives_find(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bug", "said"), [*((bug, "stuck") for bug in WAKEUPS), (PAGES, IN_FLIGHT)])
+def test_lives_find(bug: Bug, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each within a minute; a wakeup is lost in one of some hundred lives."""
-    plant(monkeypatch)
+    bug.plant(monkeypatch)
     finding = next(filter(None, (live(make_plan(seed)) for seed in range(max(40, LIVES)))), None)
     assert finding is not None, "nobody noticed"
-    assert PLANTS[plant] in finding.problem
+    assert said in finding.problem
     monkeypatch.undo()
     assert live(finding.plan, finding.order) is None, "it was another bug"
 
@@ -145,6 +104,14 @@ def read_a_mailbox(world: World, blocking: bool) -> None:
     return None
 
 
+def read_as_a_task(world: World) -> None:
+    read_a_mailbox(world, blocking=False)
+
+
+def read_as_a_thread(world: World) -> None:
+    read_a_mailbox(world, blocking=True)
+
+
 def read_an_inbox(world: World) -> None:
     """The same of messages to an engine."""
     box, count = Inbox[int](), 2
@@ -164,15 +131,11 @@ def read_an_inbox(world: World) -> None:
     asyncio.run(read())
 
 
-@pytest.mark.parametrize(
-    ("plant", "work"),
-    [
-        (lose_the_wakeup_of_a_task, lambda world: read_a_mailbox(world, blocking=False)),
-        (lose_the_wakeup_of_a_thread, lambda world: read_a_mailbox(world, blocking=True)),
-        (lose_the_wakeup_of_the_engine, read_an_inbox),
-    ],
-)
-def test_a_small_world_finds(plant: Plant, work: Callable[[World], None], monkeypatch: pytest.MonkeyPatch) -> None:
+READERS = (read_as_a_task, read_as_a_thread, read_an_inbox)
+
+
+@pytest.mark.parametrize(("bug", "work"), [*zip(WAKEUPS, READERS, strict=True)])
+def test_a_small_world_finds(bug: Bug, work: Callable[[World], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(seed: int) -> bool:
         world = World(seed, switching=0.5)
         world.interrupt_lines_of([mailbox.__file__, inbox.__file__, __file__], 0.5)
@@ -183,16 +146,16 @@ def test_a_small_world_finds(plant: Plant, work: Callable[[World], None], monkey
         return False
 
     assert not any(map(stuck, range(100)))
-    plant(monkeypatch)
+    bug.plant(monkeypatch)
     assert any(map(stuck, range(300))), "nobody noticed"
 
 
 def test_a_finding_is_made_small_and_lives_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    give_pages_back_early(monkeypatch)
+    PAGES.plant(monkeypatch)
     finding = next(filter(None, map(live, map(make_plan, (16, *range(40))))))  # the first shows it, to be quick
-    assert PLANTS[give_pages_back_early] in finding.problem
+    assert IN_FLIGHT in finding.problem
     small = shrink(finding, most=12)
     assert len(small.plan.calls) < len(finding.plan.calls)
     assert len(small.plan.faults) <= len(finding.plan.faults)

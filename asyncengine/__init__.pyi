@@ -1,8 +1,6 @@
 """Public names by the module that defines them: for type checkers, and for `__init__.py`, which reads them here."""
 
 from asyncengine.async_engine import AsyncEngine as AsyncEngine
-from asyncengine.beams import Beam as Beam
-from asyncengine.beams import beam_search as beam_search
 from asyncengine.cache_news import AllBlocksCleared as AllBlocksCleared
 from asyncengine.cache_news import BlockRemoved as BlockRemoved
 from asyncengine.cache_news import BlockStored as BlockStored
@@ -39,6 +37,8 @@ from asyncengine.errors import UnsupportedModel as UnsupportedModel
 from asyncengine.errors import WrongLoop as WrongLoop
 from asyncengine.errors import WrongProcess as WrongProcess
 from asyncengine.info import ModelInfo as ModelInfo
+from asyncengine.integrations.beams import Beam as Beam
+from asyncengine.integrations.beams import beam_search as beam_search
 from asyncengine.lora.adapter import AdapterInfo as AdapterInfo
 from asyncengine.options import ChatKeywords as ChatKeywords
 from asyncengine.options import RequestKeywords as RequestKeywords

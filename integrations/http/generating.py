@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.beams import beam_search
 from asyncengine.errors import InvalidParameter, naming
+from asyncengine.integrations.beams import beam_search
 from asyncengine.integrations.http.answer import Answer, AnswerWriter
 from asyncengine.integrations.http.body import read_json
 from asyncengine.integrations.http.fields import Fields

@@ -13,8 +13,8 @@ from typing import Self
 
 import anyio.to_thread
 
-from asyncengine.beams import Beam
 from asyncengine.errors import RequestFailed, naming
+from asyncengine.integrations.beams import Beam
 from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
 from asyncengine.step import TokenLogprob
 from asyncengine.stream import TokenStream

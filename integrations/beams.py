@@ -7,15 +7,15 @@ It is outside of the scheduler, as in vLLM since 0.6. Which outputs are kept fol
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
+from asyncengine import RequestKeywords, SamplingParams
 from asyncengine.checks import as_integer, as_number
-from asyncengine.options import Prompt, RequestKeywords
-from asyncengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from asyncengine.async_engine import AsyncEngine
+    from asyncengine import AsyncEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Beam:
 
 
 async def beam_search(
-    engine: AsyncEngine, prompt: Prompt, *, width: int = 4, max_tokens: int = 64, length_penalty: float = 1.0,
-    **options: Unpack[RequestKeywords],
+    engine: AsyncEngine, prompt: str | Sequence[int], *, width: int = 4, max_tokens: int = 64,
+    length_penalty: float = 1.0, **options: Unpack[RequestKeywords],
 ) -> list[Beam]:  # fmt: skip
     """The `width` likeliest outputs of `prompt`, the best one first, by the sums of their tokens' log-probabilities
     over their lengths to the power of `length_penalty`; `options` as, and raises as, `AsyncEngine.generate`."""

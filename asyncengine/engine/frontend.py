@@ -332,14 +332,14 @@ class Frontend:
     ) -> Future[int]:
         if version is not None:
             version = as_integer("version", version, 0)
-        if not isinstance(self.loop, EngineLoop):
+        if not isinstance(loop := self.loop, EngineLoop):
             raise UnsupportedModel("this engine's weights cannot be exchanged")
-        prepare, number = self.loop.runner.executor.prepare_update, next(self._update_numbers)
+        prepare, number = loop.runner.executor.prepare_update, next(self._update_numbers)
         done: Future[int] = Future()
 
         def work() -> None:
             from_files = isinstance(weights, (str, os.PathLike)) and not partial
-            again = (lambda: prepare(weights, self.config, False)()) if from_files else None  # noqa: PLW0108  # not yet
+            again = (lambda: loop.write_from(weights)) if from_files else None
             try:
                 write = prepare(weights, self.config, partial)
             except BaseException as error:

@@ -29,6 +29,7 @@ from asyncengine.engine.threads import interrupts_postponed
 from asyncengine.engine.turns import CacheReset, Sleep, Turn, WeightUpdate, refusal
 from asyncengine.errors import EngineClosed, EngineError
 from asyncengine.events import EngineDied, Preempted, StepDone, StepSlow
+from asyncengine.options import WeightSource
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import AdapterReady, Drain, GrammarReady, Message, ResetPrefixCache, WithdrawUpdate
@@ -77,8 +78,7 @@ class EngineLoop(ServingLoop):
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, Turn] = {}
         """Weight updates, pauses and resets by number; one is here before its message is posted."""
-        prepare = runner.executor.prepare_update
-        self.write_again: Callable[[], None] | None = lambda: prepare(None, config, False)()  # noqa: PLW0108  # not yet
+        self.write_again: Callable[[], None] | None = partial(self.write_from, None)
         """Writes the model's weights once more, from files; None: they came from elsewhere."""
         self.asleep: Sleep | None = None
         self.cache_feeds: list[CacheFeed] = []
@@ -89,6 +89,10 @@ class EngineLoop(ServingLoop):
         self._lag_timer: asyncio.TimerHandle | None = None
         limits = config.step_soft_limit, config.step_hard_limit
         self._watchdog = Watchdog(*limits, self._report_slow, self._give_up)
+
+    def write_from(self, weights: WeightSource | None) -> None:
+        """Write whole weights from files; None: from those of the model. Reads them now, on the device's thread."""
+        self.runner.executor.prepare_update(weights, self.config, False)()
 
     def have_loop(self) -> None:
         """Called before `run`: no other code will use the event loop that it runs on."""

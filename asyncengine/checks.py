@@ -174,12 +174,11 @@ class Settings:
         for name, hint in get_type_hints(cls, include_extras=True).items():
             members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
             value = next(each for each in members if each is not NoneType)
-            check: Check | None = {bool: as_switch, str: as_text}.get(value)
-            if get_origin(value) is Literal:
-                check = one_of(get_args(value))
-            elif get_origin(value) is Annotated:
-                check = value.__metadata__[0]
-            if check is not None:
+            plain, *marks = get_args(value) if get_origin(value) is Annotated else (value,)
+            check: Check | None = {bool: as_switch, str: as_text}.get(plain)
+            if get_origin(plain) is Literal:
+                check = one_of(get_args(plain))
+            if (check := next(filter(callable, marks), check)) is not None:
                 found[name] = check, NoneType in members
         return found
 

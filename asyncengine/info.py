@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from asyncengine.sampling_params import LOOP, SamplingParams
+
+IN_STEP = tuple(name for name, (_, marks) in SamplingParams.declared().items() if LOOP not in marks)
 CHAT_SAMPLING = MappingProxyType({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05})
 
 
@@ -83,6 +86,8 @@ class ModelInfo:
     """Why both are refused; None: they are served."""
     no_logits_processors: str | None = None
     """Why `logits_processors` are refused; None: they are called."""
+    sampling_parameters: tuple[str, ...] = IN_STEP
+    """Sampling parameters that this model's steps apply: any other one that is part of steps is refused by name."""
     batch_variance: str | None = None
     """Why an answer may depend on the requests that are computed beside it, in a near tie; None: it does not, to the
     bit (of adapters in bfloat16 that holds for what is written, not for their prompts)."""

@@ -219,26 +219,6 @@ _TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
 _TEMPLATE_VARIABLES = 1000
 
 
-def template_tools(tools: object) -> list[Any] | None:
-    """The tools as the model is to see them: without `strict`, which is said to the engine. None for none.
-
-    Raises `InvalidParameter` for what is no list; the tools themselves are checked later.
-    """
-    if tools is None:
-        return None
-    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
-        raise InvalidParameter("tools", "must be a list of dicts", tools)
-    return [_without_strict(tool) if isinstance(tool, Mapping) else tool for tool in tools] or None
-
-
-def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {name: value for name, value in tool.items() if name != "strict"}
-    function = shown.get("function")
-    if isinstance(function, Mapping):
-        shown["function"] = {name: value for name, value in function.items() if name != "strict"}
-    return shown
-
-
 def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[ChatRequest, RequestOptions]:
     """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
     mine = [field.name for field in fields(ChatRequest)][1:]
@@ -251,19 +231,3 @@ def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[Cha
 def is_chat(prefix: Prompt | ChatMessages) -> TypeGuard[ChatMessages]:
     """Whether it is messages, and not a text or token ids."""
     return isinstance(prefix, Sequence) and len(prefix) > 0 and isinstance(prefix[0], Mapping)
-
-
-_PREDICTION = 'must be a text, token ids, or {"type": "content", "content": a text or parts of type text}'
-
-
-def predicted_content(prediction: Any) -> str | Sequence[int]:
-    """The text or the token ids of a `prediction`, which may come in OpenAI's form. Raises `InvalidParameter`."""
-    content = prediction
-    if isinstance(prediction, Mapping):
-        content = prediction.get("content") if prediction.get("type") == "content" else None
-    if isinstance(content, (list, tuple)) and content and all(isinstance(part, Mapping) for part in content):
-        texts = [part.get("text") for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if isinstance(content, str) or (isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray))):
-        return content
-    raise InvalidParameter("prediction", _PREDICTION, prediction)

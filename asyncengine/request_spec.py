@@ -82,6 +82,8 @@ class RequestSpec:
     """The caller's guess of the output."""
     inter_token_timeout: float | None = None
     """Seconds between two of its tokens, at most."""
+    one_by_one: bool = False
+    """No step of it is launched before its last token is known, which some sampling parameter reads."""
     resumed: tuple[int, ...] = ()
     """Output it already has, from an engine that was lost: it goes on behind that, like one that was preempted."""
     resumed_steered: bool = False

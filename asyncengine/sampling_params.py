@@ -6,11 +6,12 @@ Limits that depend on the engine (context, vocabulary, number of stop strings) a
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from asyncengine.checks import (
     MAX_COUNT,
@@ -33,13 +34,20 @@ GREEDY_BELOW = 1e-5
 """A temperature below it is taken as 0 (as in vLLM): nothing but the likeliest token is ever drawn there."""
 MAX_TEMPERATURE = 1e6
 """Any two tokens are equally likely long before it."""
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+REPETITION_PENALTY = 1e-3, 1e3
 """Logits times or divided by these, then by any temperature, stay far inside float32."""
 MAX_PENALTY = 2.0
 OPEN_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of `SamplingParams` that a request may leave open: the model has defaults of them."""
 MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
+LOOP = "loop"
+"""Marks a parameter, in its field's type behind its check, that only the engine's loop reads. All others are part of
+steps: where what computes these does not know one (`ModelInfo.sampling_parameters`), it is refused by name."""
+READS_OUTPUT = "reads output"
+"""Marks one that reads the tokens before: nothing is guessed ahead, and no step is launched before all are here."""
+OFFERED = "offered"
+"""Marks one for which the command has a flag of its name and, if it is part of steps, HTTP requests a field."""
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
@@ -109,48 +117,48 @@ class SamplingParams(Settings):
     Raises `InvalidParameter` naming the field for anything malformed, non-finite or out of range.
     """
 
-    max_tokens: Count | None = None
+    max_tokens: Annotated[Count, LOOP, OFFERED] | None = None
     """Most tokens to generate (>= 1). `None`: up to the model's context length. 0 with `prompt_logprobs`: the prompt is
     scored and nothing generated."""
-    min_tokens: Count = 0
+    min_tokens: Annotated[Count, OFFERED] = 0
     """End-of-sequence and stop ids are masked, stop strings ignored, before this many tokens."""
-    temperature: Annotated[float, number_in(0.0, MAX_TEMPERATURE)] | None = None
+    temperature: Annotated[float, number_in(0.0, MAX_TEMPERATURE), OFFERED] | None = None
     """0 is greedy, and so is what lies below `GREEDY_BELOW`. Logits are divided by it; at most `MAX_TEMPERATURE`."""
-    top_p: Annotated[float, number_in(0.0, 1.0, exclusive_low=True)] | None = None
+    top_p: Annotated[float, number_in(0.0, 1.0, exclusive_low=True), OFFERED] | None = None
     """Nucleus: the smallest set of tokens whose probability reaches it, in (0, 1] (Holtzman et al. 2020)."""
-    top_k: Annotated[int, integer_in(-1)] | None = None
+    top_k: Annotated[int, integer_in(-1), OFFERED] | None = None
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
-    min_p: Annotated[float, number_in(0.0, 1.0)] | None = None
+    min_p: Annotated[float, number_in(0.0, 1.0), OFFERED] | None = None
     """Drop tokens less likely than `min_p` times the likeliest, in [0, 1]."""
-    seed: Annotated[int, integer_in(MIN_INT64, MAX_SEED)] | None = None
+    seed: Annotated[int, integer_in(MIN_INT64, MAX_SEED), OFFERED] | None = None
     """Same seed, same prompt, same parameters: same tokens in any batch. From -2**63 to 2**64-1; `None`: a fresh
     random one."""
-    stop: Annotated[Sequence[str], _texts] = ()
+    stop: Annotated[Sequence[str], _texts, LOOP, OFFERED] = ()
     """Strings that end the text; they are not part of it unless `include_stop`."""
-    stop_token_ids: Annotated[Sequence[int], _token_ids] = ()
+    stop_token_ids: Annotated[Sequence[int], _token_ids, LOOP, OFFERED] = ()
     """Token ids that end the output, besides the model's end-of-sequence ids."""
-    include_stop: bool = False
+    include_stop: Annotated[bool, LOOP] = False
     """Keep the stop string in the text."""
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, LOOP, OFFERED] = False
     """Generate on past end-of-sequence ids (for benchmarks)."""
-    n: Annotated[int, integer_in(1)] = 1
+    n: Annotated[int, integer_in(1), LOOP] = 1
     """Number of independent samples for the prompt; they share the prompt's pages. All or nothing at submit."""
-    repetition_penalty: Annotated[float, number_in(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: Annotated[float, number_in(*REPETITION_PENALTY), OFFERED] | None = None
     """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al. 2019); in
     [0.001, 1000]."""
-    presence_penalty: Annotated[float, number_in(-MAX_PENALTY, MAX_PENALTY)] = 0.0
+    presence_penalty: Annotated[float, number_in(-MAX_PENALTY, MAX_PENALTY), OFFERED] = 0.0
     """Subtracted once from the logits of tokens already in the output, in [-2, 2]."""
-    frequency_penalty: Annotated[float, number_in(-MAX_PENALTY, MAX_PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, number_in(-MAX_PENALTY, MAX_PENALTY), OFFERED] = 0.0
     """Subtracted per occurrence in the output, in [-2, 2]."""
     logit_bias: Annotated[Mapping[int, float], _bias] = field(default_factory=dict)
     """Token id -> value added to its logit, in [-100, 100]."""
-    allowed_token_ids: Annotated[Sequence[int], _token_ids] | None = None
+    allowed_token_ids: Annotated[Sequence[int], _token_ids, LOOP] | None = None
     """The only tokens that the output may have; end-of-sequence ids are none of them unless they are named. Cannot go
     with a grammar (vLLM's parameter of this name)."""
-    bad_words: Annotated[Sequence[str], _texts] = ()
+    bad_words: Annotated[Sequence[str], _texts, LOOP] = ()
     """Texts whose tokens the output may not complete, with a blank before them or without (vLLM's parameter of this
     name). What a grammar leaves no choice about comes all the same. Cannot go with `allowed_token_ids`."""
-    logits_processors: Annotated[Sequence[Any], _callables] = ()
+    logits_processors: Annotated[Sequence[Any], _callables, READS_OUTPUT] = ()
     """Functions of (prompt ids, output ids, logits float32 [vocab]) that return the logits to draw from, called one
     after the other on the engine's thread before each token, behind penalties and bias and before masks. On a CPU, and
     nothing is guessed ahead. One that raises ends its request (vLLM's parameter of this name)."""
@@ -184,13 +192,13 @@ class SamplingParams(Settings):
     steering_vectors: Annotated[Mapping[int, Sequence[float]], _vectors] = field(default_factory=dict)
     """Layer -> numbers [width] added to what it gives for each token of prompt and output, on a CPU; layers count from
     1, as the hidden states of transformers do (activation addition, Turner et al. 2023)."""
-    grammar: Any = None
+    grammar: Annotated[Any, LOOP] = None
     """A grammar from `asyncengine.grammar` that the output must match."""
-    on_budget: OnBudget = "close"
+    on_budget: Annotated[OnBudget, LOOP] = "close"
     """The way in which a constrained output ends when its budget runs out. "close": the engine closes it and says from
     where on; a tool call that it closed is a broken one. "offer": it closes it and offers that as the model's own.
     "truncate": it is cut. "error": the request fails."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: Annotated[bool, LOOP] = True
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
@@ -216,6 +224,21 @@ class SamplingParams(Settings):
             raise InvalidParameter("allowed_token_ids", "cannot go with a grammar or bad_words")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"must not exceed max_tokens={self.max_tokens}", self.min_tokens)
+
+    @classmethod
+    @functools.cache
+    def declared(cls) -> dict[str, tuple[Any, set[str]]]:
+        """Name -> the default of that parameter, and its marks (`LOOP`, `READS_OUTPUT`, `OFFERED`)."""
+        default, found = cls(), {}
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            marks = {mark for part in (hint, *get_args(hint)) for mark in getattr(part, "__metadata__", ())}
+            found[name] = getattr(default, name), marks & {LOOP, READS_OUTPUT, OFFERED}
+        return found
+
+    def asked(self) -> dict[str, set[str]]:
+        """Marks of the parameters of steps that differ from their defaults, by name."""
+        of_steps = ((name, one) for name, one in self.declared().items() if LOOP not in one[1])
+        return {name: marks for name, (default, marks) in of_steps if getattr(self, name) != default}
 
     @property
     def traced_from(self) -> int | None:

@@ -66,7 +66,7 @@ def flag_of(one: Field[Any], flags: Sequence[str]) -> str:
     if one.name not in flags:
         return OTHER_FLAGS.get(one.name, "")
     flag = one.name.replace("_", "-")
-    return f"`--{flag}`, `--no-{flag}`" if one.type in ("bool", "bool | None") else f"`--{flag}`"
+    return f"`--{flag}`, `--no-{flag}`" if str(one.type).startswith(("bool", "Annotated[bool")) else f"`--{flag}`"
 
 
 def default_of(one: Field[Any]) -> str:

@@ -40,13 +40,13 @@ from asyncengine.options import (
     WeightSource,
     is_chat,
     split_chat,
-    template_tools,
     template_variables,
 )
 from asyncengine.outputs import Chunk
 from asyncengine.sampling_params import SamplingParams, as_params
 from asyncengine.scheduler.messages import Message, Pause, PauseMode, UpdateMode, UpdateWeights, WithdrawUpdate
 from asyncengine.stats import EngineStats
+from asyncengine.text.chat_messages import template_tools
 from asyncengine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:

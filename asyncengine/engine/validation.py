@@ -25,9 +25,9 @@ from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.images import ImageSpan, with_identity
 from asyncengine.info import ModelInfo
-from asyncengine.options import RequestOptions, predicted_content
+from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
-from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams, as_params
+from asyncengine.sampling_params import GREEDY_BELOW, READS_OUTPUT, SamplingParams, as_params
 from asyncengine.seams import AdapterStore, GrammarCompiler
 from asyncengine.text.stop_strings import StopAutomaton, StopStringMatcher
 from asyncengine.text.tokenizer import TextTokenizer
@@ -163,12 +163,11 @@ class RequestValidator:
             most, name = self.info.num_layers, "return_hidden_states"
             layers = (as_integer(name, layer, -most - 1, most) for layer in params.return_hidden_states)
             params = params.replace(return_hidden_states=tuple(layer % (most + 1) for layer in layers))
-        if params.logits_processors:
-            if self.info.no_logits_processors is not None:
-                raise InvalidParameter("logits_processors", f"cannot be called: {self.info.no_logits_processors}")
+        reading = next((name for name, marks in params.asked().items() if READS_OUTPUT in marks), None)
+        if reading is not None:
             if options.speculation or options.prediction is not None:
                 limit = "cannot go with speculation or a prediction: guesses are checked many at a time"
-                raise InvalidParameter("logits_processors", limit)
+                raise InvalidParameter(reading, limit)
             options = replace(options, speculation=False)
         mailbox = Mailbox()
         mailbox.is_chat = is_chat
@@ -177,7 +176,7 @@ class RequestValidator:
         if images:
             _check_images(params, images, len(tokens))
             tokens = with_identity(tokens, images)
-        specs = self._specify(tokens, params, options, max_total, arrival, prediction, images)
+        specs = self._specify(tokens, params, options, max_total, arrival, prediction, images, reading is not None)
         return PreparedRequest(
             streams=tuple(self._stream(spec, mailbox, stops) for spec in specs), mailbox=mailbox, plan=plan,
             check_text=None if final is None or self.grammars is None else self.grammars.text_check(final),
@@ -221,7 +220,7 @@ class RequestValidator:
 
     def _specify(
         self, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions, max_total: int, arrival: float,
-        prediction: tuple[int, ...], images: tuple[ImageSpan, ...],
+        prediction: tuple[int, ...], images: tuple[ImageSpan, ...], one_by_one: bool,
     ) -> Iterator[RequestSpec]:  # fmt: skip
         """The specifications of the `n` samples, in order. Draws their tickets."""
         ticket = next(self._tickets)
@@ -231,7 +230,8 @@ class RequestValidator:
             request_id=options.request_id or f"req-{secrets.token_hex(8)}", seed=sample_seed(params.seed, 0),
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))), arrival=arrival,
             group=None if params.n == 1 else ticket, members=params.n, prediction=prediction, images=images,
-            inter_token_timeout=self.config.inter_token_timeout, **self._deadlines(options, arrival),
+            inter_token_timeout=self.config.inter_token_timeout, one_by_one=one_by_one,
+            **self._deadlines(options, arrival),
         )  # fmt: skip
         yield first
         if params.n > 1 and params.prompt_logprobs:
@@ -311,7 +311,7 @@ class RequestValidator:
             return ()
         if params.n > 1:
             raise InvalidParameter("prediction", f"is of one output, and n is {params.n}")
-        content = predicted_content(prediction)
+        content = _predicted_content(prediction)
         if isinstance(content, str):
             if self.tokenizer is None:
                 raise InvalidParameter("prediction", "must be token ids: this model has no tokenizer")
@@ -370,10 +370,12 @@ class RequestValidator:
             if len(stop) > config.max_stop_string_length:
                 limit = config.max_stop_string_length
                 raise InvalidParameter("stop", f"{len(stop)} characters exceed max_stop_string_length={limit}")
-        experts, untold = self.info.no_routed_experts, self.info.no_hidden_states
-        reasons = {"return_routed_experts": experts, "return_hidden_states": untold, "steering_vectors": untold}
-        for name, reason in reasons.items():
-            if getattr(params, name) and reason is not None:
+        info = self.info
+        reasons = dict.fromkeys(("return_hidden_states", "steering_vectors"), info.no_hidden_states)
+        reasons |= {"return_routed_experts": info.no_routed_experts, "logits_processors": info.no_logits_processors}
+        for name in params.asked():
+            unknown = None if name in info.sampling_parameters else f"steps on {info.device} do not know it"
+            if reason := reasons.get(name) or unknown:
                 raise InvalidParameter(name, f"cannot be had: {reason}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
@@ -398,6 +400,22 @@ def _check_images(params: SamplingParams, images: tuple[ImageSpan, ...], prompt_
         raise InvalidParameter("prompt_logprobs", "cannot be had of a prompt with pictures")
     if images[-1].end == prompt_len:
         raise InvalidParameter("messages", "must not end with a picture: the model's template puts nothing behind it")
+
+
+_PREDICTION = 'must be a text, token ids, or {"type": "content", "content": a text or parts of type text}'
+
+
+def _predicted_content(prediction: Any) -> str | Sequence[int]:
+    """The text or the token ids of a `prediction`, which may come in OpenAI's form. Raises `InvalidParameter`."""
+    content = prediction
+    if isinstance(prediction, Mapping):
+        content = prediction.get("content") if prediction.get("type") == "content" else None
+    if isinstance(content, (list, tuple)) and content and all(isinstance(part, Mapping) for part in content):
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if isinstance(content, str) or (isinstance(content, Sequence) and not isinstance(content, (bytes, bytearray))):
+        return content
+    raise InvalidParameter("prediction", _PREDICTION, prediction)
 
 
 def sample_seed(seed: int | None, index: int) -> int:

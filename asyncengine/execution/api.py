@@ -38,6 +38,7 @@ from asyncengine.execution.runner.encoder_runner import EncoderRunner, build_enc
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.execution.runner.ranks import Order, start_ranks
 from asyncengine.execution.runner.step_inputs import ImageStore
+from asyncengine.execution.sampling.logit_processors import known_on
 from asyncengine.info import ModelInfo
 from asyncengine.kernels.api import CompileAhead, read_kept
 from asyncengine.lora.layers.slots import LoraLayers
@@ -315,7 +316,8 @@ class ModelBuilder:
             num_layers=len(getattr(model, "layers", ())), no_hidden_states=untold,
             hidden_size=0 if model is None or untold is not None else model.config.width,
             no_logits_processors=None if loaded.device.type == "cpu" else "steps on a GPU do not wait for them",
-            tensor_parallel=config.tensor_parallel, pipeline_parallel=config.pipeline_parallel,
+            sampling_parameters=known_on(loaded.device), tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
         )  # fmt: skip
 
 

@@ -80,8 +80,8 @@ def is_stream(request: Request) -> bool:
 def may_overlap(request: Request) -> bool:
     """Whether this request may be launched again before its last token is known. Not if that reaches the length limit,
     if several tokens may come, or if a grammar may put another one there: a recurrent state that has taken one in stays
-    as it is. Nor if logits processors are to see it."""
-    if request.drafts_launched or request.spec.params.logits_processors:
+    as it is. Nor if a sampling parameter reads it."""
+    if request.drafts_launched or request.spec.one_by_one:
         return False
     if request.matcher is not None and request.table is not None and request.table.state is not None:
         return False

@@ -202,3 +202,23 @@ def _arguments(name: str, function: Mapping[str, Any], form: TemplateForm, budge
     if form.arguments_as_text:
         return given if isinstance(given, str) and given.strip() else json.dumps(checked, ensure_ascii=False)
     return checked
+
+
+def template_tools(tools: object) -> list[Any] | None:
+    """The tools as the model is to see them: without `strict`, which is said to the engine. None for none.
+
+    Raises `InvalidParameter` for what is no list; the tools themselves are checked later.
+    """
+    if tools is None:
+        return None
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise InvalidParameter("tools", "must be a list of dicts", tools)
+    return [_without_strict(tool) if isinstance(tool, Mapping) else tool for tool in tools] or None
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: value for name, value in tool.items() if name != "strict"}
+    function = shown.get("function")
+    if isinstance(function, Mapping):
+        shown["function"] = {name: value for name, value in function.items() if name != "strict"}
+    return shown

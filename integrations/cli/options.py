@@ -18,7 +18,7 @@ from asyncengine.checks import Settings
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ContextLengthExceeded
 from asyncengine.outputs import Completion
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.sampling_params import OFFERED, SamplingParams
 
 T = TypeVar("T")
 
@@ -26,10 +26,7 @@ ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name not in ("sh
 """Adapters have a flag of their own, `--adapter NAME=PATH`."""
 MOST_TOKENS = 1024
 """Tokens of an answer where no flag says: one without an end, as of `--regex 'a*'`, would go on to the context's."""
-SAMPLING_FIELDS = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
-)  # fmt: skip
+SAMPLING_FIELDS = tuple(name for name, (_, marks) in SamplingParams.declared().items() if OFFERED in marks)
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from asyncengine.request_output import RequestOutput
 from asyncengine.request_spec import RequestSpec
 from asyncengine.stats import EngineStats
 
-VERSION = 14
+VERSION = 15
 """Number of this protocol. Raise it with every change."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from asyncengine.checks import MAX_COUNT, Check, as_choice, as_integer, as_seconds, as_switch, as_text
 from asyncengine.errors import InvalidParameter
+from asyncengine.sampling_params import LOOP, OFFERED, SamplingParams
 
 Values = defaultdict[str, dict[str, Any]]
 """Values of fields by where they go, then by their names here: "outer.inner" within an object."""
@@ -76,6 +77,8 @@ PATHS: dict[str, str] = {}
 def _tables() -> dict[str, Table]:
     found: dict[str, Table] = {}
     table: Table = {}
+    marked = {name: marks for name, (_, marks) in SamplingParams.declared().items()}
+    offered = " ".join(name for name, marks in marked.items() if OFFERED in marks and LOOP not in marks)
     for line in (resources.files(__package__) / "fields.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             head, _, others = line[2:].partition(": ")
@@ -86,7 +89,7 @@ def _tables() -> dict[str, Table]:
                 table |= found[other]
         elif line and line[0] != ";":
             names, to, takes, note = (cell.strip() for cell in line.split("|", 3))
-            for given in names.split():
+            for given in names.replace("OFFERED", offered).split():
                 theirs, _, ours = given.rstrip("!").partition("=")
                 field = Field(ours or theirs, to, _check(takes), takes, note, given.endswith("!"))
                 outer, _, within = theirs.partition(".")

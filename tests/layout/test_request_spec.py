@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from dataclasses import FrozenInstanceError, dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from layout.test_layout import room, sources
@@ -17,7 +18,7 @@ from support.fake_engine import greedy, make_core
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.options import ChatKeywords, ChatRequest, RequestKeywords, RequestOptions
 from asyncengine.request_spec import RequestSpec
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.sampling_params import LOOP, SamplingParams
 from asyncengine.step import Row
 
 ALONG_THE_WAY = ("engine", "scheduler", "execution.runner", "step", "stream", "async_engine", "sync_engine", "testing")
@@ -73,7 +74,7 @@ def test_samples_share_all_but_who_they_are() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreParams(SamplingParams):
-    flavour: str = ""
+    flavour: Annotated[str, LOOP] = ""
 
 
 @dataclass(frozen=True, slots=True)

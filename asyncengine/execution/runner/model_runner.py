@@ -127,7 +127,7 @@ class ModelRunner(Executor):
         one. Where the device is the CPU that is a short step of a small model."""
         if batch.swaps or batch.encode is not None or elsewhere or self.ranks is not None:
             return False  # while kernels are compiled by other processes, a step may wait for one
-        if any((row.drafts and row.awaits_drafts) or row.spec.params.logits_processors for row in batch.rows):
+        if any((row.drafts and row.awaits_drafts) or row.spec.one_by_one for row in batch.rows):
             return False  # guesses take long, and who knows what the caller's functions do
         if any(row.grammar is not None for row in batch.rows) and not self._masks_later(batch.rows):
             return False

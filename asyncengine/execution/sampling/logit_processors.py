@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -19,6 +20,39 @@ from asyncengine.kernels.api import row_numbers as n
 from asyncengine.kernels.api import triton_missing
 from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Row
+
+# Sampling parameters, and which paths of a step know them: others are refused by name before a step is planned.
+
+KNOWN = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "logprobs_of", "prompt_logprobs",
+    "prompt_logprobs_start", "return_routed_experts", "routed_experts_start", "return_hidden_states",
+    "hidden_states_start", "steering_vectors",
+)  # fmt: skip
+"""Parameters that the samplers of every device know, those in graphs too, and what tells why else (`ModelInfo`)."""
+
+
+def _called(functions: Sequence[Callable[..., Any]], row: Row, logits: torch.Tensor) -> torch.Tensor:
+    """The logits that a request's own processors make of its row's, one after the other."""
+    output = row.tokens[row.spec.prompt_len : row.start + row.num_scheduled]
+    for function in functions:
+        found = function(list(row.spec.prompt_ids), list(output), logits)
+        if not isinstance(found, torch.Tensor) or found.shape != logits.shape:
+            raise TypeError(f"it must return a tensor of shape {list(logits.shape)}")
+        logits = found
+    return logits
+
+
+PROCESSORS: dict[str, Callable[[Any, Row, torch.Tensor], torch.Tensor]] = {"logits_processors": _called}
+"""Further ones, which need a CPU: name -> what makes of the value, a row and its float32 logits [vocab] those to draw
+from. Called in this order unless the value is empty, 0 or None, before masks, and also on guesses: the row's tokens are
+all known to those alone that are declared with `reads_output`."""
+
+
+def known_on(device: torch.device) -> tuple[str, ...]:
+    """Sampling parameters that steps on a device apply."""
+    return (*KNOWN, *PROCESSORS) if device.type == "cpu" else KNOWN
+
 
 # Sampling parameters of every slot as arrays, written once when a slot changes hands.
 
@@ -116,7 +150,7 @@ class SlotParams:
         self.frequency[slot] = params.frequency_penalty
         self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
         held_open = bool(spec.stop_ids) and params.min_tokens > 0
-        self.biased[slot] = bool(params.logit_bias or params.logits_processors)
+        self.biased[slot] = bool(params.logit_bias) or any(getattr(params, name, None) for name in PROCESSORS)
         self.prompt_len[slot] = spec.prompt_len
         self.held_until[slot] = spec.prompt_len + params.min_tokens if held_open else 0
         self.processed[slot] = bool(self.penalized[slot] or self.biased[slot] or held_open)
@@ -322,9 +356,10 @@ class LogitProcessors:
                 self._penalize(logits[index], row, tables.penalties, last_token)
         self._bias(logits)
         for place, row, own in zip(self.places, self._rows, logits, strict=True):
-            for process in row.spec.params.logits_processors:
+            for name, process in PROCESSORS.items():
                 try:
-                    _call(process, row, own)
+                    if value := getattr(row.spec.params, name, None):
+                        own.copy_(process(value, row, own))
                 except Exception as error:  # it may raise anything, and ends its own request only
                     self.failed[place] = f"a logits processor failed: {error!r}"
         if self._masks.places:
@@ -388,12 +423,3 @@ class LogitProcessors:
         kept = before.index_put((places[:, 0], places[:, 1]), before.new_full((), float("-inf")))
         nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
         logits.index_copy_(0, index, torch.where(nothing, before, kept))
-
-
-def _call(process: Callable[..., torch.Tensor], row: Row, logits: torch.Tensor) -> None:
-    """Put what a request's own processor makes of its row's float32 logits [vocab] in their place."""
-    output = row.tokens[row.spec.prompt_len : row.start + row.num_scheduled]
-    found = process(list(row.spec.prompt_ids), output, logits)
-    if not isinstance(found, torch.Tensor) or found.shape != logits.shape:
-        raise TypeError(f"it must return a tensor of shape {list(logits.shape)}")
-    logits.copy_(found)

@@ -97,7 +97,7 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
             await fleet.generate("x", SamplingParams(max_tokens=10**9))
         with pytest.raises(AdapterNotFound, match="nobody"):
             await fleet.generate("x", adapter="nobody")
-        with pytest.raises(InvalidParameter, match="logits_processors: cannot be called: requests go to other"):
+        with pytest.raises(InvalidParameter, match="logits_processors: cannot be had: requests go to other"):
             await fleet.generate("x", SamplingParams(logits_processors=[min]))
         await cluster.settle(fleet)
         await until(lambda: fleet.stats().generated_tokens > 100, "the replicas' figures")

@@ -12,7 +12,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.images import ImageSpan
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.page_group import BESIDE
-from asyncengine.kvcache.radix_tree import Lookback
+from asyncengine.kvcache.radix_tree import STRATEGIES, Lookback
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ class Life:
             max_num_batched_tokens=rng.choice([1, 7, 16, 64, 1000]),
             long_prefill_token_threshold=rng.choice([None, 1, 5]),
             prefix_caching=rng.random() < 0.7,
-            eviction=rng.choice(["lru", "lfu", "fifo", "priority"]),
+            eviction=rng.choice([*STRATEGIES]),
             max_passes=rng.choice([1, 4, 64]),
             admission_lookahead=rng.choice([0, 3, 64]),
             preempt_every=rng.choice([None, None, 3, 7]),

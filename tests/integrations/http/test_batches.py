@@ -12,13 +12,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from support.held_steps import HeldSteps
 from support.http_server import serving_models
 
+from asyncengine import AsyncEngine
 from asyncengine.integrations.http.rows import journal
 
 CHATS = "/v1/chat/completions"
 PATIENCE = 120.0
 ENDED = ("completed", "failed", "cancelled")
+ENGINES: list[AsyncEngine] = []
+"""The engine of the server that runs."""
 
 
 def rows(count: int, tokens: int = 3) -> bytes:
@@ -39,7 +43,8 @@ def rows(count: int, tokens: int = 3) -> bytes:
 def served(folder: Path | None, **settings: Any) -> Iterator[str]:
     batch_dir = None if folder is None else str(folder)
     settled = {"num_threads": 1, "policy": "priority"}
-    with serving_models({"demo": "demo"}, settled, batch_dir=batch_dir, **settings) as (url, _):
+    with serving_models({"demo": "demo"}, settled, batch_dir=batch_dir, **settings) as (url, engines):
+        ENGINES[:] = engines.values()
         yield f"{url}/v1"
 
 
@@ -90,17 +95,19 @@ def test_a_batch_is_answered_row_by_row(tmp_path: Path) -> None:
 def test_a_batch_is_cancelled_and_keeps_its_answers(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         ours = client(url)
-        batch = begun(ours, rows(400, 3000))  # it must not end before it is cancelled
+        HeldSteps(ENGINES[0], after=5, until_left=True)  # the batch must not end before it is cancelled
+        batch = begun(ours, rows(40, 100))
         while not ours.batches.retrieve(batch.id).request_counts.completed:
             time.sleep(0.02)
         batch = ours.batches.cancel(batch.id)
         assert batch.status == "cancelled"
-        assert 0 < batch.request_counts.completed < 399
+        assert 0 < batch.request_counts.completed < 39
         assert len(custom_ids(ours.files.content(batch.output_file_id).read())) == batch.request_counts.completed
 
 
 def test_a_batch_goes_on_where_the_server_ended(tmp_path: Path) -> None:
     with served(tmp_path) as url:
+        HeldSteps(ENGINES[0], after=5, until_left=True)  # the second row is answered by then, and no other
         batch = begun(client(url), rows(100, 100))
         while not client(url).batches.retrieve(batch.id).request_counts.completed:
             time.sleep(0.02)

@@ -82,6 +82,7 @@ def test_all_of_the_vocabulary_is_scored() -> None:
     assert {len(each) for each in answer.model_dump()["prompt_logprobs"][1:]} == {len(entry.top_logprobs)} == {2048}
 
 
+@pytest.mark.usefixtures("held")
 def test_the_load_is_that_of_requests_which_run(demo_url: str, client: openai.OpenAI) -> None:
     def load() -> int:
         return int(httpx.get(f"{demo_url}/load").json()["server_load"])

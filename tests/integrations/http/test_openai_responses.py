@@ -83,6 +83,7 @@ def test_what_is_stored_can_be_fetched_and_deleted(client: openai.OpenAI) -> Non
     assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+@pytest.mark.usefixtures("held")
 def test_a_stream_is_cancelled(client: openai.OpenAI) -> None:
     stream = client.responses.create(model="demo", input="hello", stream=True, extra_body=FOR_EVER)
     first = next(iter(stream))
@@ -113,6 +114,7 @@ def test_a_response_is_made_while_no_client_waits(client: openai.OpenAI) -> None
             refused(waited_for.id)
 
 
+@pytest.mark.usefixtures("held")
 def test_a_response_that_runs_is_followed_left_and_cancelled(client: openai.OpenAI) -> None:
     with client.responses.create(model="demo", input="a", stream=True, background=True, extra_body=FOR_EVER) as stream:
         seen = [event for event, _ in zip(stream, range(8), strict=False)]
@@ -152,6 +154,7 @@ def test_a_long_input_is_read(client: openai.OpenAI) -> None:
     assert ask(client, "and then?", previous_response_id=long.id).status == "completed"
 
 
+@pytest.mark.usefixtures("held")
 def test_a_client_that_leaves_leaves_nothing(client: openai.OpenAI) -> None:
     stream = client.responses.create(model="demo", input="hello", stream=True, extra_body=FOR_EVER)
     first = next(iter(stream))

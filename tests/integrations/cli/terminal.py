@@ -29,12 +29,12 @@ def _take_terminal() -> None:
 class Terminal:
     """`asyncengine ARGUMENTS` with a controlling terminal of its own, so that Ctrl-C is a real one."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, start: tuple[str, ...] = ("-m", "asyncengine")) -> None:
         self._fd, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 110, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "asyncengine", *arguments],
+            [sys.executable, *start, *arguments],
             stdin=child,
             stdout=child,
             stderr=child,

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from support.data import cases_of
+from support.held_steps import HELD_COMMAND, HOLD
 
 from asyncengine import EngineConfig
 from asyncengine.errors import InvalidParameter
@@ -90,7 +91,7 @@ class Served:
         return self.process.returncode, said
 
     def stream(self, max_tokens: int) -> Any:
-        """The lines of an answer that goes on for long."""
+        """The lines of an answer, of a server that holds it up until something else is asked for."""
         body = {**ENDLESS, "max_tokens": max_tokens}
         return httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, headers=KEY, timeout=PATIENCE)
 
@@ -100,7 +101,7 @@ def frames(lines: Iterator[str]) -> list[Any]:
 
 
 def test_ctrl_c_ends_streams_and_then_the_server() -> None:
-    with Served("demo", "pet=demo", "--alias", "*=pet") as served:
+    with Served("demo", "pet=demo", "--alias", "*=pet", start=HELD_COMMAND) as served:
         assert served.ready().startswith("serving demo, pet at http://127.0.0.1:")
         with served.stream(4000) as answer:
             lines = answer.iter_lines()
@@ -113,8 +114,9 @@ def test_ctrl_c_ends_streams_and_then_the_server() -> None:
         assert "Traceback" not in said
 
 
-TRACED = ROWS["traced"]
-"""The start of a command as `opentelemetry-instrument` does it, by hand: a provider is set before the command runs."""
+TRACED = ("-c", HOLD + ROWS["traced"])
+"""The start of a command as `opentelemetry-instrument` does it, by hand: a provider is set before the command runs.
+Its answers are held up."""
 
 
 def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
@@ -124,7 +126,6 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
         with served.stream(1000) as answer:
             lines = answer.iter_lines()
             next(lines)
-            # the answer must not end before the signal is there
             assert httpx.post(f"{served.url}/pause?mode=keep", headers=KEY).status_code == 200
             served.process.send_signal(signal.SIGTERM)
             while (health := httpx.get(f"{served.url}/health")).status_code == 200:

@@ -9,13 +9,15 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("needs pseudo-terminals", allow_module_level=True)
 
+from support.held_steps import HELD_COMMAND
+
 from .terminal import CTRL_C, CTRL_D, Terminal
 
 ENDLESS = ("--ignore-eos", "--max-tokens", "3000", "--temperature", "0", "--num-threads", "1")
 
 
 def test_chat_stops_an_answer_and_goes_on() -> None:
-    with Terminal("chat", "demo", *ENDLESS) as terminal:
+    with Terminal("chat", "demo", *ENDLESS, start=HELD_COMMAND) as terminal:
         terminal.expect("Ctrl-C stops an answer")
         terminal.expect("> ")
         terminal.send("Tell me a story about a cat named Lio.\n")
@@ -37,7 +39,7 @@ def test_chat_stops_an_answer_and_goes_on() -> None:
 
 
 def test_ctrl_c_in_the_middle_of_the_demo() -> None:
-    with Terminal("demo") as terminal:
+    with Terminal("demo", start=HELD_COMMAND) as terminal:
         terminal.expect("streams at once")
         terminal.expect("more")  # the live board is on the screen
         assert "\x1b[?25l" in terminal.output
@@ -48,7 +50,7 @@ def test_ctrl_c_in_the_middle_of_the_demo() -> None:
 
 
 def test_ctrl_c_while_torch_is_imported() -> None:
-    with Terminal("generate", "demo", "hi") as terminal:
+    with Terminal("generate", "demo", "hi", *ENDLESS, start=HELD_COMMAND) as terminal:
         terminal.expect("importing torch")
         terminal.send(CTRL_C)
         assert terminal.end() == 130

@@ -36,8 +36,10 @@ def test_each_key_has_its_own_limits(url: str) -> None:
         assert [ask(url, "s").status_code for _ in range(3)] == [200, 200, 429]
         late = ask(url, "s", **{"anthropic-version": "2023-06-01"})
         assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
-        assert 20 < int(late.headers["retry-after"]) <= 30
-        first, then = ask(url, "b"), ask(url, "b")
+        assert 0 < int(late.headers["retry-after"]) <= 30
+        first = ask(url, "b")
+        lines(5)  # its tokens are counted behind its answer
+        then = ask(url, "b")
         assert (first.status_code, then.status_code) == (200, 429), "the first had more than 5 tokens"
         assert "brief" in then.json()["error"]["message"]
         assert first.json()["usage"]["total_tokens"] > 5

@@ -14,7 +14,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
-from support.fake_engine import make_engine
+from support.fake_engine import PATIENCE, make_engine
 from support.held_steps import HeldSteps
 from support.http_server import serving_models
 
@@ -125,7 +125,8 @@ def test_a_chat_with_a_key_and_what_the_engine_does(page: Any, url: str) -> None
     tokens = asked["usage"]["prompt_tokens"]
     assert articles.nth(1).locator(".note").inner_text().startswith(f"{tokens} tokens read")
     page.wait_for_selector("dt:text-is('Pages cached') + dd:not(:text-is('0'))")
-    pages = [int(figure(page, f"Pages {name}")) for name in ("in use", "cached", "free")]
+    shown = page.locator("#figures").inner_text()  # at once: the next figures come each second
+    pages = [int(re.search(rf"Pages {name}\s+(\d+)", shown)[1]) for name in ("in use", "cached", "free")]  # type: ignore[index]
     assert sum(pages) == ENGINES[0].stats().pages.total
     assert figure(page, "Prefix hits").endswith("%")
     assert figure(page, "Step, median").endswith("ms")
@@ -364,9 +365,10 @@ def test_every_request_is_shown_with_its_reason_and_may_be_stopped(page: Any, ur
     asked = {"model": "demo", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 300}
     asked |= {"ignore_eos": True, "stream": True}
     with (
-        HeldSteps(engine, after=6),
+        HeldSteps(engine, after=6) as held,
         httpx.stream("POST", f"{url}v1/chat/completions", json=asked, headers={"x-api-key": KEY}) as answer,
     ):
+        assert held.reached.wait(PATIENCE)  # nothing changes from here on
         page.click("#running > summary")
         card = page.locator("#requests li")
         page.wait_for_selector("#requests .state.running")

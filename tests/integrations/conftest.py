@@ -7,6 +7,7 @@ answers are printable, never empty, and end only by length or by a stop the test
 from __future__ import annotations
 
 import asyncio
+import inspect
 import string
 import threading
 import time
@@ -14,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 from langchain_core.messages import AIMessageChunk
-from support.fake_engine import posted, until
+from support.fake_engine import PATIENCE, posted, until
 from support.peft_checkpoints import make_peft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -76,6 +78,13 @@ def make_tiny_chat_model(folder: Path) -> Path:
 def one_thread() -> None:
     """On a busy machine torch's threads wait for each other longer than these small models compute."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> None:
+    """httpx gives up after 5 s, within which a busy machine that compiles kernels answers nothing."""
+    default = inspect.signature(httpx.get).parameters["timeout"].default  # one object, of all its functions and clients
+    default.connect = default.read = default.write = default.pool = PATIENCE
 
 
 @pytest.fixture(scope="session")

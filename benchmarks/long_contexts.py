@@ -91,7 +91,9 @@ class Form:
         with tempfile.TemporaryDirectory() as folder:
             AutoConfig.for_model(**{"model_type": "qwen3", **SHAPES[options.shape]}).save_pretrained(folder)
             model = load_model(folder, config)
-        memory = (options.rows * self._pages + 1) * page_bytes(model.layers, PAGE, kv_dtype(config, model.dtype))
+        memory = (options.rows * self._pages + 1) * page_bytes(
+            model.layers, PAGE, kv_dtype(config.kv_cache_dtype, model.dtype)
+        )
         self.runner: ModelRunner = build_runner(model, config.replace(kv_cache_memory=memory)).runner
         self.bytes_of_token = self.runner.kv_bytes / self.runner.num_pages / PAGE
         self._layers = model.layers

@@ -117,7 +117,7 @@ def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: s
     from asyncengine.execution.models.memory.needs import read_needs
 
     needs = read_needs(resolve_model(model), config, device=torch.device(device))
-    return needs.total(needs.kv_tokens(config)), needs.step_bytes // config.tensor_parallel
+    return needs.total(needs.kv_tokens(config.kv_cache_memory)), needs.step_bytes // config.tensor_parallel
 
 
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:

@@ -22,7 +22,7 @@ from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, Uns
 from asyncengine.execution.device.cores import Cores, threads_for
 from asyncengine.execution.device.memory import in_words
 from asyncengine.execution.device.transfer import on_device
-from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint, open_configured
 from asyncengine.execution.models.config import ModelConfig
 from asyncengine.execution.models.decoder import Decoder, PooledDecoder
 from asyncengine.execution.models.description import is_headless, pooling_of, resolve_device
@@ -74,8 +74,7 @@ def open_model(path: str, config: EngineConfig) -> ModelFiles:
     Raises `ModelNotFound`, `UnsupportedModel`, `InvalidParameter` for a device that is not there.
     """
     device = resolve_device(config.device)
-    checkpoint = open_checkpoint(path, config, writes=config.task == "generate")
-    return ModelFiles(path, config, device, checkpoint, open_draft(config, device))
+    return ModelFiles(path, config, device, open_configured(path, config), open_draft(config, device))
 
 
 def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource | None:
@@ -97,7 +96,7 @@ def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource |
         )
     try:
         path = resolve_draft(config.draft_model)
-        return open_checkpoint(path, config.replace(images="off", mmproj=None), drafts=True)
+        return open_checkpoint(path, CheckpointOptions.of(config)._replace(images=False, mmproj=None), drafts=True)
     except (ModelNotFound, UnsupportedModel) as error:
         raise type(error)(f"draft_model: {error}") from error
 
@@ -117,7 +116,7 @@ class ModelBuilder:
         config, device = files.config, files.device
         self.files, self._ahead = files, ahead
         self._progress = LoadProgress(config.show_progress, check, on_progress)
-        self.pooling = pooling = pooling_of(files.checkpoint, config)
+        self.pooling = pooling = pooling_of(files.checkpoint, config.task, config.pooling)
         self.is_encoder = pooling is not None and pooling.whole
         if pooling is not None:
             if files.draft is not None:
@@ -222,18 +221,21 @@ class ModelBuilder:
         What is in the way of pictures is not in the way of text: it is logged. Raises `ModelNotFound` for a tower whose
         tensors are missing.
         """
-        checkpoint, loaded = self.files.checkpoint, self.loaded
+        checkpoint, loaded, config = self.files.checkpoint, self.loaded, self.config
         if self.pooling is not None:
             return "the model writes no text"
         if getattr(loaded.hf_config, "model_type", "") not in MULTIMODAL:
             of_two_files = ": a GGUF file has pictures in another one (mmproj)" if checkpoint.metadata else ""
             return f"the model reads text alone{of_two_files}"
-        if self.config.images == "off":
+        if config.images == "off":
             return 'images="off"'
         assert isinstance(loaded, LoadedModel)
         try:
             with self._cores.loading():
-                tower, processor, axes = read_tower(checkpoint, loaded, vocabulary, self.config, self._progress)
+                tower, processor, axes = read_tower(
+                    checkpoint, loaded, vocabulary, self._progress, dummy=config.load_format == "dummy",
+                    attention_backend=config.attention_backend, max_num_batched_tokens=config.max_num_batched_tokens,
+                )  # fmt: skip
         except (UnsupportedModel, ImportError, OSError, ValueError, KeyError) as error:
             reason = first_line(error)
             logger.warning("%s reads text alone: %s", loaded.name, reason)

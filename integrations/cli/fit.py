@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kv_tokens is not None:
         as_integer("kv_tokens", args.kv_tokens, 1)
     needs, machine = on_thread(lambda: _read(args.model, config)).result()
-    tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
+    tokens = needs.kv_tokens(config.kv_cache_memory) if args.kv_tokens is None else args.kv_tokens
     machines = 1 + len(config.stage_hosts)
     processes = machine.process * config.processes // machines
     claim, total = claim_here(needs, tokens, config, processes), needs.total(tokens) + processes * machines

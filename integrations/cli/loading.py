@@ -67,11 +67,11 @@ def on_thread(work: Callable[[], T]) -> Future[T]:
 def check_paths(model: str, config: EngineConfig) -> None:
     """Refuse wrong paths at once, for importing torch takes seconds. Hub ids are the loader's business."""
     from asyncengine.demo import resolve_model
-    from asyncengine.execution.models.checkpoint import open_checkpoint
+    from asyncengine.execution.models.checkpoint import open_configured
 
     path = resolve_model(model)
     if os.path.exists(path) or path.startswith((".", "~", os.sep)):
-        open_checkpoint(path, config, writes=config.task == "generate")
+        open_configured(path, config)
     check_adapters(config)
 
 

@@ -14,7 +14,6 @@ from gpu.ladder.shapes import SHAPES, TINY, Shape
 from support.fake_gpu import fake_gpu
 from support.long import LONG
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.models.fallback.model import count_elements
 
 ALIKE = (
@@ -68,7 +67,7 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("shape", [FEW, SMALL, LARGE, TINY["small"]])
 def test_weights_of_a_shape(shape: Shape) -> None:
-    elements = count_elements(shape.config, EngineConfig(), torch.bfloat16)
+    elements = count_elements(shape.config, torch.bfloat16)
     unread = 0 if shape.fields["tie_word_embeddings"] else shape.fields["vocab_size"] * shape.fields["hidden_size"]
     assert shape.weights_read == 2 * (elements - unread)
 

@@ -12,7 +12,6 @@ from support.forwards import Forwards
 from support.layer_options import options
 from support.tiny_configs import FAMILIES
 
-from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -59,7 +58,7 @@ def test_products_of_torch_are_not_computed_and_whole_numbers_are_in_range() -> 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4", "olmo2", "lfm2", "nemotron-h", "falcon-h1", "qwen3.5"])
 def test_what_a_model_calls_is_listed(family: str) -> None:
     decoder = Decoder(decoder_config_of(FAMILIES[family](), 64), options(torch.bfloat16, bits=8), 64)
-    listed = kernels_of(decoder, EngineConfig(page_size=4), {}).needed
+    listed = kernels_of(decoder, 4, torch.bfloat16, {}).needed
     for slot in decoder.slots().values():
         slot.load(torch.full(slot.shape, 0.01))
     decoder.recorded = None  # a record's replay calls no kernel from Python
@@ -85,6 +84,6 @@ def test_no_other_process_is_waited_for() -> None:
     ranks: Any = SimpleNamespace(rank=0, size=2, exact=True)  # without anything that exchanges results
     decoder = Decoder(described, replace(alone, ranks=ranks), 64)
     assert any(isinstance(linear.weight, ShardedWeight) for linear in decoder.layers[0].linears())
-    assert kernels_of(decoder, EngineConfig(page_size=4), {}) == kernels_of(
-        Decoder(described, alone, 64), EngineConfig(page_size=4), {}
+    assert kernels_of(decoder, 4, torch.bfloat16, {}) == kernels_of(
+        Decoder(described, alone, 64), 4, torch.bfloat16, {}
     )

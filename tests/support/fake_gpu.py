@@ -70,7 +70,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
         longest = min(pages, -(-(max_model_len or pages) // config.page_size))
         return FlashInferBackend(
             layers, pages, config.page_size, dtype, device, max_rows=config.max_num_seqs, max_pages_per_row=longest,
-            kv_dtype=kv_dtype(config, dtype), flashinfer=FakeFlashInfer(memory), memory=memory,
+            kv_dtype=kv_dtype(config.kv_cache_dtype, dtype), flashinfer=FakeFlashInfer(memory), memory=memory,
         )  # fmt: skip
 
     def build_runner(model: Any, config: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncengine.config import EngineConfig, MemorySettings
+from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.execution.attention.base import AttentionBackend, LayerSpec
 from asyncengine.execution.attention.flashinfer import FlashInferBackend, load_flashinfer
@@ -20,9 +20,9 @@ from asyncengine.kernels.api import compiler_missing
 logger = logging.getLogger("asyncengine")
 
 
-def kv_dtype(config: MemorySettings, dtype: torch.dtype) -> torch.dtype:
+def kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """Type of KV memory for a model of `dtype`."""
-    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(config.kv_cache_dtype, dtype)
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kv_cache_dtype, dtype)
 
 
 def check_kv_dtype(config: EngineConfig, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> None:
@@ -58,7 +58,7 @@ def make_backend(
     do what is asked.
     """
     check_kv_dtype(config, layers, dtype, device)
-    kept = kv_dtype(config, dtype)
+    kept = kv_dtype(config.kv_cache_dtype, dtype)
     reason = f'attention_backend is "{config.attention_backend}"'
     if config.attention_backend in ("auto", "flashinfer"):
         found = _flashinfer_missing(layers, dtype, device, config.page_size)
@@ -121,7 +121,7 @@ def _try_flashinfer(
             longest = min(num_pages, longest)
     backend = FlashInferBackend(
         layers, num_pages, config.page_size, dtype, device, max_rows=config.max_num_seqs, max_pages_per_row=longest,
-        kv_dtype=kv_dtype(config, dtype), flashinfer=flashinfer,
+        kv_dtype=kv_dtype(config.kv_cache_dtype, dtype), flashinfer=flashinfer,
     )  # fmt: skip
     logger.info("preparing FlashInfer's kernels; those not compiled on this machine before take minutes")
     try:

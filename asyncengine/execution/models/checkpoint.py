@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel, shorten
@@ -184,8 +184,37 @@ class Checkpoint(formats.CheckpointSource):
         return root_folder(self.folder)
 
 
+class CheckpointOptions(NamedTuple):
+    """Choices among a model's files, and the place where they are looked for."""
+
+    dummy: bool = False
+    """Weights are made up (`load_format="dummy"`), so that their files are not."""
+    images: bool = False
+    """The image part of a GGUF model, where it has one."""
+    mmproj: str | None = None
+    """The file of that part. None: the one beside the model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    show_progress: bool = False
+    """Bars on stderr while files are downloaded."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """The choices of an engine's settings."""
+        images = config.images != "off" and config.task in ("auto", "generate")
+        return cls(config.load_format == "dummy", images, config.mmproj, config.revision, config.show_progress)
+
+
+_USUAL = CheckpointOptions()
+
+
+def open_configured(path_or_id: str, config: EngineConfig) -> formats.CheckpointSource:
+    """Open the model of an engine with these settings. Raises as `open_checkpoint`."""
+    return open_checkpoint(path_or_id, CheckpointOptions.of(config), writes=config.task == "generate")
+
+
 def open_checkpoint(
-    path_or_id: str, config: EngineConfig, writes: bool = True, drafts: bool = False
+    path_or_id: str, options: CheckpointOptions = _USUAL, *, writes: bool = True, drafts: bool = False
 ) -> formats.CheckpointSource:
     """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
     header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
@@ -195,17 +224,18 @@ def open_checkpoint(
     wanted.
     """
     if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
-        path_or_id = str(download(named, config))
-    if (gguf := _open_gguf(path_or_id, config)) is not None:
+        weights, shown = not options.dummy, options.show_progress
+        path_or_id = str(download(named, options.revision, weights=weights, show_progress=shown))
+    if (gguf := _open_gguf(path_or_id, options)) is not None:
         return gguf
-    if config.mmproj is not None:
-        raise InvalidParameter("mmproj", f"goes with a GGUF model, and {path_or_id} is none", config.mmproj)
+    if options.mmproj is not None:
+        raise InvalidParameter("mmproj", f"goes with a GGUF model, and {path_or_id} is none", options.mmproj)
     folder = _find_folder(path_or_id)
     check_files(folder, writes=writes)
     folder = folder if writes else transformer_folder(folder)
     raw = formats.read_json(folder / "config.json", path_or_id)
     check_architectures(folder, raw, writes=writes, drafts=drafts)
-    files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
+    files = () if options.dummy else _weight_files(folder, path_or_id)
     tensors: dict[str, formats.StoredTensor] = {}
     for file in files:
         tensors.update(read_header(file))
@@ -243,7 +273,7 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 
 
-def _open_gguf(path_or_id: str, config: EngineConfig) -> formats.CheckpointSource | None:
+def _open_gguf(path_or_id: str, options: CheckpointOptions) -> formats.CheckpointSource | None:
     """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
     path = Path(os.path.expanduser(path_or_id))
     is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
@@ -255,8 +285,7 @@ def _open_gguf(path_or_id: str, config: EngineConfig) -> formats.CheckpointSourc
     model = find_gguf(path_or_id)
     if model is not None and any(key.endswith(".decision.type") for key in model.metadata):
         raise UnsupportedModel(f"{path_or_id} has a decision head (decision.type); of GGUF files none is read")
-    reads_images = config.images != "off" and config.task in ("auto", "generate")
-    return model if model is None or not reads_images else with_projector(model, config.mmproj)
+    return model if model is None or not options.images else with_projector(model, options.mmproj)
 
 
 def _find_folder(path_or_id: str) -> Path:

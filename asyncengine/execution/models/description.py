@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig, ModelSettings, RequestSettings
+from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.execution.device.memory import is_out_of_memory
 from asyncengine.execution.layers.stored_weight import stored_missing
@@ -68,6 +68,8 @@ class ModelDescription:
     """Bits of a weight that the engine quantizes; None: weights keep their type."""
     stored: Mapping[str, str]
     """Storage types of the matrices that are quantized in their files, by name."""
+    dummy: bool = False
+    """Weights are made up: of the files none is read (`load_format="dummy"`)."""
     no_mtp: str | None = None
     """Why the head that predicts further tokens is not read; None: it is part of `structure`."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +100,10 @@ def describe_model(
     (max_model_len, device, quantization).
     """
     with typed(checkpoint.folder):
-        hf_config, structure, max_model_len = read_config(path_or_id, checkpoint, config)
+        own_code = config.trust_remote_code
+        hf_config, structure, max_model_len = read_config(
+            path_or_id, checkpoint, config.max_model_len, fuse=config.fuse, trust_remote_code=own_code
+        )
         structure = _without_head(hf_config, structure) if headless else structure
         structure = with_eagle(structure, checkpoint, max_model_len)
         device = device or resolve_device(config.device)
@@ -110,11 +115,16 @@ def describe_model(
         try:
             check_config(hf_config, checkpoint, structure)
         except UnsupportedModel as error:
-            if structure is None and (setting := _passed_over(hf_config, config)):
+            if structure is None and (setting := _passed_over(hf_config, config.fuse, own_code)):
                 raise UnsupportedModel(f"{error}; without {setting} its layers are those written down here") from error
             raise
-    described = _described(checkpoint, config, hf_config, structure, max_model_len, device)
-    return replace(described, no_mtp=no_mtp, generation_defaults=_generation_defaults(checkpoint, config))
+    given: dict[str, Any] = dict(config.sampling_defaults or ())  # type: ignore[arg-type]
+    defaults = _generation_defaults(checkpoint, given, config.max_stop_strings, config.max_stop_string_length)
+    return ModelDescription(
+        checkpoint, hf_config, structure, max_model_len, device,
+        *_number_forms(checkpoint, hf_config, device, config.dtype, config.quantization),
+        dummy=config.load_format == "dummy", no_mtp=no_mtp, generation_defaults=defaults,
+    )  # fmt: skip
 
 
 def describe_encoder(
@@ -129,28 +139,30 @@ def describe_encoder(
         if config.max_model_len is not None:
             _check_length(config.max_model_len, structure.max_model_len)
             structure = encoder_config_of(hf_config, config.max_model_len, classifies)
-    return _described(checkpoint, config, hf_config, structure, structure.max_model_len, device)
-
-
-def _described(
-    checkpoint: CheckpointSource, config: ModelSettings, hf_config: Any,
-    structure: DecoderConfig | EncoderConfig | None, max_model_len: int, device: torch.device | None,
-) -> ModelDescription:  # fmt: skip
-    device, stored = device or resolve_device(config.device), checkpoint.stored_kinds()
-    dtype = _DTYPES.get(config.dtype) or _dtype_of(hf_config, checkpoint, device, quantized=bool(stored))
-    bits = quantization_bits(config.quantization, dtype, device)
-    return ModelDescription(checkpoint, hf_config, structure, max_model_len, device, dtype, bits, stored)
-
-
-def pooling_of(checkpoint: CheckpointSource, config: ModelSettings) -> PoolingSpec | None:
-    """The pooling that the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`,
-    and `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
-    if checkpoint.metadata and config.task == "auto" and config.pooling is None:
-        return None  # a GGUF file; what it says of pooling is not read
-    found = read_pooling(
-        checkpoint.root(), checkpoint.config, config.task, config.pooling,
-        encoder=is_encoder_config(checkpoint.config),
+    device = device or resolve_device(config.device)
+    return ModelDescription(
+        checkpoint, hf_config, structure, structure.max_model_len, device,
+        *_number_forms(checkpoint, hf_config, device, config.dtype, config.quantization),
+        dummy=config.load_format == "dummy",
     )  # fmt: skip
+
+
+def _number_forms(
+    checkpoint: CheckpointSource, hf_config: Any, device: torch.device, dtype: str, quantization: str | None
+) -> tuple[torch.dtype, int | None, Mapping[str, str]]:
+    """`dtype`, `bits` and `stored` of a `ModelDescription`, by the settings `dtype` and `quantization`."""
+    stored = checkpoint.stored_kinds()
+    own = _DTYPES.get(dtype) or _dtype_of(hf_config, checkpoint, device, quantized=bool(stored))
+    return own, quantization_bits(quantization, own, device), stored
+
+
+def pooling_of(checkpoint: CheckpointSource, task: str, pooling: str | None) -> PoolingSpec | None:
+    """The pooling that the model's files and the settings `task` and `pooling` ask for; None: it writes text. Raises as
+    `read_pooling`, and `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
+    if checkpoint.metadata and task == "auto" and pooling is None:
+        return None  # a GGUF file; what it says of pooling is not read
+    encoder = is_encoder_config(checkpoint.config)
+    found = read_pooling(checkpoint.root(), checkpoint.config, task, pooling, encoder=encoder)
     if found is None:
         check_files(checkpoint.folder)
         check_architectures(checkpoint.folder, checkpoint.config)
@@ -163,28 +175,30 @@ def is_headless(pooling: PoolingSpec | None) -> bool:
 
 
 def read_config(
-    path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig
-) -> tuple[Any, DecoderConfig | None, int]:
+    path_or_id: str, checkpoint: CheckpointSource, max_model_len: int | None = None, *, fuse: bool = True,
+    trust_remote_code: bool = False,
+) -> tuple[Any, DecoderConfig | None, int]:  # fmt: skip
     """(the configuration, what the decoder is built of, if it is native, the longest sequence).
 
     A family that is written down reads its configuration itself. transformers' class is imported where it does not, or
-    where fields are missing for which only that class has defaults.
+    where fields are missing for which only that class has defaults, or where `fuse` is off. `max_model_len`: the
+    longest sequence that is wanted; None: the model's own.
     """
     content = checkpoint.config
-    own_code = config.trust_remote_code and "auto_map" in content
-    native = config.fuse and not own_code and content.get("model_type") in (*NATIVE, *MULTIMODAL)
+    own_code = trust_remote_code and "auto_map" in content
+    native = fuse and not own_code and content.get("model_type") in (*NATIVE, *MULTIMODAL)
     if native and (error := misnamed(content)):
         raise error
-    refused = not config.fuse
+    refused = not fuse
     if (own := native_config(content, path_or_id) if native else None) is not None:
-        length = _max_model_len(own, config.max_model_len)
+        length = _max_model_len(own, max_model_len)
         with suppress(MissingField):
             structure = decoder_config_of(own, length)
             if structure is not None:
                 return own, with_head(structure, content), length
             refused = True  # an option of it is not written down
-    hf_config = load_config(checkpoint, config.trust_remote_code)
-    length = _max_model_len(hf_config, config.max_model_len)
+    hf_config = load_config(checkpoint, trust_remote_code)
+    length = _max_model_len(hf_config, max_model_len)
     return hf_config, with_head(None if refused else decoder_config_of(hf_config, length), content), length
 
 
@@ -260,13 +274,13 @@ def check_config(hf_config: Any, checkpoint: CheckpointSource, structure: Decode
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
 
 
-def _passed_over(hf_config: Any, config: EngineConfig) -> str:
+def _passed_over(hf_config: Any, fuse: bool, trust_remote_code: bool) -> str:
     """The setting because of which a family that is written down here runs through transformers; "": none."""
     if hf_config.get_text_config().model_type not in NATIVE:
         return ""
-    if not config.fuse:
+    if not fuse:
         return "fuse=False"
-    own_code = config.trust_remote_code and not type(hf_config).__module__.startswith("transformers.")
+    own_code = trust_remote_code and not type(hf_config).__module__.startswith("transformers.")
     return "trust_remote_code=True" if own_code else ""
 
 
@@ -325,21 +339,22 @@ def typed(folder: Path) -> Iterator[None]:
         raise ModelNotFound(f"{folder} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _generation_defaults(checkpoint: CheckpointSource, config: RequestSettings) -> dict[str, Any]:
-    """The settings of generation_config.json, and over them the engine's `sampling_defaults`. Raises `ModelNotFound`
-    for a value that no request could use."""
+def _generation_defaults(
+    checkpoint: CheckpointSource, given: Mapping[str, Any], max_stop_strings: int, max_stop_string_length: int
+) -> dict[str, Any]:
+    """The settings of generation_config.json, and over them those `given` to the engine. Raises `ModelNotFound` for
+    a value that no request could use, such as more or longer `stop_strings` than the engine takes."""
     file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
     found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
     try:
         checked = SamplingParams.from_dict({name: found[name] for name in OPEN_PARAMETERS if name in found})
         if "stop_strings" in found:
             stops = found["stop_strings"] = SamplingParams(stop=found["stop_strings"]).stop
-            if len(stops) > config.max_stop_strings or max(map(len, stops), default=0) > config.max_stop_string_length:
+            if len(stops) > max_stop_strings or max(map(len, stops), default=0) > max_stop_string_length:
                 raise InvalidParameter("stop_strings", "are more, or longer, than the engine takes")
     except InvalidParameter as error:
         raise ModelNotFound(f"{file}: {error}") from None
     if not isinstance(found.get("do_sample", False), bool):
         raise ModelNotFound(f"{file}: do_sample must be true or false")
     own = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in found.items()}
-    given: dict[str, Any] = dict(config.sampling_defaults or ())  # type: ignore[arg-type]
     return {**own, **({"do_sample": True} if "temperature" in given else {}), **given}

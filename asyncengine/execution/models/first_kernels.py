@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import StepView
-from asyncengine.execution.attention.factory import check_kv_dtype, kv_dtype
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.execution.layers.step import StepContext
@@ -44,16 +42,16 @@ _listed: dict[Hashable, FirstKernels] = {}
 """Kernels of the decoders that this process has loaded: a list takes as long as several steps."""
 
 
-def kernels_of(decoder: Decoder, config: EngineConfig, defaults: Mapping[str, Any]) -> FirstKernels:
-    """`defaults`: the model's own sampling parameters, by name. Raises as `check_kv_dtype`."""
-    check_kv_dtype(config, decoder.specs, decoder.dtype, decoder.device)
+def kernels_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype, defaults: Mapping[str, Any]) -> FirstKernels:
+    """The kernels of a decoder over pages of so many tokens and of keys and values of that type. `defaults`: the
+    model's own sampling parameters, by name."""
     options = decoder.options
     if options.kernels.name != "compiled":
         return FirstKernels()
     if options.ranks is not None:  # other processes do not run along
         alone = replace(options, ranks=None, memory=Arena())
         decoder = Decoder(decoder.config, alone, decoder.max_model_len)
-    pages = config.page_size, kv_dtype(config, decoder.dtype)
+    pages = page_size, kv_dtype
     key = decoder.key, pages
     if key not in _listed:
         if len(_listed) >= _MAX_LISTED:

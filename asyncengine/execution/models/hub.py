@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from asyncengine.config import ModelSettings
 from asyncengine.errors import ModelNotFound, shorten
 from asyncengine.progress import is_terminal
 
@@ -74,25 +73,25 @@ def short_name(path_or_id: str) -> str:
     return ":".join(part.rsplit("/", 1)[-1] for part in parts if part)
 
 
-def download(named: HubName, config: ModelSettings) -> Path:
+def download(named: HubName, revision: str | None = None, *, weights: bool = True, show_progress: bool = False) -> Path:
     """The folder of a model's files, or a GGUF file with its other parts beside it: from the cache, or downloaded.
+    `revision` goes before the one of an address. `weights=False`: safetensors files are not wanted.
 
     Raises `ModelNotFound` saying why there is none and what helps, or which GGUF models there are to choose from.
     """
-    repo, revision = named.repo, config.revision or named.revision
+    repo, revision = named.repo, revision or named.revision
+    shown = show_progress and is_terminal(sys.stderr)
     try:
-        return _download(repo, revision, named.choice, config)
+        return _download(repo, revision, named.choice, weights, shown)
     except ModelNotFound:
         raise
     except Exception as error:
         raise ModelNotFound(_explain(error, repo, revision)) from error
 
 
-def _download(repo: str, revision: str | None, choice: str, config: ModelSettings) -> Path:
+def _download(repo: str, revision: str | None, choice: str, weights: bool, shown: bool) -> Path:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
-    shown = config.show_progress and is_terminal(sys.stderr)
-    weights = config.load_format != "dummy"
     wanted, first = [kind for kind in _FILES if weights or kind != "*.safetensors"], "."
     if choice or not _is_cached(repo, revision, wanted, weights):
         sizes = _sizes(repo, revision)

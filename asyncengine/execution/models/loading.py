@@ -22,7 +22,7 @@ import torch
 from asyncengine.config import EngineConfig, ModelSettings
 from asyncengine.errors import InvalidParameter, ModelNotFound
 from asyncengine.execution.attention.base import LayerSpec
-from asyncengine.execution.attention.factory import kv_dtype
+from asyncengine.execution.attention.factory import check_kv_dtype, kv_dtype
 from asyncengine.execution.attention.flashinfer import load_flashinfer
 from asyncengine.execution.attention.flashinfer_plan import LayerGroup, why_not
 from asyncengine.execution.device.arena import find_memory
@@ -35,7 +35,7 @@ from asyncengine.execution.layers.sharded import LocalWeight, Ranks, ShardedWeig
 from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.step import CausalLM
 from asyncengine.execution.layers.stored import TensorSlot
-from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.description import ModelDescription, describe_encoder, describe_model, typed
 from asyncengine.execution.models.eagle import HeadedCheckpoint, headed
@@ -61,14 +61,15 @@ _CORES_EACH = 3
 """A build runs one compiler for each of its sources, and each compiler takes up to two GiB."""
 
 
-def modules_of(decoder: Decoder, config: EngineConfig, dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Calls that each have one module built and loaded, those that take longest first: what this model calls."""
+def modules_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Calls that each have one module built and loaded, those that take longest first: what this model calls over
+    pages of so many tokens and of keys and values of that type."""
     flashinfer = load_flashinfer()
     gated = {getattr(layer.mlp, "activation", "") for layer in decoder.config.layers} & {"silu", "gelu", "gelu_tanh"}
     found: list[Callable[[], object]] = []
-    if why_not(decoder.specs, dtype, config.page_size) is None:
-        hopper, stored = is_hopper(decoder.device), kv_dtype(config, dtype)
-        found = attention_modules(flashinfer, decoder.specs, dtype, stored, hopper=hopper)
+    if why_not(decoder.specs, decoder.dtype, page_size) is None:
+        hopper = is_hopper(decoder.device)
+        found = attention_modules(flashinfer, decoder.specs, decoder.dtype, kv_dtype, hopper=hopper)
     return [*found, *(partial(flashinfer.activation.get_act_and_mul_module, name) for name in sorted(gated))]
 
 
@@ -202,7 +203,7 @@ def load_model(
     """
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
-        checkpoint = headed(checkpoint or open_checkpoint(path_or_id, config), draft)
+        checkpoint = headed(checkpoint or open_checkpoint(path_or_id, CheckpointOptions.of(config)), draft)
         head = checkpoint.head if isinstance(checkpoint, HeadedCheckpoint) else None
         described = describe_model(path_or_id, checkpoint, config, headless)
         checkpoint = described.checkpoint
@@ -213,9 +214,10 @@ def load_model(
             with typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(described, config, bar, ahead, threads, ranks)
         else:
-            check_split(config, ranks, "it runs through transformers' modules")
+            check_split(ranks, "it runs through transformers' modules")
             with threads():
-                model, fused, nbytes = _load_module(described, config, bar)
+                exact, own_code = config.activations == "exact", config.trust_remote_code
+                model, fused, nbytes = _load_module(described, bar, exact=exact, trust_remote_code=own_code)
     return LoadedModel(
         **_facts(path_or_id, described, fused, nbytes), model=model,
         eos_token_ids=described.eos_token_ids(model.vocab_size), vocab_size=model.vocab_size,
@@ -244,7 +246,7 @@ def load_encoder(
     """Load an encoder. Parameters and errors are those of `load_model`."""
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
-        checkpoint = checkpoint or open_checkpoint(path_or_id, config, writes=False)
+        checkpoint = checkpoint or open_checkpoint(path_or_id, CheckpointOptions.of(config), writes=False)
         described = describe_encoder(checkpoint, config)
         if described.device.type == "cpu":
             bound_kernel_caches()
@@ -259,13 +261,13 @@ def _load_decoder(
     threads: Callable[[], AbstractContextManager[object]], ranks: Ranks | None,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    outline, weights = outline_decoder(described, config)
-    options = _layer_options(described, weights, config, ranks)
+    outline, weights = outline_decoder(described)
+    options = _layer_options(described, weights, config.attention_backend, config.activations == "exact", ranks)
     if ranks is not None and not ranks.exact and (described.bits is not None or weights.forms):
-        check_split(config, ranks, "quantized matrices are divided on a CPU alone")
+        check_split(ranks, "quantized matrices are divided on a CPU alone")
     if ranks is not None and ranks.stages > 1:
         within = ranks if ranks.size > 1 else None
-        options = replace(options, ranks=within, stage=_stage_of(outline, config, ranks))
+        options = replace(options, ranks=within, stage=_stage_of(outline, ranks, apart=bool(config.stage_hosts)))
     decoder = Decoder(outline.config, options, described.max_model_len)
     if decoder.mtp is not None and decoder.unsteady is not None:  # nothing could be guessed
         assert isinstance(described.structure, DecoderConfig)
@@ -276,24 +278,26 @@ def _load_decoder(
         weights_here = [linear.weight for layer in decoder.layers for linear in layer.linears()]
         split = any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights_here)
         reason = None if split else decoder.unsteady or "all of its matrices have too few outputs"
-        check_split(config, ranks, reason, "tensor_parallel")
+        check_split(ranks, reason, "tensor_parallel")
+    kept = kv_dtype(config.kv_cache_dtype, described.dtype)
     if ahead is not None and config.attention_backend != "torch":
-        ahead.start(*kernels_of(decoder, config, described.generation_defaults))
+        check_kv_dtype(config, decoder.specs, decoder.dtype, decoder.device)
+        ahead.start(*kernels_of(decoder, config.page_size, kept, described.generation_defaults))
     on_gpu = described.device.type == "cuda" and options.kernels.name != "torch"
-    works = modules_of(decoder, config, described.dtype) if on_gpu else []
+    works = modules_of(decoder, config.page_size, kept) if on_gpu else []
     with threads(), building(works, bar):
-        slots = decoder.slots() if config.load_format == "dummy" else slots_of(decoder, described.checkpoint)
+        slots = decoder.slots() if described.dummy else slots_of(decoder, described.checkpoint)
         _fill(slots, described, weights, options, config, bar)
     return decoder, decoder.describe(), decoder.nbytes
 
 
 def _load_encoder(
-    described: ModelDescription, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None,
+    described: ModelDescription, config: ModelSettings, bar: LoadProgress, ahead: CompileAhead | None,
     threads: Callable[[], AbstractContextManager[object]],
 ) -> Encoder:  # fmt: skip
     """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    outline, weights = outline_encoder(described, config)
-    options = _layer_options(described, weights, config)
+    outline, weights = outline_encoder(described)
+    options = _layer_options(described, weights, config.attention_backend, config.activations == "exact")
     model = Encoder(outline.config, options)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(encoder_kernels_of(model))
@@ -303,36 +307,37 @@ def _load_encoder(
     return model
 
 
-def _stage_of(outline: Decoder, config: EngineConfig, ranks: Ranks) -> Stage:
-    """This process's layers. Raises `InvalidParameter` where there are fewer of them than stages."""
+def _stage_of(outline: Decoder, ranks: Ranks, *, apart: bool) -> Stage:
+    """This process's layers. `apart`: other stages are on other machines. Raises `InvalidParameter` where there are
+    fewer layers than stages."""
     sizes = [sum(math.prod(slot.shape) for _, slot in layer.slots()) for layer in outline.layers]
     cuts = cut_layers(sizes, outline.vocab_size * outline.head.inputs, ranks.stages)
-    check_split(config, ranks, None if cuts else f"it has {len(sizes)} layers")
+    check_split(ranks, None if cuts else f"it has {len(sizes)} layers")
     stage = Stage(ranks.stage, ranks.stages, cuts or ())
     sources = {each: getattr(outline.config.layers[each].attention, "keys_of", None) for each in stage.run}
-    if config.stage_hosts and any(source is not None and source not in stage.run for source in sources.values()):
-        check_split(config, ranks, "layers read keys of layers that another machine would have", "stage_hosts")
+    if apart and any(source is not None and source not in stage.run for source in sources.values()):
+        check_split(ranks, "layers read keys of layers that another machine would have", "stage_hosts")
     return stage
 
 
-def check_split(config: ModelSettings, ranks: Ranks | None, reason: str | None, setting: str = "") -> None:
-    """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one."""
+def check_split(ranks: Ranks | None, reason: str | None, setting: str = "") -> None:
+    """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one. `setting`:
+    the one that is wrong; "": the one that asks for several."""
     if ranks is not None and reason is not None:
-        raise InvalidParameter(
-            setting or config.parallel_field, f"this model cannot be split: {reason}", config.processes
-        )
+        setting = setting or ("pipeline_parallel" if ranks.stages > 1 else "tensor_parallel")
+        raise InvalidParameter(setting, f"this model cannot be split: {reason}", ranks.size * ranks.stages)
 
 
 def _layer_options(
-    described: ModelDescription, weights: Weights, config: ModelSettings, ranks: Ranks | None = None
+    described: ModelDescription, weights: Weights, attention_backend: str, exact: bool, ranks: Ranks | None = None
 ) -> LayerOptions:
-    """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
+    """Options of the layers of a model whose weights fit. `exact`: as in `LayerOptions`. Raises `OutOfMemory` if they
+    do not fit."""
     # the first looks before others have taken any of the memory that ranks of a CPU have in common
     parts = 1 if ranks is None or (ranks.exact and ranks.rank == ranks.stage == 0) else ranks.size * ranks.stages
     check_memory(sum(weights.elements.values()) // parts, described, weights.kept_bytes // parts)
-    kernels = layer_kernels(config.attention_backend, described.dtype, described.device)
+    kernels = layer_kernels(attention_backend, described.dtype, described.device)
     release, forms = described.checkpoint.release, weights.forms
-    exact = config.activations == "exact"
     return LayerOptions(
         described.dtype, described.device, kernels, described.bits, exact, release, forms=forms, ranks=ranks
     )
@@ -343,15 +348,15 @@ def _fill(
     config: ModelSettings, bar: LoadProgress,
 ) -> None:  # fmt: skip
     """Weights into `slots`: made up, or from the checkpoint's files."""
-    made_up = config.load_format == "dummy"
-    file, others = (None, {}) if made_up else packed_file(described, slots, weights.names, options, config)
+    folder, most = None if described.dummy else config.weight_cache_dir, int(config.weight_cache_disk)
+    file, others = packed_file(described, slots, weights.names, options, folder, most)
     mapped = file is not None and file.map()
     parts = options.memory.parts()
     if parts:
         # packing weights into memory that the system has to find meanwhile takes several times as long
         bar.stage("mapping weights" if mapped else "making room for weights", len(parts))
         find_memory(parts, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
-    if made_up:
+    if described.dummy:
         bar.stage("making up weights")
         fill_randomly(slots, described.dtype, described.device)
         return
@@ -363,46 +368,45 @@ def _fill(
 
 
 def _load_module(
-    described: ModelDescription, config: EngineConfig, bar: LoadProgress
+    described: ModelDescription, bar: LoadProgress, *, exact: bool, trust_remote_code: bool
 ) -> tuple[CausalLM, list[str], int]:
-    """transformers' own module, tried on a few tokens."""
+    """transformers' own module, tried on a few tokens. `exact`: as in `LayerOptions`."""
     from asyncengine.execution.models.fallback import model as fallback
     from asyncengine.execution.models.fallback.probing import check_module, probe
 
     bar.stage("reading weights")
     with typed(described.checkpoint.folder):
-        module = _make_module(described, config)
+        module = _make_module(described, trust_remote_code)
         check_module(described.hf_config.model_type, module)
         bar.stage("checking attention")
         recorder, logits = probe(module, described.device)
-    bits, exact = described.bits, config.activations == "exact"
-    done = [] if bits is None else fallback.quantize_module(module, bits, exact)
+    done = [] if described.bits is None else fallback.quantize_module(module, described.bits, exact)
     own_weights(module, MappedFiles(described.checkpoint.files))
     fallback.freeze_rotary(module, described.max_model_len, described.device)
     model = fallback.TransformersModel(module, recorder, logits)
     return model, ["transformers x 1", *done], fallback.resident_bytes(module)
 
 
-def _make_module(described: ModelDescription, config: EngineConfig) -> Any:
+def _make_module(described: ModelDescription, trust_remote_code: bool) -> Any:
     """transformers' model on the plan's device: from the checkpoint's files, or made up."""
     from asyncengine.execution.models.fallback.model import count_elements, make_random
 
     described = replace(described, bits=None)  # it is quantized once it is there
     with quiet_transformers():
-        elements = count_elements(described.hf_config, config, described.dtype)
-    if config.load_format == "dummy":
+        elements = count_elements(described.hf_config, described.dtype, trust_remote_code)
+    if described.dummy:
         with quiet_transformers():
             check_memory(elements, described)
-            module = make_random(described.hf_config, config, described.dtype, described.device)
+            module = make_random(described.hf_config, described.dtype, described.device, trust_remote_code)
     else:
         held = sum(stored.elements for stored in described.checkpoint.tensors.values())
         check_elements(elements, held)
         check_memory(held, described)
-        module = _from_pretrained(described, config).to(described.device)
+        module = _from_pretrained(described, trust_remote_code).to(described.device)
     return module.eval().requires_grad_(False)
 
 
-def _from_pretrained(described: ModelDescription, config: ModelSettings) -> Any:
+def _from_pretrained(described: ModelDescription, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     with quiet_transformers():
@@ -413,7 +417,7 @@ def _from_pretrained(described: ModelDescription, config: ModelSettings) -> Any:
             use_safetensors=True,
             local_files_only=True,
             attn_implementation="eager",
-            trust_remote_code=config.trust_remote_code,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told apart below, by name
         )

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from asyncengine.config import ModelSettings
 from asyncengine.execution.device.arena import MappedPart
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.stored import TensorSlot
@@ -124,16 +123,17 @@ class PackedFile:
 
 def packed_file(
     described: ModelDescription, slots: Mapping[str, TensorSlot], names: Mapping[str, str], options: LayerOptions,
-    config: ModelSettings,
+    kept_in: str | bool | None, most: int,
 ) -> tuple[PackedFile | None, dict[str, str]]:  # fmt: skip
     """The file for the weights of `slots`, and the tensors that are not in it, in the form of `names`: the slot of each
-    of the checkpoint's. None: none is kept, since the settings, the size, the device or the folder are against it."""
-    parts, most = options.memory.parts(), int(config.weight_cache_disk)
-    if config.weight_cache_dir is None or not _LEAST <= sum(part.size for part in parts) <= most - _ALIGNED:
+    of the checkpoint's. None: none is kept, since the settings, the size, the device or the folder are against it.
+    `kept_in`: the setting `weight_cache_dir`. `most`: bytes of all files there."""
+    parts = options.memory.parts()
+    if kept_in is None or not _LEAST <= sum(part.size for part in parts) <= most - _ALIGNED:
         return None, dict(names)
     folder = Path()
     try:
-        folder = _folder_of(config.weight_cache_dir)
+        folder = _folder_of(kept_in)
         file = PackedFile(folder, parts, most, described.checkpoint.files)
         held: dict[str, list[object]] = {}
         for name, slot in names.items():

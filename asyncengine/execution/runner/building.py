@@ -200,7 +200,7 @@ def _build(
     states = list(model.states) * copies
     devices = copies if device.type == "cuda" else 1  # whose memory is as free as this one's
     free = free_bytes(device) * devices - model.mapped_bytes  # which the system would drop, and read again in each step
-    num_states = num_states_for(states, config, model.dtype, device, free)
+    num_states = num_states_for(states, config.state_memory, config.max_num_seqs, model.dtype, device, free)
     taken = num_states * state_bytes(states, model.dtype)
     if device.type == "cuda" and config.kv_cache_memory is None:
         taken += _working_bytes(model, config, num_states, pooler)
@@ -208,7 +208,7 @@ def _build(
         list(model.layers) * copies, config, model.max_model_len, model.dtype, device, free - taken,
         others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
     )  # fmt: skip
-    room = room_for(model.layers, model.states, pages, window_pages, num_states, config, model.dtype)
+    room = room_for(model.layers, model.states, pages, window_pages, num_states, config.page_size, model.dtype)
     if ranks is not None:
         ranks.send("build", pages, window_pages, num_states, room)
     make, memory = runner_of(model, config, None if ranks is None else ranks.gather, room)

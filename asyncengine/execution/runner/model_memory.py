@@ -21,7 +21,7 @@ from asyncengine.execution.device.memory import release_cached
 from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.layers.states import StatePools
-from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.description import read_config
 from asyncengine.execution.models.eagle import headed
@@ -107,7 +107,7 @@ def prepare_update(
         return lambda: fill_randomly(decoder.slots(), decoder.dtype, decoder.device)
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):
-        checkpoint, described = _open(os.fspath(weights), decoder, config)
+        checkpoint, described = _open(os.fspath(weights), config)
         checkpoint = headed(checkpoint, head)
     else:
         checkpoint, described = GivenTensors(weights, decoder.device), decoder.config
@@ -133,10 +133,12 @@ def prepare_update(
     return lambda: load_weights(checkpoint, slots, names, LoadProgress(False))
 
 
-def _open(path: str, decoder: Decoder, config: EngineConfig) -> tuple[CheckpointSource, DecoderConfig]:
-    config = config.replace(load_format="auto")  # of a model whose weights were made up, these are not
-    checkpoint = open_checkpoint(path, config)
-    hf_config, described, _ = read_config(path, checkpoint, config)
+def _open(path: str, config: EngineConfig) -> tuple[CheckpointSource, DecoderConfig]:
+    # of a model whose weights were made up, these are not
+    checkpoint = open_checkpoint(path, CheckpointOptions.of(config)._replace(dummy=False))
+    hf_config, described, _ = read_config(
+        path, checkpoint, config.max_model_len, fuse=config.fuse, trust_remote_code=config.trust_remote_code
+    )
     if described is None:
         raise ModelNotFound(f"{checkpoint.folder} is of another model: its family {hf_config.model_type!r}")
     if hf_config.model_type in MULTIMODAL:

@@ -17,9 +17,8 @@ from support.multimodal_models import CONFIGS
 from support.tiny_models import FAMILIES
 from transformers import AutoConfig, PreTrainedConfig
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
-from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint
 from asyncengine.execution.models.config import MissingField, UnknownLayers
 from asyncengine.execution.models.description import read_config
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
@@ -132,8 +131,8 @@ def test_a_field_that_only_the_class_has_a_default_for_is_left_to_it(missing: st
     content = saved("qwen3")
     del content[missing]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    config = EngineConfig(load_format="dummy", device="cpu")
-    hf_config, described, _ = read_config(str(tmp_path), open_checkpoint(str(tmp_path), config), config)
+    checkpoint = open_checkpoint(str(tmp_path), CheckpointOptions(dummy=True))
+    hf_config, described, _ = read_config(str(tmp_path), checkpoint)
     assert isinstance(hf_config, PreTrainedConfig)
     assert described is not None
 

@@ -46,7 +46,7 @@ def test_no_weights_are_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    checkpoint.open_checkpoint("somebody/model", DUMMY)
+    checkpoint.open_checkpoint("somebody/model", checkpoint.CheckpointOptions.of(DUMMY))
     assert asked
     for patterns in asked:
         assert "*.json" in patterns

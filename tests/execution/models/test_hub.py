@@ -19,7 +19,6 @@ from support.data import cases_of
 from support.gguf_files import write_gguf
 from support.tiny_models import FAMILIES, make_model
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.execution.models.checkpoint import open_checkpoint
 from asyncengine.execution.models.hub import HubName, download, parse_name
@@ -168,7 +167,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
 
 
 CASES = cases_of(__file__)
-CONFIG = EngineConfig()
 PLAIN = {"config.json": b"{}", "model.safetensors": b"x" * 1000, "README.md": b"hi", "consolidated.safetensors": b"x"}
 QUANTS = {
     "a-Q4_K_M.gguf": b"GGUF" * 25, "a-Q4_0.gguf": b"0" * 90, "a-IQ4_XS.gguf": b"1", "UD/a-Q4_K_XL.gguf": b"2" * 95,
@@ -176,10 +174,10 @@ QUANTS = {
 }  # fmt: skip
 
 
-def fetch(name: str, **fields: object) -> Path:
+def fetch(name: str, revision: str | None = None) -> Path:
     parsed = parse_name(name)
     assert parsed is not None
-    return download(parsed, EngineConfig.from_dict(fields))
+    return download(parsed, revision)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,7 @@ def test_names(text: str, named: list[str] | None, monkeypatch: pytest.MonkeyPat
 )  # fmt: skip
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ModelNotFound, match="is no address of a model on the Hugging Face hub, such as"):
-        open_checkpoint(text, CONFIG)
+        open_checkpoint(text)
 
 
 def test_a_whole_model_is_fetched_once(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +229,7 @@ def test_what_leaves_a_choice_is_listed(hub: Hub, name: str, says: str, lists: l
     hub.repos["me/a"] = QUANTS
     hub.sizes["a-Q4_K_M.gguf"] = 4_900_000_000
     with pytest.raises(ModelNotFound) as raised:
-        open_checkpoint(name, CONFIG)
+        open_checkpoint(name)
     error = str(raised.value)
     assert error.startswith(f'me/a {says}, as in "me/a:Q4_K_M": ')
     listed = error.partition(": ")[2] if name == "me/a" else error
@@ -244,7 +242,7 @@ def test_a_gguf_model_is_opened_by_any_of_its_names(hub: Hub, tmp_path: Path) ->
     write_gguf(tmp_path / "tiny-F32.gguf", FAMILIES["llama"](), dict(make_model("llama").state_dict()))
     hub.repos["me/tiny-GGUF"] = {"tiny-F32.gguf": (tmp_path / "tiny-F32.gguf").read_bytes(), "config.json": b"{}"}
     for name in ("me/tiny-GGUF", "hf.co/me/tiny-GGUF:F32", "https://huggingface.co/me/tiny-GGUF/tree/main"):
-        opened = open_checkpoint(name, CONFIG)
+        opened = open_checkpoint(name)
         assert opened.config["model_type"] == "llama"
     assert len(hub.begun("tiny-F32.gguf")) == 1
 
@@ -265,7 +263,7 @@ def test_errors_say_what_helps(
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ModelNotFound, match=says.replace("{url}", hub.url)):
-        open_checkpoint(repo, CONFIG)
+        open_checkpoint(repo)
 
 
 def test_what_the_disk_has_no_room_for_is_not_begun(hub: Hub) -> None:

@@ -113,7 +113,7 @@ def test_the_files_may_go_once_loaded(checkpoint: Checkpoint, tmp_path: Path) ->
 def test_a_checkpoint_is_opened_and_described_in_few_files(checkpoint: Checkpoint) -> None:
     """A path is followed from file to file of the package, each return counted: a reader of the code walks the same."""
     folder = str(checkpoint("llama"))
-    describe_model(folder, open_checkpoint(folder, SMALL), SMALL)  # imports what it needs
+    describe_model(folder, open_checkpoint(folder), SMALL)  # imports what it needs
     stays: list[str] = []
 
     def step(frame: FrameType | None, event: str, arg: object) -> None:
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_opened_and_described_in_few_files(checkpoint: Checkpoin
 
     sys.setprofile(step)
     try:
-        describe_model(folder, open_checkpoint(folder, SMALL), SMALL)
+        describe_model(folder, open_checkpoint(folder), SMALL)
     finally:
         sys.setprofile(None)
     assert 5 <= len(stays) <= 54, stays

@@ -29,7 +29,9 @@ ZOO = {make().model_type for make in FAMILIES.values()}
 def test_written_down_families_do_not_fall_back(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loading, "_load_module", lambda *_: pytest.fail(f"{model_type} fell back to transformers"))
+    monkeypatch.setattr(
+        loading, "_load_module", lambda *_, **__: pytest.fail(f"{model_type} fell back to transformers")
+    )
     hf.CONFIG_MAPPING[model_type](**tiny_models.common()).save_pretrained(tmp_path)
     model = load_model(str(tmp_path), DUMMY)
     assert isinstance(model.model, Decoder)

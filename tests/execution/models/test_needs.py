@@ -128,7 +128,7 @@ def test_needs_of_a_family_are_what_its_runner_allocates(
             assert needs.two_pools is not None
             windowed = needs.two_pools.window_page_bytes
             assert runner.kv_bytes == runner.num_pages * (both - windowed) + runner.num_window_pages * windowed
-            tokens = needs.kv_tokens(config)
+            tokens = needs.kv_tokens(config.kv_cache_memory)
             assert tokens == runner.num_pages * config.page_size > 2**20 // needs.kv_bytes_per_token
             assert 2**20 - both < needs.kv_bytes(tokens) < 2**20 + both
         else:

@@ -101,7 +101,7 @@ def test_guesses_are_those_of_the_form(form: str, tmp_path: Path) -> None:
     beside = str(save(tmp_path / "head", content, written))
     config = EngineConfig(dtype="float32", kv_cache_memory="4MiB", page_size=4, max_num_seqs=4, show_progress=False)
     config = config.replace(draft_model=beside)
-    source = headed(open_checkpoint(folder, config), open_checkpoint(beside, config, drafts=True))
+    source = headed(open_checkpoint(folder), open_checkpoint(beside, drafts=True))
     runner = build_runner(load_model(folder, config, checkpoint=source), config).runner
     oracle = Oracle(tensors, head, taps, form == "speculators")
     check_chain(read_and_guess(runner, TEXT), oracle.run, oracle.features(TEXT[:14]), TEXT[1:15])

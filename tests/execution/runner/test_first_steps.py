@@ -67,7 +67,7 @@ def lengths_of_first_steps(monkeypatch: pytest.MonkeyPatch, kept: Sequence[str] 
     monkeypatch.setattr(ModelRunner, "profile_run", noted)
     loaded = load_model(str(DEMO_MODEL), CONFIG)
     assert isinstance(loaded.model, Decoder)
-    needed, later = kernels_of(loaded.model, CONFIG, loaded.generation_defaults)
+    needed, later = kernels_of(loaded.model, CONFIG.page_size, loaded.dtype, loaded.generation_defaults)
     if not needed:
         pytest.skip("nothing is compiled for it here")
     names = [*needed, *later]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +18,10 @@ ONE = 4 * 8 * 8 * 4 + 2 * 64 * 3 * 2
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def slots(free: int = 2**40, device: torch.device = CPU, **settings: Any) -> int:
-    return num_states_for(SPECS, EngineConfig(**settings), torch.bfloat16, device, free)
+def slots(
+    free: int = 2**40, device: torch.device = CPU, *, state_memory: int | None = None, max_num_seqs: int = 256
+) -> int:
+    return num_states_for(SPECS, state_memory, max_num_seqs, torch.bfloat16, device, free)
 
 
 def test_a_budget_is_kept_and_used() -> None:
@@ -41,13 +42,13 @@ def test_a_budget_that_holds_no_request_is_refused_with_the_numbers(budget: int)
 
 def test_more_than_is_free_is_refused() -> None:
     with pytest.raises(OutOfMemory, match=re.escape("state_memory asks for 1 MiB, but only 0 MiB are free on cpu")):
-        slots(1000, state_memory="1MiB")
+        slots(1000, state_memory=2**20)
 
 
 def test_without_a_budget_it_is_a_share_of_what_is_free_and_no_more_than_is_of_use() -> None:
     assert slots(max_num_seqs=5) == 11
     large = (StateSpec((2**22,)),)
-    most = {device: num_states_for(large, EngineConfig(), torch.float32, device, 2**40) for device in (CPU, CUDA)}
+    most = {device: num_states_for(large, None, 256, torch.float32, device, 2**40) for device in (CPU, CUDA)}
     assert most == {CPU: 4 * 2**30 // 2**24, CUDA: 513}
     assert slots(100 * ONE, max_num_seqs=64) == 25
     with pytest.raises(OutOfMemory, match="two are needed"):
@@ -55,7 +56,7 @@ def test_without_a_budget_it_is_a_share_of_what_is_free_and_no_more_than_is_of_u
 
 
 def test_who_keeps_no_states_has_none() -> None:
-    assert num_states_for((), EngineConfig(state_memory=1), torch.float32, CPU, 0) == 0
+    assert num_states_for((), 1, 256, torch.float32, CPU, 0) == 0
 
 
 def test_the_largest_step_has_no_more_rows_than_there_are_states() -> None:

@@ -66,8 +66,8 @@ def test_an_engine_serves_with_streams_that_the_program_has_set(kind: str, monke
 def test_a_download_asks_no_stream_that_is_not_there(stream: object, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from asyncengine import EngineConfig, ModelNotFound
-    from asyncengine.execution.models.checkpoint import open_checkpoint
+    from asyncengine import ModelNotFound
+    from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint
 
     bars: list[object] = []
 
@@ -83,6 +83,6 @@ def test_a_download_asks_no_stream_that_is_not_there(stream: object, monkeypatch
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(sys, "stderr", stream)
     with pytest.raises(ModelNotFound) as refused:
-        open_checkpoint("some/model", EngineConfig(load_format="dummy"))
+        open_checkpoint("some/model", CheckpointOptions(dummy=True, show_progress=True))
     assert "cannot be reached" not in str(refused.value)
     assert len(bars) == 1

@@ -16,7 +16,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from asyncengine.config import ModelSettings
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import StepAttention
 from asyncengine.execution.device.arena import OutputBufferPool
@@ -171,7 +170,7 @@ def _changes(kind: str) -> bool:
 _SEED = 0
 
 
-def make_random(hf_config: Any, config: ModelSettings, dtype: torch.dtype, device: torch.device) -> Any:
+def make_random(hf_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Any:
     """A model of `hf_config` with weights as its family initialises them, the same at every call on one device: for
     measuring speed, which does not depend on them (`load_format="dummy"`, vLLM's setting).
 
@@ -179,20 +178,20 @@ def make_random(hf_config: Any, config: ModelSettings, dtype: torch.dtype, devic
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(_SEED)
-        return _build(hf_config, config, dtype)
+        return _build(hf_config, dtype, trust_remote_code)
 
 
-def count_elements(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> int:
+def count_elements(hf_config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> int:
     """Elements of the weights of such a model, without making them."""
     with torch.device("meta"):
-        return sum(part.numel() for part in _build(hf_config, config, dtype).parameters())
+        return sum(part.numel() for part in _build(hf_config, dtype, trust_remote_code).parameters())
 
 
-def _build(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> Any:
+def _build(hf_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
-        hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=config.trust_remote_code
+        hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
     )
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncengine.config import EngineConfig, MemorySettings
+from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.execution.attention.base import LayerSpec, page_bytes
 from asyncengine.execution.attention.factory import kv_dtype
@@ -109,7 +109,7 @@ def pool_sizes(
     if reason is not None:
         return PoolSizes(one, 0, reason)
     pools = two_pools(layers, config, max_model_len, dtype, others=others)
-    pages, windows = pools.split(_kv_budget(config, device, free_bytes))
+    pages, windows = pools.split(_kv_budget(config.kv_cache_memory, device, free_bytes))
     return PoolSizes(pages, windows) if windows else PoolSizes(one, 0, "the KV cache holds no more in two pools")
 
 
@@ -125,13 +125,13 @@ def num_pages_for(
     Raises `OutOfMemory` with the numbers if a request of modest length would not fit, or if more is asked for than is
     free.
     """
-    size = page_bytes(layers, config.page_size, kv_dtype(config, dtype))
+    size = page_bytes(layers, config.page_size, kv_dtype(config.kv_cache_dtype, dtype))
     per_request = -(-max_model_len // config.page_size)
     if not layers:
         return min(config.max_num_seqs * per_request, max(per_request, _BARE_PAGES)) + 1
-    budget = _kv_budget(config, device, free_bytes)
+    budget = _kv_budget(config.kv_cache_memory, device, free_bytes)
     pages = min(budget // size, config.max_num_seqs * per_request + 1)
-    least = modest_pages(config, max_model_len) if config.kv_cache_memory is None else 2
+    least = modest_pages(config.page_size, max_model_len) if config.kv_cache_memory is None else 2
     if pages < least:
         raise OutOfMemory(
             f"the KV cache gets {_mib(budget)}, which is {pages} pages of {config.page_size} tokens "
@@ -140,18 +140,17 @@ def num_pages_for(
     return pages
 
 
-def modest_pages(config: MemorySettings, max_model_len: int) -> int:
+def modest_pages(page_size: int, max_model_len: int) -> int:
     """Pages of the smallest pool that is not refused, page 0 included."""
-    return -(-min(MODEST_TOKENS, max_model_len) // config.page_size) + 1
+    return -(-min(MODEST_TOKENS, max_model_len) // page_size) + 1
 
 
-def _kv_budget(config: MemorySettings, device: torch.device, free_bytes: int) -> int:
+def _kv_budget(kv_cache_memory: int | str | None, device: torch.device, free_bytes: int) -> int:
     """Bytes that keys and values may take. Raises `OutOfMemory` if more are asked for than are free."""
-    asked = config.kv_cache_memory
-    assert asked is None or isinstance(asked, int)
-    if asked is not None:
-        _check_free("kv_cache_memory", asked, device, free_bytes)
-        return asked
+    assert kv_cache_memory is None or isinstance(kv_cache_memory, int)
+    if kv_cache_memory is not None:
+        _check_free("kv_cache_memory", kv_cache_memory, device, free_bytes)
+        return kv_cache_memory
     if device.type == "cpu":
         return min(int(free_bytes * _SHARE), _CPU_CAP)
     share, most = _CUDA_KEPT_BACK
@@ -176,7 +175,7 @@ def two_pools(
     others: Sequence[LayerSpec] = (),
 ) -> TwoPools:  # fmt: skip
     """The division for a model of which some `layers` have windows and some have none."""
-    size, kind = config.page_size, kv_dtype(config, dtype)
+    size, kind = config.page_size, kv_dtype(config.kv_cache_dtype, dtype)
     windowed = [spec for spec in layers if spec.windowed]
     whole = [*(spec for spec in layers if not spec.windowed), *others]
     window = window_of(layers)
@@ -202,29 +201,30 @@ def state_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
 
 def room_for(
     layers: Sequence[LayerSpec], states: Sequence[StateSpec], pages: int, window_pages: int, num_states: int,
-    config: MemorySettings, dtype: torch.dtype,
+    page_size: int, dtype: torch.dtype,
 ) -> int:  # fmt: skip
     """Bytes that hold these caches of one process, however a backend lays them out; more than they take."""
-    size, of_windows = config.page_size, window_pages or pages
-    kept = sum((of_windows if spec.windowed else pages) * page_bytes([spec], size, dtype) for spec in layers)
+    of_windows = window_pages or pages
+    kept = sum((of_windows if spec.windowed else pages) * page_bytes([spec], page_size, dtype) for spec in layers)
     # keys of few dimensions may take twice as much; something is lost between two tensors
     return 2 * kept + num_states * state_bytes(states, dtype) + 2 * (len(layers) + len(states)) * _APART
 
 
 def num_states_for(
-    specs: Sequence[StateSpec], config: EngineConfig, dtype: torch.dtype, device: torch.device, free_bytes: int
-) -> int:
+    specs: Sequence[StateSpec], state_memory: int | str | None, max_num_seqs: int, dtype: torch.dtype,
+    device: torch.device, free_bytes: int,
+) -> int:  # fmt: skip
     """Slots for recurrent states, slot 0 included; 0: the model keeps none.
 
     `state_memory` bytes if given; else a share of `free_bytes`, at most enough for `max_num_seqs` running requests and
     as many snapshots, and on a CPU at most 4 GiB. Raises `InvalidParameter` for bytes that hold no running request
     (which takes two slots: slot 0 is memory too), `OutOfMemory` if there are not so many, or too few without a setting.
     """
-    size, asked = state_bytes(specs, dtype), config.state_memory
+    size = state_bytes(specs, dtype)
     if not size:
         return 0
-    assert asked is None or isinstance(asked, int)
-    if asked is None:
+    assert state_memory is None or isinstance(state_memory, int)
+    if state_memory is None:
         budget = int(free_bytes * _SHARE)
         if device.type == "cpu":
             budget = min(budget, _CPU_CAP)
@@ -232,13 +232,13 @@ def num_states_for(
             raise OutOfMemory(
                 f"recurrent states get {_mib(budget)}, and one takes {size / 2**20:.1f} MiB; two are needed"
             )
-        return min(budget // size, 2 * config.max_num_seqs + 1)
-    if asked < 2 * size:
+        return min(budget // size, 2 * max_num_seqs + 1)
+    if state_memory < 2 * size:
         raise InvalidParameter(
-            "state_memory", f"one state takes {size} bytes, and a request needs two: at least {2 * size}", asked
+            "state_memory", f"one state takes {size} bytes, and a request needs two: at least {2 * size}", state_memory
         )
-    _check_free("state_memory", asked, device, free_bytes)
-    return asked // size
+    _check_free("state_memory", state_memory, device, free_bytes)
+    return state_memory // size
 
 
 def _check_free(setting: str, asked: int, device: torch.device, free_bytes: int) -> None:

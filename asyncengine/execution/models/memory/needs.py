@@ -12,11 +12,11 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from asyncengine.config import EngineConfig, MemorySettings, ModelSettings
+from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.execution.attention.base import LayerSpec, page_bytes
 from asyncengine.execution.attention.factory import kv_dtype
@@ -27,7 +27,7 @@ from asyncengine.execution.layers.states import StateSpec
 from asyncengine.execution.layers.stored import StoredForm, TensorSlot, bytes_of
 from asyncengine.execution.layers.stored_weight import chunk_group, stored_missing
 from asyncengine.execution.models import description
-from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint, open_configured
 from asyncengine.execution.models.decoder import Decoder, DecoderConfig
 from asyncengine.execution.models.decoder_layer import HEAD_BITS
 from asyncengine.execution.models.eagle import headed
@@ -64,7 +64,7 @@ class Weights(NamedTuple):
     """Numbers of all other tensors, by path."""
 
 
-def outline_decoder(described: description.ModelDescription, config: EngineConfig) -> tuple[Decoder, Weights]:
+def outline_decoder(described: description.ModelDescription) -> tuple[Decoder, Weights]:
     """The decoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
     assert isinstance(described.structure, DecoderConfig)
     structure = settle_tie(described.structure, described.checkpoint)
@@ -72,7 +72,7 @@ def outline_decoder(described: description.ModelDescription, config: EngineConfi
     layers = [*decoder.layers, *(() if decoder.mtp is None else decoder.mtp.layers)]
     mixtures = [mixture.experts for layer in layers for mixture in layer.mixtures()]
     experts = [names for each in mixtures for names in each.side_by_side()]
-    weights = _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, config, experts)
+    weights = _weights_of(described, slots_of(decoder, described.checkpoint), structure.ignored, experts)
     path = structure.embedding if structure.tied else structure.head
     if decoder.mtp is not None and decoder.mtp.copies_output and described.bits is None and path not in weights.forms:
         copy = _plain(weights.elements[path], described, HEAD_BITS)
@@ -80,20 +80,20 @@ def outline_decoder(described: description.ModelDescription, config: EngineConfi
     return decoder, weights
 
 
-def outline_encoder(described: description.ModelDescription, config: EngineConfig) -> tuple[Encoder, Weights]:
+def outline_encoder(described: description.ModelDescription) -> tuple[Encoder, Weights]:
     """The encoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
     assert isinstance(described.structure, EncoderConfig)
     encoder = Encoder(described.structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()))
     slots = by_stored_name(encoder.slots(), described.checkpoint.tensors, spelling_of(described.hf_config.model_type))
-    return encoder, _weights_of(described, slots, described.structure.stack.ignored, config)
+    return encoder, _weights_of(described, slots, described.structure.stack.ignored)
 
 
 def _weights_of(
     described: description.ModelDescription, slots: Mapping[str, TensorSlot], ignored: Sequence[str],
-    config: ModelSettings, experts: Sequence[Collection[str]] = (),
+    experts: Sequence[Collection[str]] = (),
 ) -> Weights:  # fmt: skip
     """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
-    names = {} if config.load_format == "dummy" else assign(described.checkpoint, slots, ignored)
+    names = {} if described.dummy else assign(described.checkpoint, slots, ignored)
     forms = kept_forms(
         stored_forms(described.checkpoint, names), described.dtype, described.device, described.bits, experts
     )
@@ -177,12 +177,12 @@ class ModelNeeds:
     image_bytes: int = 0
     """Encoded pictures that are kept (`image_cache_memory`); 0: it reads none."""
 
-    def kv_tokens(self, config: MemorySettings) -> int:
-        """Tokens that the KV cache is to hold: those of `kv_cache_memory`, or those of one long request."""
-        if isinstance(config.kv_cache_memory, int) and self.kv_bytes_per_token:
+    def kv_tokens(self, kv_cache_memory: int | str | None) -> int:
+        """Tokens that the KV cache is to hold: those of `kv_cache_memory` bytes, or those of one long request."""
+        if isinstance(kv_cache_memory, int) and self.kv_bytes_per_token:
             if self.two_pools is not None:
-                return max(self.two_pools.split(config.kv_cache_memory)[0] * self.page_size, 1)
-            return max(config.kv_cache_memory // self.kv_bytes_per_token, 1)
+                return max(self.two_pools.split(kv_cache_memory)[0] * self.page_size, 1)
+            return max(kv_cache_memory // self.kv_bytes_per_token, 1)
         return min(self.max_model_len, _LONG)
 
     def kv_bytes(self, kv_tokens: int) -> int:
@@ -204,18 +204,21 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
 
     Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
-    checkpoint = open_checkpoint(path_or_id, config, writes=config.task == "generate")
-    pooling = description.pooling_of(checkpoint, config)
+    checkpoint = open_configured(path_or_id, config)
+    pooling = description.pooling_of(checkpoint, config.task, config.pooling)
     whole = pooling is not None and pooling.whole
     if whole:
         described = description.describe_encoder(checkpoint, config, device)
     else:
         on_cpu = (device or description.resolve_device(config.device)).type == "cpu"
         named = on_cpu and config.draft_model not in (None, "demo/draft")  # which is bundled, and no head
-        source = headed(checkpoint, open_checkpoint(str(config.draft_model), config, drafts=True) if named else None)
+        options, draft = CheckpointOptions.of(config), str(config.draft_model)
+        source = headed(checkpoint, open_checkpoint(draft, options, drafts=True) if named else None)
         described = description.describe_model(path_or_id, source, config, description.is_headless(pooling), device)
     text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
-    weight_bytes, per_token, layers, states = _sizes(described, config, text)
+    kv_type, ranks = kv_dtype(config.kv_cache_dtype, described.dtype), config.tensor_parallel
+    sizes = _sizes(described, kv_type, ranks, trust_remote_code=config.trust_remote_code)
+    weight_bytes, per_token, layers, states = sizes
     part, tower_bytes = described.checkpoint, 0
     pictured = pooling is None and config.images != "off" and described.hf_config.model_type in VISION
     if isinstance(part, TextPart) and pictured:
@@ -230,45 +233,47 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         name=short_name(path_or_id), dtype=str(described.dtype).removeprefix("torch."),
         weight_bytes=weight_bytes + tower_bytes, kv_bytes_per_token=per_token,
         state_bytes=caches.state_bytes(states, described.dtype),
-        num_states=caches.num_states_for(states, config, described.dtype, torch.device("cpu"), _ENDLESS),
-        step_bytes=4 * (logits + hidden) * config.tensor_parallel, max_model_len=described.max_model_len,
+        num_states=caches.num_states_for(
+            states, config.state_memory, config.max_num_seqs, described.dtype, torch.device("cpu"), _ENDLESS
+        ),
+        step_bytes=4 * (logits + hidden) * ranks, max_model_len=described.max_model_len,
         num_heads=getattr(text, "num_attention_heads", 0) if per_token else 0, vocab_size=text.vocab_size,
         page_size=config.page_size, two_pools=pools, image_bytes=int(config.image_cache_memory) if tower_bytes else 0,
     )  # fmt: skip
 
 
 def _sizes(
-    described: description.ModelDescription, config: EngineConfig, text: Any
+    described: description.ModelDescription, kv_type: torch.dtype, ranks: int, *, trust_remote_code: bool
 ) -> tuple[int, int, Sequence[LayerSpec], Sequence[StateSpec]]:
-    """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states)"""
-    kind = kv_dtype(config, described.dtype)
+    """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states). `kv_type`:
+    that of keys and values. `ranks`: processes of tensor parallelism, each of which has some of the weights and heads,
+    or a copy of what cannot be divided."""
     if described.structure is None:
         from asyncengine.execution.models.fallback.model import count_elements
 
+        text = described.hf_config.get_text_config()
         # transformers' own module has keys and values of one width in every layer, or those of its latent attention
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         latent = getattr(text, "kv_lora_rank", None)
         widths = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim if latent else 2 * width
-        elements = count_elements(described.hf_config, config, described.dtype)
-        per_token = text.num_hidden_layers * heads * widths * kind.itemsize
+        elements = count_elements(described.hf_config, described.dtype, trust_remote_code)
+        per_token = text.num_hidden_layers * heads * widths * kv_type.itemsize
         return _plain(elements, described, described.bits), per_token, (), ()
     if isinstance(described.structure, EncoderConfig):
-        encoder, weights = outline_encoder(described, config)
+        encoder, weights = outline_encoder(described)
         tables = [table for table in (encoder.embedding, encoder.positions, encoder.segments) if table is not None]
         in_tables = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
         wide = _wide(weights.elements, described)
         matrices = _matrix_bytes(sum(weights.elements.values()) - in_tables, wide, described)
         return weights.kept_bytes + matrices + _plain(in_tables, described, None), 0, (), ()
-    decoder, weights = outline_decoder(described, config)
+    decoder, weights = outline_decoder(described)
     vocabulary = sum(weights.elements.get(path, 0) for path in {decoder.config.embedding, decoder.config.head})
     wide = vocabulary + _wide(weights.elements, described)
     plain = _matrix_bytes(sum(weights.elements.values()), wide, described)
-    # with tensor parallelism each process has some of the weights and heads, or a copy of what cannot be divided
-    size = config.tensor_parallel
-    specs = [spec for spec in decoder.specs for _ in range(size if spec.num_kv_heads % size else 1)]
-    states = [spec for spec in decoder.states for _ in range(size if spec.parts % size else 1)]
-    return weights.kept_bytes + plain, page_bytes(specs, 1, kind), specs, states
+    specs = [spec for spec in decoder.specs for _ in range(ranks if spec.num_kv_heads % ranks else 1)]
+    states = [spec for spec in decoder.states for _ in range(ranks if spec.parts % ranks else 1)]
+    return weights.kept_bytes + plain, page_bytes(specs, 1, kv_type), specs, states
 
 
 def _wide(elements: Mapping[str, int], described: description.ModelDescription) -> int:
@@ -320,20 +325,22 @@ class MemoryClaim:
         return {name: size for name, size in sizes.items() if size}
 
 
-def claim_of(name: str, needs: ModelNeeds, config: EngineConfig) -> MemoryClaim:
-    """At least a modest request, at most `max_num_seqs` of full length; its setting, if there is one."""
+def claim_of(
+    name: str, needs: ModelNeeds, kv_cache_memory: int | str | None, state_memory: int | str | None, max_num_seqs: int
+) -> MemoryClaim:
+    """At least a modest request, at most `max_num_seqs` of full length; the settings of memory, if there are any."""
     fixed = needs.weight_bytes + needs.step_bytes
     kv = states = (0, 0)
-    if isinstance(config.kv_cache_memory, int):
-        fixed += config.kv_cache_memory
+    if isinstance(kv_cache_memory, int):
+        fixed += kv_cache_memory
     else:
-        page = config.page_size * needs.kv_bytes_per_token
-        most = config.max_num_seqs * -(-needs.max_model_len // config.page_size) + 1
-        kv = (caches.modest_pages(config, needs.max_model_len) * page, most * page)
-    if isinstance(config.state_memory, int):
-        fixed += config.state_memory
+        page = needs.page_size * needs.kv_bytes_per_token
+        most = max_num_seqs * -(-needs.max_model_len // needs.page_size) + 1
+        kv = (caches.modest_pages(needs.page_size, needs.max_model_len) * page, most * page)
+    if isinstance(state_memory, int):
+        fixed += state_memory
     else:
-        states = (2 * needs.state_bytes, (2 * config.max_num_seqs + 1) * needs.state_bytes)
+        states = (2 * needs.state_bytes, (2 * max_num_seqs + 1) * needs.state_bytes)
     return MemoryClaim(name, fixed, kv, states)
 
 
@@ -366,7 +373,10 @@ def divide(
     budget: int, setups: Mapping[str, tuple[str, EngineConfig]], in_turns: bool
 ) -> dict[str, tuple[EngineConfig, int]]:
     """The same models with their shares of `budget` bytes (`assembly.wiring.divide_memory`)."""
-    claims = [claim_of(name, read_needs(path, config), config) for name, (path, config) in setups.items()]
+    claims = [
+        claim_of(name, read_needs(path, config), config.kv_cache_memory, config.state_memory, config.max_num_seqs)
+        for name, (path, config) in setups.items()
+    ]
     if in_turns and sum(claim.fixed + claim.least for claim in claims) > budget:
         part = budget // len(claims)
         shares = [share_memory(min(max(part, one.fixed + one.least), budget), [one])[0] for one in claims]

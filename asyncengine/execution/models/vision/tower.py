@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.layers.step import Encoded
 from asyncengine.execution.models.decoder import Decoder
@@ -225,10 +224,11 @@ def _tensors(part: TextPart) -> dict[str, torch.Tensor]:
 
 def read_tower(
     checkpoint: CheckpointSource, loaded: LoadedModel, vocabulary: Callable[[], Mapping[str, int]] | None,
-    config: EngineConfig, progress: LoadProgress,
+    progress: LoadProgress, *, dummy: bool, attention_backend: str, max_num_batched_tokens: int,
 ) -> tuple[TransformersTower, ImageProcessor, bool]:  # fmt: skip
     """(The tower of a `loaded` model, whose files are `checkpoint`, its image processor, whether positions have three
-    axes.) `vocabulary`: tokens of texts; None: there is no chat template.
+    axes.) `vocabulary`: tokens of texts; None: there is no chat template. `dummy`: weights are made up.
+    `attention_backend` and `max_num_batched_tokens`: the engine's settings, by which pictures may be refused.
 
     Raises `ModelNotFound` for a tower whose tensors are missing; where there are to be no pictures, `UnsupportedModel`
     or what transformers raises.
@@ -261,18 +261,18 @@ def read_tower(
     token_bytes = model.config.width * loaded.dtype.itemsize * (1 + deep)
     processor = ImageProcessor(whole, settings or loaded.folder, vocabulary(), token_bytes)
     if processor.block:
-        _check_two_way(model, processor.block, loaded, config)
+        _check_two_way(model, processor.block, attention_backend, max_num_batched_tokens)
     part = text_part(checkpoint, model.config)
-    tower = load_tower(part, whole, loaded.dtype, loaded.device, random=config.load_format == "dummy")
+    tower = load_tower(part, whole, loaded.dtype, loaded.device, random=dummy)
     return tower, processor, axes and family.grid is not None
 
 
-def _check_two_way(model: Decoder, count: int, loaded: LoadedModel, config: EngineConfig) -> None:
+def _check_two_way(model: Decoder, count: int, attention_backend: str, max_num_batched_tokens: int) -> None:
     """Refuse what cannot let the `count` tokens of a picture attend to each other both ways."""
     windows = [spec.window for spec in model.specs if spec.window is not None]
     if count > min(windows, default=count):
         raise UnsupportedModel(f"a picture's {count} tokens are more than a window of {min(windows)}")
-    if count > config.max_num_batched_tokens:
+    if count > max_num_batched_tokens:
         raise UnsupportedModel(f"a picture's {count} tokens do not fit into max_num_batched_tokens")
-    if loaded.device.type != "cpu" and config.attention_backend != "torch":
+    if model.device.type != "cpu" and attention_backend != "torch":
         raise UnsupportedModel('its pictures are attended to both ways, which needs attention_backend="torch" here')

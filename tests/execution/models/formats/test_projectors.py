@@ -14,7 +14,7 @@ from support.picture_runs import Loaded, Run
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, ModelNotFound, SamplingParams, UnsupportedModel
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
-from asyncengine.execution.models.checkpoint import open_checkpoint
+from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint
 from asyncengine.images import without_identity
 
 from .projector_files import LANGUAGES, write_pair
@@ -51,7 +51,7 @@ def test_answers_are_those_of_transformers(pair: Any) -> None:
 
 
 def opened(folder: Path, **settings: Any) -> Any:
-    return open_checkpoint(str(folder / "model.gguf"), EngineConfig(**settings))
+    return open_checkpoint(str(folder / "model.gguf"), CheckpointOptions.of(EngineConfig(**settings)))
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +124,9 @@ def test_what_cannot_be_one(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="mmproj"):
         EngineConfig(mmproj=" ")
     with pytest.raises(InvalidParameter, match="mmproj: goes with a GGUF model"):
-        open_checkpoint(str(DEMO_MODEL), EngineConfig(mmproj=copied / "mmproj-model.gguf"))
+        open_checkpoint(str(DEMO_MODEL), CheckpointOptions(mmproj=str(copied / "mmproj-model.gguf")))
     with pytest.raises(UnsupportedModel, match="pass the file of its language model, and this one as mmproj"):
-        open_checkpoint(str(copied / "mmproj-model.gguf"), EngineConfig())
+        open_checkpoint(str(copied / "mmproj-model.gguf"), CheckpointOptions(images=True))
 
 
 @pytest.mark.parametrize(

@@ -338,8 +338,8 @@ def _begin_guessing(
 ) -> tuple[float, ...] | None:  # fmt: skip
     """Have a head, or the draft model that `second` runs, guess from now on: seconds of its passes; None: nothing
     guesses. `costs`: seconds of steps; None: nothing can be guessed."""
-    if runner.mtp is not None and costs is None:  # steps are computed without
-        runner.mtp.remove()
+    if runner.mtp is not None and costs is None:
+        runner.stop_guessing()
     guesser = runner.mtp or drafting
     if costs is None or guesser is None:
         return None

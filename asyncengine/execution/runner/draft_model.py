@@ -255,10 +255,6 @@ class MTPGuesser:
         self._runner.cores.forget()
         self._least = least_chance
 
-    def remove(self) -> None:
-        """Let the runner compute steps without the head, as nothing can be guessed."""
-        self._runner.draft_model = self._runner.mtp = None
-
     def close(self) -> None:
         """It has nothing but the model's."""
 

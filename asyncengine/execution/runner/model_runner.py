@@ -118,6 +118,10 @@ class ModelRunner(Executor):
                 self.image_store.encode(batch.encode)
         return launch_in_parts(batch, self.launch_part, self.device)
 
+    def stop_guessing(self) -> None:
+        """Compute steps without the model's own head, as nothing can be guessed."""
+        self.draft_model = self.mtp = None
+
     @property
     def asynchronous(self) -> bool:
         return self.device.type != "cpu"

@@ -84,7 +84,12 @@ def find_matrices(settings: Mapping[str, Any], tensors: StoredTensors) -> dict[s
 
     Raises `UnsupportedModel` for a format that is not read, `ModelNotFound` for tensors that do not fit together.
     """
-    settings = _known_as(settings)
+    packing = str(settings.get("packing_format", ""))
+    if settings.get("quant_method") == "auto-round" and packing.startswith("auto_round:auto_"):
+        # AutoRound writes other tools' layouts, and names modules with settings of their own
+        named = {key: settings[key] for key in ("bits", "group_size") if key in settings}
+        other = packing.removeprefix("auto_round:auto_")
+        settings = {**named, "quant_method": other, "dynamic": settings.get("extra_config")}
     method = method_of(settings)
     if method not in METHODS:
         raise UnsupportedModel(
@@ -94,15 +99,6 @@ def find_matrices(settings: Mapping[str, Any], tensors: StoredTensors) -> dict[s
     module, _, name = METHODS[method].partition(".")
     find: Find = getattr(import_module(f"asyncengine.execution.models.formats.{module}"), name)
     return find(settings, tensors)
-
-
-def _known_as(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """AutoRound writes other tools' layouts, and names modules with settings of their own."""
-    packing = str(settings.get("packing_format", ""))
-    if settings.get("quant_method") != "auto-round" or not packing.startswith("auto_round:auto_"):
-        return settings
-    named = {key: settings[key] for key in ("bits", "group_size") if key in settings}
-    return {**named, "quant_method": packing.removeprefix("auto_round:auto_"), "dynamic": settings.get("extra_config")}
 
 
 def by_logical_name(
@@ -205,24 +201,22 @@ class CheckpointOptions(NamedTuple):
         return cls(config.load_format == "dummy", images, config.mmproj, config.revision, config.show_progress)
 
 
-_USUAL = CheckpointOptions()
-
-
 def open_configured(path_or_id: str, config: EngineConfig) -> formats.CheckpointSource:
     """Open the model of an engine with these settings. Raises as `open_checkpoint`."""
     return open_checkpoint(path_or_id, CheckpointOptions.of(config), writes=config.task == "generate")
 
 
 def open_checkpoint(
-    path_or_id: str, options: CheckpointOptions = _USUAL, *, writes: bool = True, drafts: bool = False
+    path_or_id: str, options: CheckpointOptions | None = None, *, writes: bool = True, drafts: bool = False
 ) -> formats.CheckpointSource:
     """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
     header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
 
-    `writes`: a text generator is wanted; `drafts`: one that guesses for another, or a head that does. Raises
-    `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator where one is
-    wanted.
+    `writes`: a text generator is wanted; `drafts`: one that guesses for another, without its image part, or a head that
+    does. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator
+    where one is wanted.
     """
+    options = options or CheckpointOptions()
     if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
         weights, shown = not options.dummy, options.show_progress
         path_or_id = str(download(named, options.revision, weights=weights, show_progress=shown))
@@ -250,7 +244,6 @@ def open_checkpoint(
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:
     """The checkpoint by the names that its matrices have without quantization."""
-
     settings = quantization_of(plain.folder, plain.config)
     if settings is None:
         return plain
@@ -261,14 +254,11 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     if not plain.files:
         raise UnsupportedModel(f"load_format='dummy' makes up no quantized weights ({method_of(settings)})")
 
-    def read(name: str) -> torch.Tensor:
-        return plain.opened.read(plain.tensors[name].file, name)
-
     looked_at = plain.tensors
     if plain.config.get("model_type") in MULTIMODAL:  # what is left out may be stored in any way
         own = language_names(plain.tensors)
         looked_at = {name: stored for name, stored in plain.tensors.items() if name in own}
-    matrices = find_matrices(settings, StoredTensors(plain.folder, looked_at, read))
+    matrices = find_matrices(settings, StoredTensors(plain.folder, looked_at, plain.read))
     named = by_logical_name(plain.folder, plain.tensors, matrices)
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 

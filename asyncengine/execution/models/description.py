@@ -47,6 +47,7 @@ from asyncengine.sampling_params import OPEN_PARAMETERS, SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
+_BITS = {None: None, "int8": 8, "int4": 4}
 _DEFAULT_LENGTH = 2048
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -78,11 +79,9 @@ class ModelDescription:
     def eos_token_ids(self, vocab_size: int) -> list[int]:
         """End-of-sequence ids below `vocab_size` that generation_config.json or config.json names, in that order."""
         configs = (self.hf_config, self.hf_config.get_text_config())
+        named = [getattr(config, "eos_token_id", None) for config in configs]
         found: dict[int, None] = {}
-        for value in (
-            self.generation_defaults.get("eos_token_id"),
-            *(getattr(c, "eos_token_id", None) for c in configs),
-        ):
+        for value in (self.generation_defaults.get("eos_token_id"), *named):
             for token in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
                     found[token] = None
@@ -115,16 +114,19 @@ def describe_model(
         try:
             check_config(hf_config, checkpoint, structure)
         except UnsupportedModel as error:
-            if structure is None and (setting := _passed_over(hf_config, config.fuse, own_code)):
+            native = structure is None and hf_config.get_text_config().model_type in NATIVE
+            foreign = own_code and not type(hf_config).__module__.startswith("transformers.")
+            setting = "fuse=False" if not config.fuse else "trust_remote_code=True" if foreign else None
+            if native and setting is not None:
                 raise UnsupportedModel(f"{error}; without {setting} its layers are those written down here") from error
             raise
+    forms = _number_forms(checkpoint, hf_config, device, config.dtype, config.quantization)
     given: dict[str, Any] = dict(config.sampling_defaults or ())  # type: ignore[arg-type]
     defaults = _generation_defaults(checkpoint, given, config.max_stop_strings, config.max_stop_string_length)
+    dummy = config.load_format == "dummy"
     return ModelDescription(
-        checkpoint, hf_config, structure, max_model_len, device,
-        *_number_forms(checkpoint, hf_config, device, config.dtype, config.quantization),
-        dummy=config.load_format == "dummy", no_mtp=no_mtp, generation_defaults=defaults,
-    )  # fmt: skip
+        checkpoint, hf_config, structure, max_model_len, device, *forms, dummy, no_mtp, generation_defaults=defaults
+    )
 
 
 def describe_encoder(
@@ -140,20 +142,21 @@ def describe_encoder(
             _check_length(config.max_model_len, structure.max_model_len)
             structure = encoder_config_of(hf_config, config.max_model_len, classifies)
     device = device or resolve_device(config.device)
-    return ModelDescription(
-        checkpoint, hf_config, structure, structure.max_model_len, device,
-        *_number_forms(checkpoint, hf_config, device, config.dtype, config.quantization),
-        dummy=config.load_format == "dummy",
-    )  # fmt: skip
+    forms = _number_forms(checkpoint, hf_config, device, config.dtype, config.quantization)
+    dummy = config.load_format == "dummy"
+    return ModelDescription(checkpoint, hf_config, structure, structure.max_model_len, device, *forms, dummy)
 
 
 def _number_forms(
     checkpoint: CheckpointSource, hf_config: Any, device: torch.device, dtype: str, quantization: str | None
 ) -> tuple[torch.dtype, int | None, Mapping[str, str]]:
-    """`dtype`, `bits` and `stored` of a `ModelDescription`, by the settings `dtype` and `quantization`."""
+    """`dtype`, `bits` and `stored` of a `ModelDescription`, by the settings `dtype` and `quantization`. Raises
+    `InvalidParameter` where weights cannot be quantized."""
     stored = checkpoint.stored_kinds()
     own = _DTYPES.get(dtype) or _dtype_of(hf_config, checkpoint, device, quantized=bool(stored))
-    return own, quantization_bits(quantization, own, device), stored
+    if quantization is not None and (missing := stored_missing(own, device)) is not None:
+        raise InvalidParameter("quantization", f"cannot be used here: {missing}", quantization)
+    return own, _BITS[quantization], stored
 
 
 def pooling_of(checkpoint: CheckpointSource, task: str, pooling: str | None) -> PoolingSpec | None:
@@ -274,16 +277,6 @@ def check_config(hf_config: Any, checkpoint: CheckpointSource, structure: Decode
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
 
 
-def _passed_over(hf_config: Any, fuse: bool, trust_remote_code: bool) -> str:
-    """The setting because of which a family that is written down here runs through transformers; "": none."""
-    if hf_config.get_text_config().model_type not in NATIVE:
-        return ""
-    if not fuse:
-        return "fuse=False"
-    own_code = trust_remote_code and not type(hf_config).__module__.startswith("transformers.")
-    return "trust_remote_code=True" if own_code else ""
-
-
 def resolve_device(name: str) -> torch.device:
     """ "auto" -> cuda when there is one, else cpu. Raises `InvalidParameter` for a device that is not there."""
     if name == "auto":
@@ -316,16 +309,6 @@ def _dtype_of(hf_config: Any, checkpoint: CheckpointSource, device: torch.device
     if (quantized or checkpoint.metadata) and declared == torch.float16 and device.type == "cpu":
         return torch.bfloat16  # most say float16, for the GPUs that they were made for; no kernel here reads it
     return declared
-
-
-def quantization_bits(setting: str | None, dtype: torch.dtype, device: torch.device) -> int | None:
-    """Bits of a weight, None if they are to stay as they are. Raises `InvalidParameter` where it cannot be done."""
-    if setting is None:
-        return None
-    missing = stored_missing(dtype, device)
-    if missing is not None:
-        raise InvalidParameter("quantization", f"cannot be used here: {missing}", setting)
-    return {"int8": 8, "int4": 4}[setting]
 
 
 @contextmanager

@@ -114,14 +114,6 @@ def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return SamplerKernel.names(draws=draws, top_k=top_k, top_p=top_p)
 
 
-def sampling_kernels() -> list[str]:
-    """Kernels that sample, for models without names here (`fallback`): their first steps do not call them."""
-    from asyncengine.kernels.api import SamplerKernel
-
-    _, others = SamplerKernel.names(draws=False, top_k=False, top_p=False)
-    return others
-
-
 def encoder_kernels_of(encoder: Encoder) -> list[str]:
     """The same of an encoder."""
     if encoder.options.kernels.name != "compiled":

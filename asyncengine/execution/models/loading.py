@@ -49,7 +49,6 @@ from asyncengine.execution.models.memory.needs import Weights, check_memory, out
 from asyncengine.execution.models.multimodal import TextPart, placeholders
 from asyncengine.execution.models.packed_file import packed_file
 from asyncengine.execution.models.progress import LoadProgress
-from asyncengine.execution.models.refusals import check_elements
 from asyncengine.execution.models.weights import fill_randomly, load_weights, slots_of
 from asyncengine.kernels.api import CompileAhead
 
@@ -394,33 +393,33 @@ def _make_module(described: ModelDescription, trust_remote_code: bool) -> Any:
     described = replace(described, bits=None)  # it is quantized once it is there
     with quiet_transformers():
         elements = count_elements(described.hf_config, described.dtype, trust_remote_code)
-    if described.dummy:
-        with quiet_transformers():
+        if described.dummy:
             check_memory(elements, described)
             module = make_random(described.hf_config, described.dtype, described.device, trust_remote_code)
-    else:
-        held = sum(stored.elements for stored in described.checkpoint.tensors.values())
-        check_elements(elements, held)
-        check_memory(held, described)
-        module = _from_pretrained(described, trust_remote_code).to(described.device)
+        else:
+            held = sum(stored.elements for stored in described.checkpoint.tensors.values())
+            if elements > 4 * held:  # before memory is taken for what the files cannot hold
+                found = f"config.json describes a model of {elements} weights, but the files hold only {held}"
+                raise ModelNotFound(found)
+            check_memory(held, described)
+            module = _from_pretrained(described, trust_remote_code).to(described.device)
     return module.eval().requires_grad_(False)
 
 
 def _from_pretrained(described: ModelDescription, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with quiet_transformers():
-        module, info = AutoModelForCausalLM.from_pretrained(
-            str(described.checkpoint.folder),
-            config=described.hf_config,
-            dtype=described.dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            attn_implementation="eager",
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told apart below, by name
-        )
+    module, info = AutoModelForCausalLM.from_pretrained(
+        str(described.checkpoint.folder),
+        config=described.hf_config,
+        dtype=described.dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told apart below, by name
+    )
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape for")):
         bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())
         if bad:

@@ -121,16 +121,10 @@ def _embedder(
                 "Pooling, Dense and Normalize are"
             )
     if pooling is not None:
-        modes = _parse_modes(pooling)
+        modes = tuple({"last": "lasttoken"}.get(part.strip(), part.strip()) for part in pooling.split("+"))
+        if unknown := [mode for mode in modes if mode not in MODES]:
+            raise UnsupportedModel(f"pooling {shorten(unknown[0], 40)!r} is not known; there are {', '.join(MODES)}")
     return PoolingSpec("embed", modes, include, dense=tuple(dense), normalize=normalize, **common)
-
-
-def _parse_modes(pooling: str) -> tuple[str, ...]:
-    """ "last" -> ("lasttoken",); several are joined by "+". Raises `UnsupportedModel` for an unknown one."""
-    modes = tuple({"last": "lasttoken"}.get(part.strip(), part.strip()) for part in pooling.split("+"))
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise UnsupportedModel(f"pooling {shorten(unknown[0], 40)!r} is not known; there are {', '.join(MODES)}")
-    return modes
 
 
 def _modes(where: Path, content: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class LoadProgress:
     """
 
     def __init__(
-        self, enabled: bool, check: Callable[[], None] | None = None, on_progress: OnProgress | None = None
+        self, enabled: bool, check: Callable[[], None] = lambda: None, on_progress: OnProgress | None = None
     ) -> None:
         self._check = check
         self._on_progress = on_progress
@@ -62,8 +62,7 @@ class LoadProgress:
         self._task = self._kernels = None
 
     def stage(self, text: str, total: int | None = None) -> None:
-        if self._check is not None:
-            self._check()
+        self._check()
         self._stage, self._done = (text, total), 0
         self._tell(text, 0, total)
         if self._bar is not None:
@@ -73,8 +72,7 @@ class LoadProgress:
             self._task, self._kernels = self._bar.add_task(text, total=total), None
 
     def advance(self) -> None:
-        if self._check is not None:
-            self._check()
+        self._check()
         self._done += 1
         self._tell(self._stage[0], self._done, self._stage[1])
         if self._bar is not None and self._task is not None:
@@ -106,8 +104,7 @@ class LoadProgress:
 
     def compiled(self, kernel: str, most: int) -> None:
         """A kernel of `most` has been compiled by somebody else (`kernels.compile_ahead`)."""
-        if self._check is not None:
-            self._check()
+        self._check()
         self.compiling(kernel.split(":")[1].strip("_").replace("_", " "), most)
 
     def say_compiled(self) -> None:

@@ -117,12 +117,6 @@ def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
             raise ModelNotFound(f"config.json: {name} is {value}, but the files hold only {num_tensors} tensors")
 
 
-def check_elements(described: int, held: int) -> None:
-    """Refuse files that cannot hold a good part of what config.json describes, before memory is taken for the rest."""
-    if described > 4 * held:
-        raise ModelNotFound(f"config.json describes a model of {described} weights, but the files hold only {held}")
-
-
 def misnamed(config: Mapping[str, Any]) -> EngineError | None:
     """The error for what a config.json, or the `text_config` within, says of its layers and no family's file has; None:
     nothing to say.

@@ -123,11 +123,9 @@ def why_no_head(described: DecoderConfig, checkpoint: CheckpointSource) -> str |
     if not wrong:
         return None
     first = min(wrong)
-    what = (
-        f"its {first} is {list(shapes[first])}, not {list(slots[first].shape)}"
-        if first in shapes
-        else f"it lacks {first}"
-    )
+    what = f"it lacks {first}"
+    if first in shapes:
+        what = f"its {first} is {list(shapes[first])}, not {list(slots[first].shape)}"
     return f"the checkpoint's is of another form: {what}"
 
 

@@ -24,7 +24,6 @@ from asyncengine.execution.device.memory import free_bytes, in_words, release_ca
 from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.layers.recorded import GREEDY, first_lengths
 from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.models.first_kernels import sampling_kernels
 from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.models.memory.caches import num_states_for, pool_sizes, room_for, state_bytes
 from asyncengine.execution.models.progress import LoadProgress
@@ -211,7 +210,7 @@ def _build(
     room = room_for(model.layers, model.states, pages, window_pages, num_states, config.page_size, model.dtype)
     if ranks is not None:
         ranks.send("build", pages, window_pages, num_states, room)
-    make, memory = runner_of(model, config, None if ranks is None else ranks.gather, room)
+    make, memory = runner_of(model, config.max_num_batched_tokens, None if ranks is None else ranks.gather, room)
     backend = make_backend(
         config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
         all_kernels=not kept, shared=memory,
@@ -231,8 +230,7 @@ def _build(
     fused = model.fused
     if backend.name == "compiled":
         most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
-        fused = _compile_kernels(runner, config, most, progress, model, kept)
-        read_kept(left if left or kept else sampling_kernels())
+        fused = _compile_kernels(runner, config, most, progress, model, kept, left)
         release_cached(device)
     elif ranks is not None:  # which find each other now
         runner.profile_run(prompt_step(runner, config, 1))
@@ -256,15 +254,20 @@ def _draft_runner(draft: LoadedModel, config: EngineConfig, pages: int, cores: C
 
 def _compile_kernels(
     runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model: LoadedModel,
-    kept: Sequence[str],
+    kept: Sequence[str], left: Sequence[str],
 ) -> list[str]:  # fmt: skip
     """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
     compiler. `most`: positions that a sequence may have here. `kept`: kernels that need only be read, and then a step
-    of one token calls what they are made of. Returns the forms in which the model runs."""
+    of one token calls what they are made of. `left`: those to be read behind it. Returns the forms in which the model
+    runs."""
+    from asyncengine.kernels.api import SamplerKernel
+
     progress.stage("running a first step")
     longest = 1 if read_kept(kept) else max(1, min(most, config.max_num_batched_tokens))
     for count in first_lengths(model.weights_bytes, longest):
         runner.profile_run(prompt_step(runner, config, count))
+    # kernels that sample, for models without a list (`fallback`): their first steps do not call them
+    read_kept(left if left or kept else SamplerKernel.names(draws=False, top_k=False, top_p=False)[1])
     runner.cores.forget()  # compiling is in what they took
     describe = getattr(runner.model, "describe", None)
     return model.fused if describe is None else describe()  # now it is known whether layers are recorded

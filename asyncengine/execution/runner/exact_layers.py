@@ -118,7 +118,7 @@ class ExactLayers:
         return ExactLayers(Decoder(decoder.config, options, decoder.max_model_len), config)
 
     def update(self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take all weights by their checkpoint's names. Raises as `models.updates.prepare_update`."""
+        """Take all weights by their checkpoint's names. Raises as `prepare_update`."""
         write = prepare_update(self.decoder, weights, self._config)
         with self._cores.loading():
             write()

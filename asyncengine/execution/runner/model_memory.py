@@ -301,7 +301,7 @@ class ModelMemory:
         """Check new weights, and return the call that writes them. May be called from any thread. `weights`: None for
         those that the model was loaded with, read again from its files or made up by `load_format="dummy"`.
 
-        Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
+        Raises as the function `prepare_update`, and `UnsupportedModel` for one that runs through transformers.
         """
 
         model = self._decoder()

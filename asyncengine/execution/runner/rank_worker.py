@@ -62,7 +62,7 @@ def _compute(orders: Connection, gather: Gather, order: Order) -> None:
     lora = LoraLayers(loaded.model, config.max_loras, config.max_lora_rank)
     orders.send(loaded.weights_bytes)
     _, (pages, window_pages, states, room) = _next(orders)
-    make, memory = runner_of(loaded, config, gather, room)
+    make, memory = runner_of(loaded, config.max_num_batched_tokens, gather, room)
     backend = make_backend(
         config, loaded.layers, pages, loaded.dtype, loaded.device, loaded.max_model_len,
         num_window_pages=window_pages, all_kernels=False, shared=memory,

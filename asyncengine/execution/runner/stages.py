@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.attention.base import AttentionBackend
 from asyncengine.execution.device.collective_gather import Gather
 from asyncengine.execution.device.shared_gather import SharedGather, SharedPools
@@ -217,7 +216,7 @@ def _wanted(inputs: StepInputs) -> torch.Tensor | None:
 
 
 def runner_of(
-    model: LoadedModel, config: EngineConfig, gather: Gather | None, room: int
+    model: LoadedModel, max_num_batched_tokens: int, gather: Gather | None, room: int
 ) -> tuple[Callable[..., ModelRunner], SharedPools | None]:
     """(`ModelRunner`, or what makes one of a stage in its place; the memory for its caches, of `room` bytes, where
     several processes of a CPU have a part of the model each). All of them call this once.
@@ -230,6 +229,6 @@ def runner_of(
         return ModelRunner, gather.pools(room)
     assert isinstance(model.model, Decoder)
     assert isinstance(gather, SharedGather)
-    sizes = config.max_num_batched_tokens, *model.model.carried, model.dtype
+    sizes = max_num_batched_tokens, *model.model.carried, model.dtype
     memory = gather.pools(room + StageRelay.nbytes(gather.stages, *sizes))
     return partial(StagedRunner, relay=StageRelay(gather, memory, *sizes)), memory

@@ -14,8 +14,8 @@ from support.lora_driver import make_driver
 from support.lora_reference import Reference
 
 from asyncengine import EngineConfig, InvalidParameter
-from asyncengine.execution.models.description import quantization_bits
 from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.models.memory.needs import read_needs
 
 pytest.importorskip("numba")
 
@@ -73,8 +73,9 @@ def test_adapters_add_to_the_quantized_product(quantization: str, checkpoint: Ch
 
 @pytest.mark.parametrize(
     ("dtype", "device", "reason"),
-    [(torch.float16, "cpu", "not float16"), (torch.float32, "cuda", "bfloat16 and float16, not float32")],
+    [("float16", "cpu", "not float16"), ("float32", "cuda", "bfloat16 and float16, not float32")],
 )
-def test_where_it_cannot_be_used(dtype: torch.dtype, device: str, reason: str) -> None:
+def test_where_it_cannot_be_used(dtype: str, device: str, reason: str, checkpoint: Checkpoint) -> None:
+    config = EngineConfig(quantization="int8", dtype=dtype, show_progress=False)
     with pytest.raises(InvalidParameter, match=f"quantization: cannot be used here: .*{reason}"):
-        quantization_bits("int8", dtype, torch.device(device))
+        read_needs(str(checkpoint("qwen3")), config, device=torch.device(device))

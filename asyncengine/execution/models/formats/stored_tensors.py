@@ -26,7 +26,7 @@ class StoredTensors:
 
     folder: Path
     headers: Mapping[str, StoredTensor]
-    read: Callable[[str], torch.Tensor]
+    read: Callable[[str], Any]
     """A tensor by its name, mapped and not copied."""
 
     def paths(self, ending: str) -> Iterator[str]:

@@ -217,8 +217,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         described = description.describe_model(path_or_id, source, config, description.is_headless(pooling), device)
     text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
     kv_type, ranks = kv_dtype(config.kv_cache_dtype, described.dtype), config.tensor_parallel
-    sizes = _sizes(described, kv_type, ranks, trust_remote_code=config.trust_remote_code)
-    weight_bytes, per_token, layers, states = sizes
+    weight_bytes, per_token, layers, states = _sizes(described, kv_type, ranks, config.trust_remote_code)
     part, tower_bytes = described.checkpoint, 0
     pictured = pooling is None and config.images != "off" and described.hf_config.model_type in VISION
     if isinstance(part, TextPart) and pictured:
@@ -243,7 +242,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
 
 
 def _sizes(
-    described: description.ModelDescription, kv_type: torch.dtype, ranks: int, *, trust_remote_code: bool
+    described: description.ModelDescription, kv_type: torch.dtype, ranks: int, trust_remote_code: bool
 ) -> tuple[int, int, Sequence[LayerSpec], Sequence[StateSpec]]:
     """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states). `kv_type`:
     that of keys and values. `ranks`: processes of tensor parallelism, each of which has some of the weights and heads,

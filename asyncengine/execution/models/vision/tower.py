@@ -260,19 +260,15 @@ def read_tower(
         raise UnsupportedModel(f"its tower has features for {deep} layers, and there are {len(model.layers)}")
     token_bytes = model.config.width * loaded.dtype.itemsize * (1 + deep)
     processor = ImageProcessor(whole, settings or loaded.folder, vocabulary(), token_bytes)
-    if processor.block:
-        _check_two_way(model, processor.block, attention_backend, max_num_batched_tokens)
+    if count := processor.block:
+        window = min((spec.window for spec in model.specs if spec.window is not None), default=count)
+        if count > window:
+            raise UnsupportedModel(f"a picture's {count} tokens are more than a window of {window}")
+        if count > max_num_batched_tokens:
+            raise UnsupportedModel(f"a picture's {count} tokens do not fit into max_num_batched_tokens")
+        if model.device.type != "cpu" and attention_backend != "torch":
+            reason = 'its pictures are attended to both ways, which needs attention_backend="torch" here'
+            raise UnsupportedModel(reason)
     part = text_part(checkpoint, model.config)
     tower = load_tower(part, whole, loaded.dtype, loaded.device, random=dummy)
     return tower, processor, axes and family.grid is not None
-
-
-def _check_two_way(model: Decoder, count: int, attention_backend: str, max_num_batched_tokens: int) -> None:
-    """Refuse what cannot let the `count` tokens of a picture attend to each other both ways."""
-    windows = [spec.window for spec in model.specs if spec.window is not None]
-    if count > min(windows, default=count):
-        raise UnsupportedModel(f"a picture's {count} tokens are more than a window of {min(windows)}")
-    if count > max_num_batched_tokens:
-        raise UnsupportedModel(f"a picture's {count} tokens do not fit into max_num_batched_tokens")
-    if model.device.type != "cpu" and attention_backend != "torch":
-        raise UnsupportedModel('its pictures are attended to both ways, which needs attention_backend="torch" here')

@@ -96,7 +96,7 @@ def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource |
         )
     try:
         path = resolve_draft(config.draft_model)
-        return open_checkpoint(path, CheckpointOptions.of(config)._replace(images=False, mmproj=None), drafts=True)
+        return open_checkpoint(path, CheckpointOptions.of(config), drafts=True)
     except (ModelNotFound, UnsupportedModel) as error:
         raise type(error)(f"draft_model: {error}") from error
 

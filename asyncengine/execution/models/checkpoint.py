@@ -217,6 +217,8 @@ def open_checkpoint(
     where one is wanted.
     """
     options = options or CheckpointOptions()
+    if drafts:
+        options = options._replace(images=False, mmproj=None)
     if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
         weights, shown = not options.dummy, options.show_progress
         path_or_id = str(download(named, options.revision, weights=weights, show_progress=shown))

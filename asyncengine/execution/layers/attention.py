@@ -5,18 +5,18 @@ Which steps lie between a layer's merged projection and attention, and who does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec, MergedHeads
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part, named_norm
 from asyncengine.execution.layers.kernels import Activation
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, RotaryConfig, rotate
-from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
+from asyncengine.execution.layers.sharded import even_cuts, gathered, part_of, share_of
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import TensorSlot
 
@@ -75,14 +75,17 @@ class AttentionConfig:
     """The query projection gives each head's queries and, behind them, as many numbers whose sigmoid is multiplied with
     what that head attends to (Qwen3-Next)."""
 
-
-def _merged_parts(config: AttentionConfig, prefix: str, rows: Sequence[int]) -> list[Part]:
-    """Matrices of the checkpoint of which the merged projection consists."""
-    sizes = [config.num_kv_heads * each for each in rows]
-    if len(config.qkv) == 1:
-        sizes = [sum(sizes)]
-    names = config.qkv if config.lone_gate is None else (*config.qkv, config.lone_gate)
-    return [Part(prefix + name, size) for name, size in zip(names, sizes, strict=True)]
+    def build(
+        self, options: LayerOptions, rotaries: Sequence[RotaryConfig], prefix: str, width: int, index: int
+    ) -> Attention:
+        """The layer. `rotaries`: the decoder's; the rest as for `Attention`."""
+        cuts = even_cuts(options.ranks, self.num_kv_heads)
+        plan = plan_heads(
+            self, None if self.rotary is None else rotaries[self.rotary], kernels=options.kernels.name,
+            ranks=1 if cuts is None else len(cuts) - 1, float32=options.dtype == torch.float32,
+            float32_norms=options.norm_dtype == torch.float32,
+        )  # fmt: skip
+        return FORMS[plan.form](options, self, plan, prefix, width, index)
 
 
 class HeadGate:
@@ -117,8 +120,8 @@ class HeadGate:
             return self.kernels.gate_heads(attended, projected, self.heads, self.dim, self._lone)
         if self._lone:
             gates = projected[:, -self.heads :].repeat_interleave(self.dim, 1)
-            return (attended.float() * gates.float().sigmoid()).to(attended.dtype)
-        gates = projected[:, : 2 * self.heads * self.dim].view(-1, self.heads, 2, self.dim)[:, :, 1].flatten(1)
+        else:
+            gates = projected[:, : 2 * self.heads * self.dim].view(-1, self.heads, 2, self.dim)[:, :, 1].flatten(1)
         return (attended.float() * gates.float().sigmoid()).to(attended.dtype)
 
 
@@ -126,22 +129,32 @@ class HeadGate:
 class HeadPlan:
     """The consequences of a layer's configuration, the number of ranks and the kernels; no tensor is asked."""
 
-    rows: tuple[int, ...]
-    """Rows of the merged projection for each kv head, block by block: queries (and gates), keys, values."""
+    form: Literal["own", "by_head", "all_norms", "queries"]
+    """The layer's class, by its name in `FORMS`."""
     config: AttentionConfig
     """The layer's, with the heads that one rank has."""
-    norms_of_all_heads: bool
-    """Norms go over the heads of all ranks, so that a rank's own are taken behind them."""
-    rotates_apart: bool
-    """Rotation, and norms of heads, are kernels of their own before attention."""
-    norms_apart: bool
-    """Norms of heads are kernels of their own before attention."""
+    parts: tuple[Part, ...]
+    """Matrices of the merged projection, named behind the layer's prefix, with the outputs that all ranks have."""
+    rows: tuple[int, ...]
+    """Rows of the merged projection for each kv head, block by block: queries (and gates), keys, values."""
+    gate: Literal["", "number", "head"]
+    """Gates of each number, or of each head, that attention gives; "": there are none."""
+    changes: tuple[str, ...]
+    """Changes of the projection without its gates, in this order, by their names in `Attention.CHANGES`."""
+    apart: tuple[str, ...]
+    """Steps of queries and keys ("norm", "rotate"), in this order, by kernels of their own before attention ..."""
+    fused: tuple[str, ...]
+    """... and those behind them, which are the attention backend's if one kernel prepares the merged projection."""
     merges: bool
     """One kernel of the attention backend prepares the merged projection."""
     interleaved: bool
     """That kernel rotates pairs (2 i, 2 i + 1)."""
-    makes_values: bool
-    """Values are not what the projection gives: they are normed, or are the keys before norm and rotation."""
+    norms: tuple[tuple[NormConfig, str, int, int], ...]
+    """Norms of queries and of keys, or of queries alone: (form, name behind the layer's prefix, width, rows: one for
+    each head of all ranks, or 0 where one serves all heads)."""
+    value_norm: NormConfig | None
+    key_dim: int
+    """Numbers of a head's key, with its positions (ALiBi)."""
 
     @property
     def query_size(self) -> int:
@@ -163,29 +176,58 @@ def plan_heads(
     `kernels`: the name of the layer kernels ("compiled", "torch" or "cuda"). `ranks`: the number of processes among
     which the heads are divided. `float32`: the model's type is that; `float32_norms`: the weights of its norms are.
     """
-    group, dim = config.num_heads // config.num_kv_heads, config.head_dim
-    queries_alone = config.keys_of is not None
-    blocks = 1 if queries_alone else 2 if len(config.qkv) == 2 else 3
-    rows = (group * dim * (2 if config.output_gate else 1), dim, dim)[:blocks]
-    rows = (sum(rows),) if config.qkv_by_head else rows
-    rows = rows if config.lone_gate is None else (*rows, group)
+    queries_alone, norm, alibi = config.keys_of is not None, config.head_norm, config.alibi is not None
+    all_norms = ranks > 1 and norm is not None and config.norm_scope == "whole"
     interleaved = rotary is not None and rotary.style == "interleaved"
     exact = rotary is not None and rotary.exact and not float32
     # compiled attention rotates halves, by cosines in the model's type, and its norms come before
     rotates_apart = config.norm_after_rotation or ((interleaved or exact) and kernels != "cuda")
-    norm = config.head_norm
     fusable = norm is not None and config.norm_scope == "head" and norm.kind == "rms" and float32_norms
+    turns = ("rotate", "norm") if config.norm_after_rotation else ("norm", "rotate")
+    had = {"norm": norm is not None and not all_norms, "rotate": rotary is not None and not alibi}
+    is_apart = {"norm": rotates_apart or not fusable, "rotate": rotates_apart}
+    value_norm = None if queries_alone else config.value_norm
+    changes = {
+        "clip": config.clip is not None and not all_norms,
+        "scale_queries": rotary is not None and rotary.query_growth is not None,
+        "make_values": value_norm is not None or len(config.qkv) == 2,
+        "add_positions": alibi,
+    }
     own = replace(config, num_heads=config.num_heads // ranks, num_kv_heads=config.num_kv_heads // ranks)
+    rows, parts = _projection(config)
     return HeadPlan(
-        rows=rows,
+        form="queries" if queries_alone else "by_head" if config.qkv_by_head else "all_norms" if all_norms else "own",
         config=config if ranks == 1 else own,
-        norms_of_all_heads=ranks > 1 and norm is not None and config.norm_scope == "whole",
-        rotates_apart=rotates_apart,
-        norms_apart=norm is not None and (rotates_apart or not fusable),
+        parts=parts,
+        rows=rows,
+        gate="number" if config.output_gate else "" if config.lone_gate is None else "head",
+        changes=tuple(change for change, wanted in changes.items() if wanted),
+        apart=tuple(turn for turn in turns if had[turn] and is_apart[turn]),
+        fused=tuple(turn for turn in turns if had[turn] and not is_apart[turn]),
         merges=not queries_alone and (kernels == "compiled" or not rotates_apart),
         interleaved=interleaved and not rotates_apart,
-        makes_values=(config.value_norm is not None and not queries_alone) or len(config.qkv) == 2,
+        norms=() if norm is None else tuple(_norms(config, norm))[: 1 if queries_alone else 2],
+        value_norm=value_norm,
+        key_dim=config.head_dim + 4 * alibi,
     )
+
+
+def _projection(config: AttentionConfig) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+    """(rows for each kv head, matrices) of the merged projection, as in `HeadPlan`."""
+    group, dim = config.num_heads // config.num_kv_heads, config.head_dim
+    blocks = 1 if config.keys_of is not None else 2 if len(config.qkv) == 2 else 3
+    rows = (group * dim * (2 if config.output_gate else 1), dim, dim)[:blocks]
+    rows = (sum(rows),) if config.qkv_by_head else rows
+    lone = () if config.lone_gate is None else (config.lone_gate,)
+    sizes = (*([sum(rows)] if len(config.qkv) == 1 else rows), *(group for _ in lone))
+    parts = (Part(name, config.num_kv_heads * size) for name, size in zip((*config.qkv, *lone), sizes, strict=True))
+    return (*rows, *(group for _ in lone)), tuple(parts)
+
+
+def _norms(config: AttentionConfig, norm: NormConfig) -> Iterator[tuple[NormConfig, str, int, int]]:
+    scope, dim = config.norm_scope, config.head_dim
+    for name, heads in zip(config.norm_names, (config.num_heads, config.num_kv_heads), strict=True):
+        yield norm, name, heads * dim if scope == "whole" else dim, heads if scope == "each" else 0
 
 
 class Attention:
@@ -193,89 +235,63 @@ class Attention:
     rotation."""
 
     def __init__(
-        self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int,
-        rotary: RotaryConfig | None,
-    ) -> None:  # fmt: skip
-        self.index = index
-        self._whole, dim, cuts = config, config.head_dim, even_cuts(options.ranks, config.num_kv_heads)
-        self.plan = plan = plan_heads(
-            config, rotary, kernels=options.kernels.name, ranks=1 if cuts is None else len(cuts) - 1,
-            float32=options.dtype == torch.float32, float32_norms=options.norm_dtype == torch.float32,
-        )  # fmt: skip
-        columns = config.num_heads // config.num_kv_heads * dim
-        self.share = share_of(options.ranks, cuts, plan.rows, columns)
+        self, options: LayerOptions, config: AttentionConfig, plan: HeadPlan, prefix: str, width: int, index: int
+    ) -> None:
+        """`config`: with the heads of all ranks, of which `plan` is."""
+        self.index, self.plan = index, plan
+        self._kernels: Any = options.kernels
+        dim, own, heads = config.head_dim, plan.config, config.num_heads
+        columns = heads // config.num_kv_heads * dim
+        self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), plan.rows, columns)
         """This rank's heads, whose keys and values it keeps; None: it has all of them."""
-        self.config = plan.config
+        self.config = own
         """With the heads that are here."""
+        parts = [Part(prefix + part.path, part.outputs) for part in plan.parts]
         self.qkv = Linear(
-            options, _merged_parts(config, prefix, plan.rows), config.inputs or width, bias=config.qkv_bias,
-            transposed=config.transposed, share=None if plan.norms_of_all_heads else self.share,
+            options, parts, config.inputs or width, bias=config.qkv_bias, transposed=config.transposed,
+            share=None if plan.form == "all_norms" else self.share,
         )  # fmt: skip
         self.out = Linear(
-            options, [Part(prefix + config.out, width)], config.num_heads * dim, bias=config.out_bias,
+            options, [Part(prefix + config.out, width)], heads * dim, bias=config.out_bias,
             transposed=config.transposed,
         )  # fmt: skip
-        self.norms = None if config.head_norm is None else self._make_norms(options, prefix)
-        self._slopes = None if config.alibi is None else self._slope_columns(options, config.alibi)
-        key_dim = dim if self._slopes is None else dim + self._slopes.shape[1]
-        self.merged = self._merged(key_dim) if plan.merges else None
-        """Description of how one kernel prepares the merged projection for attention; None: none can."""
-        self.value_norm: Norm | None = None
-        if config.value_norm is not None and config.keys_of is None:
-            self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
-        self._sinks_path = f"{prefix}{config.sinks}"
-        self._sinks = None if config.sinks is None else options.zeros(config.num_heads, dtype=torch.float32)
-        sinks = (
-            self._sinks if self._sinks is None or self.share is None else self._sinks[self.share.part(config.num_heads)]
+        self.norms = tuple(
+            Norm(options, norm, prefix + name, dims, rows, self.share) for norm, name, dims, rows in plan.norms
         )
-        own = self.config
+        self.value_norm = named_norm(options, plan.value_norm, f"{prefix}self_attn.v_norm", dim)
+        self._slopes = None if config.alibi is None else self._slope_columns(options, config.alibi)
+        self.merged = self._merged() if plan.merges else None
+        """Description of how one kernel prepares the merged projection for attention; None: none can."""
+        self._sinks_path = f"{prefix}{config.sinks}"
+        self._sinks = None if config.sinks is None else options.zeros(heads, dtype=torch.float32)
         self.spec = LayerSpec(
-            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=key_dim, value_dim=dim,
+            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=plan.key_dim, value_dim=dim,
             scale=config.scale, window=config.window, chunk=config.chunk, first=config.first, softcap=config.softcap,
-            both=config.both, sinks=sinks, divided=self.share is not None, positions=self._slopes is not None,
+            both=config.both, sinks=None if self._sinks is None else self._sinks[part_of(self.share, heads)],
+            divided=self.share is not None, positions=self._slopes is not None,
         )  # fmt: skip
-        gated, lone = config.output_gate or config.lone_gate is not None, config.lone_gate is not None
-        self.gate = HeadGate(options, own.num_heads, dim, lone) if gated else None
-        self._kernels: Any = options.kernels
+        self.gate = HeadGate(options, own.num_heads, dim, plan.gate == "head") if plan.gate else None
         self.clip: Activation | None = None
         if config.clip is not None:
             limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
             self.clip = options.kernels.activation("clip", limit)
+        self._changes = [self.CHANGES[change] for change in plan.changes]
 
     def _slope_columns(self, options: LayerOptions, slopes: tuple[float, ...]) -> torch.Tensor:
         """[heads, 4] that further columns of queries hold, so that their products with those of keys, which "alibi"
         angles are, make slope * position: of each slope and of what rounding it leaves, for 256 positions and one."""
-        exact = torch.tensor(slopes, dtype=torch.float64, device=options.device) / self._whole.scale
+        exact = torch.tensor(slopes, dtype=torch.float64, device=options.device) / self.config.scale
         first = exact.to(options.dtype)
         parts = [part for each in (first, (exact - first).to(options.dtype)) for part in (256 * each, each)]
-        whole = torch.stack(parts, dim=1)
-        return whole if self.share is None else whole[self.share.part(len(slopes))].contiguous()
+        return torch.stack(parts, dim=1)[part_of(self.share, len(slopes))].contiguous()
 
-    def _make_norms(self, options: LayerOptions, prefix: str) -> tuple[Norm, ...]:
-        """Norms of queries and of keys, or of queries alone."""
-        config = self._whole
-        counts = (config.num_heads, config.num_kv_heads)[: 1 if config.keys_of is not None else 2]
-        names = zip(config.norm_names, counts, strict=False)
-        return tuple(self._norm(options, prefix + name, heads) for name, heads in names)
-
-    def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
-        """`heads`: of all ranks."""
-        config = self.config
-        assert config.head_norm is not None
-        if config.norm_scope == "whole":
-            return Norm(options, config.head_norm, path, heads * config.head_dim)
-        if config.norm_scope == "head":
-            return Norm(options, config.head_norm, path, config.head_dim)
-        kept = None if self.share is None else self.share.part(heads)
-        return Norm(options, config.head_norm, path, config.head_dim, heads, kept)
-
-    def _merged(self, key_dim: int) -> MergedHeads:
-        config, interleaved = self.config, self.plan.interleaved
-        counts = (config.num_heads, config.num_kv_heads, key_dim, config.head_dim)
-        if self.norms is None or self.plan.norms_apart:
-            return MergedHeads(*counts, interleaved=interleaved)
+    def _merged(self) -> MergedHeads:
+        own, plan = self.config, self.plan
+        counts = (own.num_heads, own.num_kv_heads, plan.key_dim, own.head_dim)
+        if "norm" not in plan.fused:
+            return MergedHeads(*counts, interleaved=plan.interleaved)
         query, key = self.norms
-        return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, interleaved)
+        return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, plan.interleaved)
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         """`angles`: those of this layer's rotation."""
@@ -287,150 +303,142 @@ class Attention:
             attended = self.gate.multiply(attended, projected)
         return self.out(gathered(self.share, attended), step.adapters)
 
+    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """The merged projection of the heads that are here."""
+        return self.qkv.own(x, step.adapters)
+
+    def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
+        """[T, heads * dim] of the merged projection without gates."""
+        qkv, angles = self._changed(qkv, angles)
+        attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
+        if attend_merged is not None:
+            return attend_merged(self.index, qkv, self.merged, *self._prepare_in_place(qkv, angles))
+        query, key, value = self._prepare(qkv, angles)
+        step.backend.write(self.index, key, value)
+        return step.backend.attend(self.index, query).flatten(1)
+
     def write(self, x: torch.Tensor, step: StepContext, angles: Angles) -> None:
         """Keep the keys and values of x, to which others attend later; of layers without adapters, in one process."""
         qkv = x.new_zeros(len(x), self.qkv.outputs)
         self.qkv.weight.multiply_from(self.qkv.outputs - 2 * self.plan.kv_size, x, self.qkv.bias, qkv)
-        qkv = qkv if self.gate is None else self.gate.split(qkv)
+        qkv, angles = self._changed(qkv if self.gate is None else self.gate.split(qkv), angles)
         write_merged: Any = None if self.merged is None else getattr(step.backend, "write_merged", None)
         if write_merged is not None:
             write_merged(self.index, qkv, self.merged, *self._prepare_in_place(qkv, angles))
             return
-        _, key, value = self.prepare(qkv, angles)
+        _, key, value = self._prepare(qkv, angles)
         step.backend.write(self.index, key, value)
 
-    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The merged projection of the heads that are here."""
-        projected = self.qkv(x, step.adapters)
-        if self.config.qkv_by_head:
-            return self._by_kind(projected if self.share is None or self.qkv.local else self.share.columns(projected))
-        if self.share is None or self.qkv.local:
-            return projected
-        if self.plan.norms_of_all_heads:
-            projected = projected if self.clip is None else self.clip(projected)
-            size = self._whole.head_dim
-            self._norm_in_place(projected, self._whole.num_heads * size, self._whole.num_kv_heads * size)
-        return self.share.columns(projected)
+    def _changed(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
+        """The projection after the plan's changes, and the angles that are left for its rotation."""
+        for change in self._changes:
+            qkv, angles = change(self, qkv, angles)
+        return qkv, angles
 
-    def _by_kind(self, projected: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values of all heads side by side, of those of each kv head."""
-        heads = torch.unflatten(projected, 1, (self.config.num_kv_heads, -1))
-        sizes = [self.plan.query_size // self.config.num_kv_heads, self.config.head_dim, self.config.head_dim]
-        parts = (self._kernels.joined(part).flatten(1) for part in torch.split(heads, sizes, dim=-1))
-        return self._kernels.joined(*parts)
-
-    def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
-        """[T, heads * dim] of the merged projection."""
-        if self.clip is not None and not self.plan.norms_of_all_heads:
-            qkv = self.clip(qkv)
-        if angles.query_scale is not None:  # rotation is linear
+    def _scale_queries(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
+        """Queries times the factors of their positions: rotation is linear."""
+        if angles.query_scale is not None:
             qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.plan.query_size)
-        if self.config.keys_of is not None:
-            return step.backend.attend(self.index, self._query(qkv, angles)).flatten(1)
-        if self.plan.makes_values:
-            qkv = self._with_values(qkv)
-        if self._slopes is not None:
-            qkv = self._with_positions(qkv, self._slopes, angles.cos)
-            angles = angles._replace(cos=angles.cos[:, :0], sin=angles.sin[:, :0])
-        attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
-        if attend_merged is not None:
-            cos, sin = self._prepare_in_place(qkv, angles)
-            return attend_merged(self.index, qkv, self.merged, cos, sin)
-        query, key, value = self.prepare(qkv, angles)
-        step.backend.write(self.index, key, value)
-        return step.backend.attend(self.index, query).flatten(1)
+        return qkv, angles
 
-    def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
-        config = self.config
-        counts, key_dim = (config.num_heads, config.num_kv_heads), self.spec.key_dim
-        query, key, value = torch.split(qkv, [*(count * key_dim for count in counts), self.plan.kv_size], dim=-1)
-        if not config.norm_after_rotation:
-            query, key = self._normed(query, key)
-        query, key = (part.reshape(len(part), -1, key_dim) for part in (query, key))
-        value = value.reshape(len(value), -1, config.head_dim)
-        if config.rotary is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
-        if config.norm_after_rotation:
-            query, key = self._normed(query, key)
-        return query, key, value
-
-    def _with_positions(self, qkv: torch.Tensor, slopes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The projection with `slopes` [heads, 4] behind each query and `positions` [T, 4] behind each key."""
-        config, joined, size = self.config, self._kernels.joined, self.plan.query_size
-        query, key, value = torch.split(qkv, [size, self.plan.kv_size, self.plan.kv_size], dim=-1)
-        query = joined(torch.unflatten(query, 1, (config.num_heads, -1)), slopes.expand(len(qkv), -1, -1))
-        own = positions[:, None].expand(-1, config.num_kv_heads, -1)
-        key = joined(torch.unflatten(key, 1, (config.num_kv_heads, -1)), own)
-        return joined(query.flatten(1), key.flatten(1), value)
-
-    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""
-        if self.norms is None or self.plan.norms_of_all_heads:
-            return query, key
-        if self.config.norm_scope == "whole":
-            return self.norms[0](query), self.norms[1](key)
-        dim = self.config.head_dim
-        apart = (part.reshape(len(part), -1, dim) for part in (query, key))
-        normed = [norm(part) for norm, part in zip(self.norms, apart, strict=True)]
-        return normed[0].reshape(query.shape), normed[1].reshape(key.shape)
-
-    def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
-        config, after = self.config, self.config.norm_after_rotation
-        if self.plan.norms_apart and not after and not self.plan.norms_of_all_heads:
-            self._norm_in_place(qkv, self.plan.query_size, self.plan.kv_size)
-        if not self.plan.rotates_apart:
-            return angles.cos, angles.sin
-        heads = config.num_heads + config.num_kv_heads
-        interleaved = angles.style == "interleaved"
-        self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, config.head_dim, interleaved)
-        if self.plan.norms_apart and after:
-            self._norm_in_place(qkv, self.plan.query_size, self.plan.kv_size)
-        return angles.cos[:, :0], angles.sin[:, :0]
-
-    def _norm_in_place(self, qkv: torch.Tensor, query_size: int, kv_size: int) -> None:
-        for norm, first, size in zip(self.norms or (), (0, query_size), (query_size, kv_size), strict=False):
-            self._norm_columns(qkv, norm, first, size)
-
-    def _norm_columns(self, qkv: torch.Tensor, norm: Norm, first: int, size: int) -> None:
-        groups = size // norm.weight.shape[-1]
-        if self._kernels.name == "compiled":
-            centred = norm.config.kind == "layer"
-            self._kernels.norm_heads(qkv, norm.weight, norm.bias, first, groups, norm.config.epsilon, centred)
-        else:
-            part = qkv[:, first : first + size]
-            part.copy_(norm(part.reshape(len(part), groups, -1)).flatten(1))
-
-    def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Queries [T, heads, dim] of a layer without keys."""
-        config = self.config
-        query = projected.view(len(projected), -1, config.head_dim)
-        if self.norms is not None:
-            query = self.norms[0](query)
-        if config.rotary is None or self._kernels.name != "compiled":
-            return query if config.rotary is None else rotate(query, angles)
-        interleaved = angles.style == "interleaved"
-        self._kernels.rotate_heads(
-            query.flatten(1), angles.cos, angles.sin, config.num_heads, config.head_dim, interleaved
-        )  # fmt: skip
-        return query
-
-    def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The projection with values as they are written: normed, and those of the keys where it has none."""
+    def _make_values(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
+        """Values as they are written: normed, and those of the keys before norm and rotation where it has none."""
         if len(self.config.qkv) == 2:
             qkv = self._kernels.joined(qkv, qkv[:, self.plan.query_size :])
         if self.value_norm is not None:
-            self._norm_columns(qkv, self.value_norm, self.plan.query_size + self.plan.kv_size, self.plan.kv_size)
-        return qkv
+            self.value_norm.norm_columns(qkv, self.plan.query_size + self.plan.kv_size, self.plan.kv_size)
+        return qkv, angles
+
+    def _add_positions(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
+        """Slopes [heads, 4] behind each query and positions [T, 4], which these angles are, behind each key."""
+        assert self._slopes is not None
+        config, joined, size = self.config, self._kernels.joined, self.plan.query_size
+        query, key, value = torch.split(qkv, [size, self.plan.kv_size, self.plan.kv_size], dim=-1)
+        query = joined(torch.unflatten(query, 1, (config.num_heads, -1)), self._slopes.expand(len(qkv), -1, -1))
+        own = angles.cos[:, None].expand(-1, config.num_kv_heads, -1)
+        key = joined(torch.unflatten(key, 1, (config.num_kv_heads, -1)), own)
+        unrotated = angles._replace(cos=angles.cos[:, :0], sin=angles.sin[:, :0])
+        return joined(query.flatten(1), key.flatten(1), value), unrotated
+
+    CHANGES: ClassVar[Mapping[str, Any]] = {
+        "clip": lambda own, qkv, angles: (own.clip(qkv), angles),
+        "scale_queries": _scale_queries, "make_values": _make_values, "add_positions": _add_positions,
+    }  # fmt: skip
+
+    def _prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
+        own, plan = self.config, self.plan
+        sizes = [own.num_heads * plan.key_dim, own.num_kv_heads * plan.key_dim, plan.kv_size]
+        query, key, value = torch.split(qkv, sizes, dim=-1)
+        query, key = (part.reshape(len(part), -1, plan.key_dim) for part in (query, key))
+        for turn in (*plan.apart, *plan.fused):
+            if turn == "norm":
+                query, key = (norm.of_heads(part) for norm, part in zip(self.norms, (query, key), strict=True))
+            else:
+                query, key = rotate(query, angles), rotate(key, angles)
+        return query, key, value.reshape(len(value), -1, own.head_dim)
+
+    def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
+        own, plan = self.config, self.plan
+        for turn in plan.apart:
+            if turn == "norm":
+                self._norm_columns(qkv, plan.query_size, plan.kv_size)
+            else:
+                heads, interleaved = own.num_heads + own.num_kv_heads, angles.style == "interleaved"
+                self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, own.head_dim, interleaved)
+                angles = angles._replace(cos=angles.cos[:, :0], sin=angles.sin[:, :0])
+        return angles.cos, angles.sin
+
+    def _norm_columns(self, qkv: torch.Tensor, query_size: int, kv_size: int) -> None:
+        query, key = self.norms
+        query.norm_columns(qkv, 0, query_size)
+        key.norm_columns(qkv, query_size, kv_size)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
-        parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
+        parts: list[Linear | Norm] = [self.qkv, self.out, *self.norms]
         for part in parts:
             yield from part.slots()
         if self._sinks is not None:
             yield self._sinks_path, TensorSlot.into(self._sinks)
+
+
+class ByHeadAttention(Attention):
+    """Attention whose projection has, for each kv head, its queries, its key and its value."""
+
+    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        heads = torch.unflatten(super()._projected(x, step), 1, (self.config.num_kv_heads, -1))
+        sizes = [self.plan.query_size // self.config.num_kv_heads, self.config.head_dim, self.config.head_dim]
+        parts = (self._kernels.joined(part).flatten(1) for part in torch.split(heads, sizes, dim=-1))
+        return self._kernels.joined(*parts)
+
+
+class AllNormsAttention(Attention):
+    """Attention whose norms go over the heads of all ranks: each makes the whole projection, and takes its own."""
+
+    def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        assert self.share is not None
+        projected = self.qkv(x, step.adapters)
+        projected = projected if self.clip is None else self.clip(projected)
+        self._norm_columns(projected, *(norm.width for norm in self.norms))
+        return self.share.columns(projected)
+
+
+class QueryAttention(Attention):
+    """Attention of a layer without keys: those of an earlier one are attended to."""
+
+    def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
+        query, angles = self._changed(qkv, angles)
+        query = query.view(len(query), -1, self.config.head_dim)
+        for turn in (*self.plan.apart, *self.plan.fused):
+            query = self.norms[0].of_heads(query) if turn == "norm" else self._kernels.rotated(query, angles)
+        return step.backend.attend(self.index, query).flatten(1)
+
+
+FORMS: Mapping[str, type[Attention]] = {
+    "own": Attention, "by_head": ByHeadAttention, "all_norms": AllNormsAttention, "queries": QueryAttention,
+}  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.device.arena import OutputBufferPool, new_tensor
-from asyncengine.execution.layers.kernels import ACTIVATIONS
+from asyncengine.execution.layers.kernels import ACTIVATIONS, CompiledKernels
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import LocalWeight, Share, own_rows
 from asyncengine.execution.layers.step import RowAdapters
@@ -111,12 +111,12 @@ class Norm(Layer):
     """x / rms(x) * weight, or layer normalisation, over the last dimension; rounded once, to x's dtype.
 
     `heads`: the weight is [heads, width], one row for each head of x [T, heads, width] (Cohere); with "{}" in the path,
-    the checkpoint has a tensor [width] for each (StableLM). `kept`: x has these heads of them only.
+    the checkpoint has a tensor [width] for each (StableLM). `share`: x has this rank's heads of them only.
     """
 
     def __init__(
         self, options: LayerOptions, config: NormConfig, path: str, width: int, heads: int = 0,
-        kept: slice | None = None,
+        share: Share | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.path = path
@@ -127,7 +127,8 @@ class Norm(Layer):
         self._weight = options.zeros(*shape, dtype=options.norm_dtype if by_kernel else torch.float32).fill_(1.0)
         self._bias = options.zeros(*shape, dtype=torch.float32) if config.bias else None
         self.weight, self.bias = self._weight, self._bias
-        if kept is not None:
+        if heads and share is not None:
+            kept = share.part(heads)
             self.weight, self.bias = self._weight[kept], None if self._bias is None else self._bias[kept]
         self._by_kernel = by_kernel
         self._plain = config.kind == "layer" and not heads
@@ -169,6 +170,20 @@ class Norm(Layer):
         total = torch.add(residual.float(), branch, alpha=scale)
         return total.to(residual.dtype), self._normed(total).to(residual.dtype)
 
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x [T, heads, dim], over each head or, where it is as wide as they are together, over all."""
+        return self(x.reshape(len(x), -1, self.width)).reshape(x.shape)
+
+    def norm_columns(self, x: torch.Tensor, first: int, size: int) -> None:
+        """Norm columns of x [T, all] in place, as `of_heads` does: `size` of them, from `first` on."""
+        groups, kernels = size // self.width, self._kernels
+        if isinstance(kernels, CompiledKernels):
+            centred = self.config.kind == "layer"
+            kernels.norm_heads(x, self.weight, self.bias, first, groups, self.config.epsilon, centred)
+        else:
+            part = x[:, first : first + size]
+            part.copy_(self(part.reshape(len(part), groups, -1)).flatten(1))
+
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         if "{}" in self.path:
             for head, row in enumerate(self._weight):
@@ -177,6 +192,11 @@ class Norm(Layer):
             yield f"{self.path}.weight", TensorSlot.into(self._weight, self._folded, 1.0 - self.config.offset)
         if self._bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self._bias, initial=0.0)
+
+
+def named_norm(options: LayerOptions, config: NormConfig | None, path: str | None, width: int) -> Norm | None:
+    """The norm of that name; without a form or a name, there is none."""
+    return None if config is None or path is None else Norm(options, config, path, width)
 
 
 # Token embeddings and the output layer (LM head), which are often one matrix.

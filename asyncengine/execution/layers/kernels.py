@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.attention.flashinfer import load_flashinfer
+from asyncengine.execution.layers.rotary import Angles, rotate
 from asyncengine.kernels.api import compiler_missing, triton_missing
 
 logger = logging.getLogger("asyncengine")
@@ -130,6 +131,10 @@ class LayerKernels:
         """x in float32."""
         return x.float()
 
+    def rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """x [T, heads, dim] with its first dimensions rotated; x may be overwritten."""
+        return rotate(x, angles)
+
     def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
         """One of `ACTIVATIONS`, or of `PARAMETRIC` with these, which may overwrite what it is given."""
         return ACTIVATIONS[name] if parameters is None else partial(PARAMETRIC[name], parameters)
@@ -155,6 +160,11 @@ class CompiledKernels(LayerKernels):
         own.scale_rows, own.scaled_rows, own.joined = operations.scale_rows, operations.scaled_rows, operations.joined
         self.rotate_heads, self.norm_heads = operations.rotate_heads, operations.norm_heads
         self._operations = operations
+
+    def rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        _, heads, dim = x.shape
+        self.rotate_heads(x.flatten(1), angles.cos, angles.sin, heads, dim, angles.style == "interleaved")
+        return x
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
         assert offset == 0.0  # a float32 weight has it in it

@@ -9,7 +9,7 @@ however its prompt was cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.rotary import Angles, rotate
+from asyncengine.execution.layers.rotary import Angles, RotaryConfig
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, Weighted, dense
@@ -52,6 +52,12 @@ class LatentAttentionConfig:
     chunk: int | None = None
     first: int = 0
     """The first position that is attended to."""
+
+    def build(
+        self, options: LayerOptions, rotaries: Sequence[RotaryConfig], prefix: str, width: int, index: int
+    ) -> LatentAttention:
+        """The layer, as `AttentionConfig.build` makes one."""
+        return LatentAttention(options, self, prefix, width, index)
 
 
 class HeadProducts(Weighted):
@@ -151,13 +157,7 @@ class LatentAttention:
 
     def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """x [T, heads, shared dim + rank] with its shared numbers rotated, perhaps in place."""
-        if self.config.rotary is None:
-            return x
-        if self._kernels.name != "compiled":
-            return rotate(x, angles)
-        interleaved = angles.style == "interleaved"
-        self._kernels.rotate_heads(x.flatten(1), angles.cos, angles.sin, *x.shape[1:], interleaved)
-        return x
+        return x if self.config.rotary is None else self._kernels.rotated(x, angles)
 
     def _load(self, tensor: torch.Tensor | StoredMatrix) -> None:
         """Take the matrix of all heads' keys and values [heads * (own dim + value dim), rank]."""

@@ -22,9 +22,9 @@ from asyncengine.execution.layers.basic import (
     LayerInputs,
     Linear,
     LMHead,
-    Norm,
     NormConfig,
     Part,
+    named_norm,
 )
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
 from asyncengine.execution.layers.mlp import MLPConfig, MoEConfig, SideExpertsConfig
@@ -135,8 +135,7 @@ class Decoder(CausalLM):
                 Linear(options, [Part(config.project_in, config.width)], outer),
                 Linear(options, [Part(config.project_out, outer)], config.width),
             ]
-        named = config.embedding_norm
-        self.embedding_norm = None if named is None else Norm(options, config.norm, named, config.width)
+        self.embedding_norm = named_norm(options, config.norm, config.embedding_norm, config.width)
         self.inputs: LayerInputs | None = None
         if config.layer_inputs is not None:
             self.inputs = LayerInputs(options, config.layer_inputs, config.norm, len(config.layers), config.width)
@@ -150,7 +149,7 @@ class Decoder(CausalLM):
             DecoderLayer(every.at(index), config, layer, index, plan.pools[index], plan.states[index])
             for index, layer in enumerate(config.layers)
         ]
-        self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
+        self.norm = named_norm(options, config.norm, config.final_norm, config.width)
         self._following = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
         if not plan.is_last and not plan.carries_norms:
             self._following[plan.run[-1]] = None  # the next stage's

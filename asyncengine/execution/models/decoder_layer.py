@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncengine.execution.device.arena import OutputBufferPool
-from asyncengine.execution.layers.attention import Attention, AttentionConfig
+from asyncengine.execution.layers.attention import Attention
 from asyncengine.execution.layers.basic import LayerInput, Linear, LMHead, Norm, Part
 from asyncengine.execution.layers.latent_attention import HeadProducts, LatentAttention
 from asyncengine.execution.layers.mlp import MLP, MoEConfig, SideExperts, SparseMLP
@@ -41,18 +41,13 @@ class DecoderLayer:
         self.config, self._kernels = config, options.kernels
         self.scale = model.residual_scale
 
-        def named(name: str | None) -> Norm | None:
-            return None if name is None else Norm(options, norm, prefix + name, width)
-
-        self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
-        self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
-        own = config.attention
+        names = config.before_attention, config.after_attention, config.before_mlp, config.after_mlp
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else Norm(options, norm, prefix + name, width) for name in names
+        )
         self.attention: Attention | LatentAttention | None = None
-        if isinstance(own, AttentionConfig):
-            rotary = None if own.rotary is None else model.rotary[own.rotary]
-            self.attention = Attention(options, own, prefix, width, pool, rotary)
-        elif own is not None:
-            self.attention = LatentAttention(options, own, prefix, width, pool)
+        if config.attention is not None:
+            self.attention = config.attention.build(options, model.rotary, prefix, width, pool)
         self.state = None if config.state is None else config.state.build(options, norm, prefix, width, state)
         form: Any = SparseMLP if isinstance(config.mlp, MoEConfig) else MLP
         self.mlp: MLP | SparseMLP | None = None if config.mlp is None else form(options, config.mlp, prefix, width)

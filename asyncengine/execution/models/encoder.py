@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
-from asyncengine.execution.layers.basic import Embedding, Linear, Norm, NormConfig, Part
+from asyncengine.execution.layers.basic import Embedding, Linear, NormConfig, Part, named_norm
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.recorded import RecordedLayers
@@ -164,9 +164,9 @@ class Encoder:
             None if path is None else Embedding(options, path, rows, stack.width)
             for path, rows in ((stack.positions, stack.max_positions), (config.segments, config.num_segments))
         )
-        self.embedding_norm = _norm(options, stack, config.embedding_norm)
+        self.embedding_norm = named_norm(options, stack.norm, config.embedding_norm, stack.width)
         self.layers = [DecoderLayer(options, stack, each, index, index, 0) for index, each in enumerate(stack.layers)]
-        self.norm = _norm(options, stack, stack.final_norm)
+        self.norm = named_norm(options, stack.norm, stack.final_norm, stack.width)
         self.rotary = [Rotary(each, config.max_model_len, options.dtype, options.device) for each in stack.rotary]
         self._together = 0 if options.bits is None or options.device.type != "cpu" else _TOGETHER
         """Most tokens that go through all layers before the next ones do; 0: all go at once."""
@@ -305,11 +305,6 @@ def padded_positions(ids: torch.Tensor, counts: Sequence[int], padding: int) -> 
     return (total - before.repeat_interleave(lengths)) * shown + padding
 
 
-def _norm(options: LayerOptions, stack: DecoderConfig, path: str | None) -> Norm | None:
-    config: NormConfig = stack.norm
-    return None if path is None else Norm(options, config, path, stack.width)
-
-
 # The head of a classifier: from the hidden states of a sequence to a logit for each label.
 
 
@@ -339,7 +334,7 @@ class SequenceHead(Layer):
         self.dense: Linear | None = None
         if config.dense is not None:
             self.dense = Linear(options, [Part(config.dense, width)], width, bias=config.dense_bias)
-        self.norm = None if config.norm is None else Norm(options, norm, config.norm, width)
+        self.norm = named_norm(options, norm, config.norm, width)
         self.out = Linear(options, [Part(config.out, config.num_labels)], width, bias=True)
         self._activation = torch.tanh if config.activation == "tanh" else ACTIVATIONS[config.activation]
 

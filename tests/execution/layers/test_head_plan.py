@@ -12,74 +12,63 @@ from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.rotary import RotaryConfig
 
 CONFIG = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16, scale=0.25)
-NORMED = replace(CONFIG, head_norm=NormConfig())
-HALVES, PAIRS = RotaryConfig((1.0,)), RotaryConfig((1.0,), style="interleaved")
-EXACT = RotaryConfig((1.0,), exact=True)
+PAIRS, EXACT = RotaryConfig((1.0,), style="interleaved"), RotaryConfig((1.0,), exact=True)
+RMS, LAYER = NormConfig(), NormConfig("layer")
+QUERY, KEY, VALUE = CONFIG.qkv
+BOTH = ("norm", "rotate")
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("fields", "given", "expected"),
     [
-        (CONFIG, (64, 16, 16)),
-        (replace(CONFIG, output_gate=True), (128, 16, 16)),
-        (replace(CONFIG, qkv=("self_attn.q_proj", "self_attn.k_proj")), (64, 16)),
-        (replace(CONFIG, keys_of=0), (64,)),
+        ({}, {}, {"form": "own", "rows": (64, 16, 16), "changes": (), "apart": (), "fused": ("rotate",), "gate": "",
+                  "merges": True, "interleaved": False, "norms": (), "value_norm": None, "key_dim": 16,
+                  "parts": ((QUERY, 128), (KEY, 32), (VALUE, 32))}),
+        ({"rotary": None}, {"rotary": None}, {"fused": (), "merges": True}),
+        # the merged projection
+        ({"output_gate": True}, {}, {"rows": (128, 16, 16), "gate": "number",
+                                     "parts": ((QUERY, 256), (KEY, 32), (VALUE, 32))}),
+        ({"lone_gate": "g"}, {}, {"rows": (64, 16, 16, 4), "gate": "head",
+                                  "parts": ((QUERY, 128), (KEY, 32), (VALUE, 32), ("g", 8))}),
+        ({"qkv": ("all",)}, {}, {"form": "own", "rows": (64, 16, 16), "parts": (("all", 192),)}),
+        ({"qkv": ("all",), "qkv_by_head": True}, {}, {"form": "by_head", "rows": (96,), "parts": (("all", 192),)}),
+        ({"qkv": (QUERY, KEY)}, {}, {"rows": (64, 16), "changes": ("make_values",)}),
+        ({"qkv": (QUERY,), "keys_of": 0, "head_norm": RMS, "value_norm": RMS}, {},
+         {"form": "queries", "rows": (64,), "changes": (), "merges": False, "fused": BOTH, "value_norm": None,
+          "norms": ((RMS, "self_attn.q_norm", 16, 0),), "parts": ((QUERY, 128),)}),
+        # changes of it
+        ({"clip": 8.0, "value_norm": RMS}, {"rotary": RotaryConfig((1.0,), query_growth=(0.1, 8))},
+         {"changes": ("clip", "scale_queries", "make_values"), "value_norm": RMS}),
+        ({"alibi": (0.5,) * 8}, {"rotary": RotaryConfig((), style="alibi")},
+         {"changes": ("add_positions",), "key_dim": 20, "fused": (), "merges": True}),
+        # norms of heads that the kernel of attention takes along, and others
+        ({"head_norm": RMS}, {}, {"apart": (), "fused": BOTH,
+                                  "norms": ((RMS, "self_attn.q_norm", 16, 0), (RMS, "self_attn.k_norm", 16, 0))}),
+        ({"head_norm": RMS}, {"float32_norms": False}, {"apart": ("norm",), "fused": ("rotate",)}),
+        ({"head_norm": LAYER}, {}, {"apart": ("norm",), "fused": ("rotate",)}),
+        ({"head_norm": RMS, "norm_scope": "each"}, {}, {"apart": ("norm",), "fused": ("rotate",), "norms": (
+            (RMS, "self_attn.q_norm", 16, 8), (RMS, "self_attn.k_norm", 16, 2))}),
+        ({"head_norm": RMS, "norm_scope": "whole"}, {}, {"apart": ("norm",), "fused": ("rotate",), "norms": (
+            (RMS, "self_attn.q_norm", 128, 0), (RMS, "self_attn.k_norm", 32, 0))}),
+        # rotation that it cannot do
+        ({"head_norm": RMS}, {"rotary": PAIRS}, {"apart": BOTH, "fused": (), "merges": True, "interleaved": False}),
+        ({"head_norm": RMS}, {"rotary": PAIRS, "kernels": "torch"}, {"apart": BOTH, "merges": False}),
+        ({"head_norm": RMS}, {"rotary": PAIRS, "kernels": "cuda"}, {"fused": BOTH, "interleaved": True}),
+        ({"head_norm": RMS}, {"rotary": EXACT, "float32": False}, {"apart": BOTH, "merges": True}),
+        ({"head_norm": RMS}, {"rotary": EXACT}, {"fused": BOTH, "merges": True}),
+        ({"head_norm": RMS}, {"rotary": EXACT, "float32": False, "kernels": "cuda"}, {"fused": BOTH, "merges": True}),
+        ({"head_norm": RMS, "norm_after_rotation": True}, {}, {"apart": ("rotate", "norm"), "fused": ()}),
+        # heads of one rank of two
+        ({"head_norm": RMS}, {"ranks": 2}, {"form": "own", "rows": (64, 16, 16), "fused": BOTH,
+                                            "parts": ((QUERY, 128), (KEY, 32), (VALUE, 32))}),
+        ({"head_norm": RMS, "norm_scope": "whole", "clip": 8.0}, {"ranks": 2},
+         {"form": "all_norms", "changes": (), "apart": (), "fused": ("rotate",)}),
     ],
-)
-def test_rows_of_the_merged_projection(config: AttentionConfig, expected: tuple[int, ...]) -> None:
-    assert plan_heads(config, HALVES, kernels="torch").rows == expected
-
-
-@pytest.mark.parametrize(
-    ("rotary", "kernels", "float32", "apart", "interleaved"),
-    [
-        (None, "compiled", True, False, False),
-        (HALVES, "compiled", False, False, False),
-        (PAIRS, "compiled", True, True, False),
-        (PAIRS, "cuda", True, False, True),
-        (EXACT, "compiled", False, True, False),
-        (EXACT, "compiled", True, False, False),
-        (EXACT, "cuda", False, False, False),
-    ],
-)
-def test_rotation_is_apart_where_attention_cannot_do_it(
-    rotary: RotaryConfig | None, kernels: str, float32: bool, apart: bool, interleaved: bool
-) -> None:
-    plan = plan_heads(NORMED, rotary, kernels=kernels, float32=float32)
-    assert (plan.rotates_apart, plan.norms_apart, plan.interleaved) == (apart, apart, interleaved)
-    assert plan.merges == (kernels == "compiled" or not apart)
-    behind = plan_heads(replace(NORMED, norm_after_rotation=True), rotary, kernels=kernels, float32=float32)
-    assert behind.rotates_apart
-    assert behind.norms_apart
-
-
-@pytest.mark.parametrize(
-    ("fields", "float32_norms", "apart"),
-    [
-        ({}, True, False),
-        ({}, False, True),
-        ({"head_norm": NormConfig("layer")}, True, True),
-        ({"norm_scope": "each"}, True, True),
-        ({"norm_scope": "whole"}, True, True),
-        ({"head_norm": None}, False, False),
-    ],
-)
-def test_norms_that_one_kernel_can_take_along(fields: dict[str, Any], float32_norms: bool, apart: bool) -> None:
-    plan = plan_heads(replace(NORMED, **fields), HALVES, kernels="compiled", float32_norms=float32_norms)
-    assert plan.norms_apart == apart
-
-
-def test_a_rank_has_its_part_of_the_heads() -> None:
-    plan = plan_heads(replace(NORMED, norm_scope="whole"), HALVES, kernels="compiled", ranks=2)
-    assert (plan.config.num_heads, plan.config.num_kv_heads) == (4, 1)
-    assert (plan.query_size, plan.kv_size) == (64, 16)
-    assert plan.norms_of_all_heads
-    assert not plan_heads(NORMED, HALVES, kernels="compiled", ranks=2).norms_of_all_heads
-
-
-def test_layers_without_keys_or_values_of_their_own() -> None:
-    queries = plan_heads(replace(CONFIG, keys_of=0, value_norm=NormConfig()), HALVES, kernels="compiled")
-    assert not queries.merges
-    assert not queries.makes_values
-    keys = plan_heads(replace(CONFIG, qkv=("self_attn.q_proj", "self_attn.k_proj")), HALVES, kernels="compiled")
-    assert keys.makes_values
+)  # fmt: skip
+def test_plans(fields: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = {"rotary": RotaryConfig((1.0,)), "kernels": "compiled", **given}
+    plan = plan_heads(replace(CONFIG, **fields), **settings)
+    assert {name: getattr(plan, name) for name in expected} == expected
+    ranks = given.get("ranks", 1)
+    assert (plan.config.num_heads, plan.config.num_kv_heads) == (8 // ranks, 2 // ranks)
+    assert (plan.query_size, plan.kv_size) == (128 // ranks, 32 // ranks)

@@ -272,7 +272,7 @@ class Replica:
 
     async def _serve(self, door: Door) -> None:
         try:
-            await self.carry(door.socket.recv, door.socket.send)
+            await self.carry(door.receive, door.socket.send)
         except Exception:  # the fleet must not wait for what was not understood
             logger.exception("a replica's connection is given up")
 

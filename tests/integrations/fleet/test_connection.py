@@ -28,6 +28,12 @@ HERE = "127.0.0.1"
 PATIENCE = 60.0
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer for a connection than a fleet waits for one before it uses Ray's calls."""
+    monkeypatch.setattr(connection, "OPEN_SECONDS", PATIENCE)
+
+
 class Host:
     """A replica's process as the fleet's end reaches it; its own end runs in this process. `fails`: what its `listen`
     raises. `port`: where it says that it listens, if not the truth."""
@@ -48,7 +54,7 @@ class Host:
         if self.fails is not None:
             raise self.fails
         self.end = end = Door(address, [key])
-        self.running = asyncio.create_task(self.carry(end.socket.recv, end.socket.send))
+        self.running = asyncio.create_task(self.carry(end.receive, end.socket.send))
         self.running.add_done_callback(lambda done: end.close())
         return self.port or end.port, end.public_key
 
@@ -195,6 +201,25 @@ async def test_whoever_has_taken_a_replicas_port_is_not_believed(caplog: pytest.
         context.destroy(linger=0)
 
 
+async def test_a_heartbeat_before_all_commands_ends_nothing() -> None:
+    """A fleet that is slow to begin sends heartbeats already; libzmq then calls the replica's end readable."""
+    context, (mine, secret) = new_context(), zmq.curve_keypair()
+    end = Door(HERE, [mine])
+    socket, url = connection.new_socket(
+        context, HERE, heartbeat_ivl=1, curve_serverkey=end.public_key, curve_publickey=mine, curve_secretkey=secret
+    )
+    try:
+        socket.connect(f"{url}{end.port}")
+        assert await end.socket.poll(1000 * PATIENCE)
+        received = asyncio.ensure_future(end.receive())
+        await asyncio.sleep(0)  # it looks, and finds nothing
+        socket.send(b"order")
+        assert await asyncio.wait_for(received, PATIENCE) == b"order"
+    finally:
+        end.close()
+        context.destroy(linger=0)
+
+
 # ---------------------------------------------------------------- where there is none
 
 
@@ -274,7 +299,7 @@ class Speaker(Replica):
 async def main():
     end = Door("127.0.0.1", [sys.argv[1].encode()])
     print(end.port, end.public_key.decode(), flush=True)
-    await Speaker().carry(end.socket.recv, end.socket.send)
+    await Speaker().carry(end.receive, end.socket.send)
 
 asyncio.run(main())
 """
@@ -322,6 +347,7 @@ def loopback(up):
 
 async def main():
     loopback(True)
+    connection.OPEN_SECONDS = 60.0
     host = Host()
     async with connected(host) as (_, told):
         host.says.put_nowait(b"a")

@@ -8,12 +8,12 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from support.fake_engine import until
+from support.fake_engine import PATIENCE, until
 from support.held_steps import HeldSteps
 
 from asyncengine import EngineConfig
 from asyncengine.errors import FleetError
-from asyncengine.integrations.fleet import Fleet, FleetConfig, frontend
+from asyncengine.integrations.fleet import Fleet, FleetConfig, connection, frontend
 from asyncengine.integrations.fleet.connection import Connection, new_context
 from asyncengine.integrations.fleet.processes import Cluster, Process
 from asyncengine.integrations.fleet.replica import Replica
@@ -184,7 +184,8 @@ async def start_local_fleet(
     monkeypatch: Any, replicas: int = 3, model: str = "demo", *,
     kind: type[LocalCluster] = LocalCluster, **settings: Any,
 ) -> tuple[Fleet, LocalCluster]:  # fmt: skip
-    """A started fleet of a bundled model. `settings` of the fleet and of its engines."""
+    """A started fleet of a bundled model. `settings` of the fleet and of its engines. A machine that stands still for
+    seconds makes it neither lose a replica nor give up a connection."""
     made: list[LocalCluster] = []
 
     def cluster(config: FleetConfig, name: str) -> LocalCluster:
@@ -192,7 +193,9 @@ async def start_local_fleet(
         return made[0]
 
     monkeypatch.setattr(frontend, "open_cluster", cluster)
-    fleet = Fleet._unstarted(model, None, {**ENGINE, "replicas": replicas, **settings}, hosted=True)
+    monkeypatch.setattr(connection, "OPEN_SECONDS", PATIENCE)
+    settings = {**ENGINE, "replicas": replicas, "silence_limit": PATIENCE, **settings}
+    fleet = Fleet._unstarted(model, None, settings, hosted=True)
     await fleet.start()
     return fleet, made[0]
 

@@ -159,7 +159,7 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
         await refusals(fleet, cluster)
 
         whole = await asyncio.gather(*(visit(fleet, number, right, rng) for number in range(STREAMS)))
-        assert STREAMS * 0.5 < sum(whole) < STREAMS
+        assert sum(whole) > STREAMS * 0.5
         await nothing_held(fleet)
 
         long = PARAMS.replace(max_tokens=3900)  # on no machine may they end before the node does

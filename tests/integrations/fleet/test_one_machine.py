@@ -29,7 +29,6 @@ ROWS: dict[str, Any] = cases_of(__file__)
 
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(8)]
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=7, ignore_eos=True)
-LONG = SAMPLED.replace(max_tokens=700)
 PROMPT = [100 + (7 * place) % 300 for place in range(200)]
 
 
@@ -72,21 +71,23 @@ async def test_two_replicas_of_half_the_machine() -> None:
         again = await asyncio.gather(*(fleet.generate([*PROMPT, number], SAMPLED) for number in range(3)))
         assert [answer.usage.cached_tokens for answer in again] == [len(PROMPT) // 16 * 16] * 3
 
-        streams = [fleet.stream(text, LONG) for text in TEXTS]
-        for stream in streams:
-            await anext(stream)
         replicas = fleet.core.fleet.dispatcher.replicas  # type: ignore[attr-defined]
         victim = replicas[next(iter(replicas))]
-        doomed = {request.spec.prompt for request in victim.requests.values()}
         killed = victim.process.child.program.pid
+        os.kill(killed, signal.SIGSTOP)  # what it is sent from now on has no end when it is killed
+        streams = [fleet.stream(text, SAMPLED) for text in TEXTS]
+        for stream in streams:
+            await stream.__aenter__()
+        await until(lambda: fleet.stats().loads.get(victim.name, 0) == len(TEXTS) / 2, "half of them there")
+        doomed = {request.spec.prompt for request in victim.requests.values()}
         os.kill(killed, signal.SIGKILL)
         for text, stream, tokens in zip(TEXTS, streams, right, strict=True):
             if tuple(fleet.tokenize(text)) in doomed:
                 with pytest.raises(EngineDead, match=rf"was lost: its process \({killed}\) was killed"):
                     await stream.result()
             else:
-                assert (await stream.result()).token_ids[: len(tokens)] == tokens
-        assert 0 < len(doomed) < len(TEXTS)
+                assert (await stream.result()).token_ids == tokens
+        assert len(doomed) == len(TEXTS) / 2
         await until(lambda: len(replicas) == 2, "a replacement")
         assert cores() == bound
         assert killed not in processes()
@@ -111,11 +112,11 @@ async def test_pictures_are_read_where_their_requests_are_computed(tmp_path: Pat
             assert [answer.token_ids for answer in answers] == right
         stats = await fleet.replica_stats()
         assert all(each.images.encoded for each in stats.values()), "both have work"
-        stream = fleet.stream_chat(chats[0], SAMPLED.replace(max_tokens=400))
-        await anext(stream)
-        await fleet.kill_one()
-        assert (await stream.result()).token_ids == longest
-        assert fleet.stats().resumed == 1
+        while not fleet.stats().resumed:  # on a busy machine the answer may be whole before its process is killed
+            stream = fleet.stream_chat(chats[0], SAMPLED.replace(max_tokens=400))
+            await anext(stream)
+            await fleet.kill_one()
+            assert (await stream.result()).token_ids == longest
 
 
 async def test_errors_of_a_process_keep_their_types_and_its_end_its_reason() -> None:

@@ -262,7 +262,8 @@ async def test_a_decoder_that_is_lost_has_not_begun_what_is_computed_elsewhere(
         there.hold()
         waiting = asyncio.create_task(fleet.generate(PROMPT, PARAMS))
         await until(lambda: bool(dispatcher_of(fleet).replicas[there.name].prefills), "a prompt on its way")
-        short = fleet.stream(prompt_of(1, 20), PARAMS.replace(max_tokens=500))
+        here.hold(after=3)
+        short = fleet.stream(prompt_of(1, 20), PARAMS.replace(max_tokens=20))
         await anext(short)
         here.lose()
         with pytest.raises(EngineDead):

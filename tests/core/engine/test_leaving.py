@@ -197,11 +197,13 @@ async def test_an_id_reused_at_once_gets_only_its_own_tokens():
 
 async def test_abort_by_label_is_exact_and_idempotent_and_from_any_thread():
     async with make_engine() as engine:
+        executor_of(engine).hold(after=3)
         one = engine.stream([2, 3], LONG, request_id="job-1")
         ten = engine.stream([4, 5], greedy(60), request_id="job-10")
         await anext(one)
         await anext(ten)
         assert await in_thread(lambda: engine.abort("job-1"))
+        executor_of(engine).release()
         assert (await one.result()).finish_reason == "abort"
         assert not engine.abort("job-1")
         assert not engine.abort("job")

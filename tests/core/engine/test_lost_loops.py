@@ -136,9 +136,13 @@ async def test_an_owned_engine_closed_from_another_loop():
     """The engine's own loop runs meanwhile."""
     engine = make_engine()
     await engine.start()
+    executor_of(engine).hold(after=3)
     stream = engine.stream([2, 3], LONG)
     await anext(stream)
-    await in_thread(lambda: asyncio.run(engine.aclose()))
+    closing = asyncio.ensure_future(in_thread(lambda: asyncio.run(engine.aclose())))
+    await until(lambda: not engine.alive)
+    executor_of(engine).release()
+    await closing
     assert (await stream.result()).finish_reason == "abort"
     assert not engine.alive
 

@@ -9,6 +9,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, in_thread, make_engine, until
 
 from asyncengine import AsyncEngine, Engine, stream
+from asyncengine.testing import ManualClock
 from asyncengine.testing.leaks import assert_nothing_held
 
 LIMIT, LONG = 32, 200
@@ -73,13 +74,15 @@ async def test_a_whole_answer_is_never_suspended() -> None:
 
 
 async def test_leaving_and_deadlines_of_a_suspended_request() -> None:
-    async with make_engine(inter_token_timeout=0.1) as engine:
+    clock = ManualClock()
+    async with make_engine(inter_token_timeout=0.1, wiring={"clock": clock}) as engine:
         slow = engine.stream([2, 3], long())
         late = engine.stream([4, 5], long(), timeout=0.2)
         left = engine.stream([6, 7], long())
         for each in (slow, late, left):
             await anext(each)
         await suspended(engine, 3)
+        clock.advance(1.0)
         left.abort()
         await suspended(engine, 1)  # the deadline of the whole has passed; that between tokens waits for the reader
         assert [chunk async for chunk in late][-1].finish_reason == "timeout"

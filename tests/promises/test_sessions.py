@@ -95,7 +95,7 @@ async def test_tools_are_measured_and_waits_told() -> None:
                 await asyncio.sleep(0.05)
             await settled(engine)
             assert branches["tools"].back > told  # what the first call took is known
-            assert 0.05 <= engine.core.tool_waits.seconds["weather"] < 5
+            assert 0.05 <= engine.core.tool_waits.seconds["weather"] < 60
 
 
 def test_an_engine_that_blocks_has_sessions() -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.checkpoints import Checkpoint
+from support.fake_engine import PATIENCE
 from support.long import LONG
 from support.panels import use_panels
 
 from asyncengine import AsyncEngine, ModelNotFound, SamplingParams, UnsupportedModel
+from asyncengine.engine import prefix_store
 from asyncengine.testing import assert_nothing_held
 from benchmarks.loading import write
 from benchmarks.random_model import SHAPES
@@ -117,8 +119,11 @@ async def test_a_checkpoint_that_has_gone_leaves_it_asleep(tmp_path: Path) -> No
         assert await answers(engine) == before
 
 
-async def test_the_stored_cache_is_found_after_sleep(tmp_path: Path, checkpoint: Checkpoint) -> None:
+async def test_the_stored_cache_is_found_after_sleep(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages that were not written yet when the engine fell asleep are written first."""
+    monkeypatch.setattr(prefix_store, "LEAST_PATIENCE", PATIENCE)
     settings = {"kv_cache_dir": str(tmp_path / "kv"), "page_size": 16, "dtype": "float32"}
     async with await engine_on(checkpoint("llama"), **settings) as engine:
         store = engine.core.loop.sources.tiers[0]

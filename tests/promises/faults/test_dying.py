@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
+from support.fake_engine import PATIENCE, executor_of, greedy, idle, in_thread, make_engine, oracle, until
 from support.plug_points import Compiler, Letters
 
 from asyncengine import EngineConfig
@@ -75,7 +75,7 @@ async def test_a_loss_elsewhere_ends_streams_while_the_device_hangs(hosted: bool
         await until(lambda: bool(engine.core.loop.in_flight))
         await in_thread(lambda: engine.core.loop.fail(RuntimeError("rank 1 was killed")))
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(PATIENCE / 2):  # the step is held for longer
                 with pytest.raises(EngineDead, match="rank 1 was killed"):
                     await stream.result()
             assert not engine.alive

@@ -7,21 +7,19 @@ Its tokenizer goes along as tokenizer.json under `tokenizer.huggingface.json`, a
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import asyncengine.demo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.gguf_files import write_gguf
+from support.gguf_metadata import byte_level_metadata
 from support.kquants import stored_as
 
 DEMO = Path(asyncengine.demo.__file__).parent / "model"
@@ -57,30 +55,11 @@ def _q4_k_m(name: str, layers: int) -> str:
 
 def tokenizer_values() -> dict[str, Any]:
     """Values of a GGUF header that describe the demo model's tokenizer, and its chat template."""
-    whole = (DEMO / "tokenizer.json").read_text(encoding="utf-8")
-    content = json.loads(whole)
-    added = {entry["id"]: entry for entry in content["added_tokens"]}
-    words = {number: word for word, number in content["model"]["vocab"].items()}
-    words |= {number: entry["content"] for number, entry in added.items()}
     count = AutoConfig.from_pretrained(DEMO).vocab_size
-    kinds = [
-        gguf.TokenType.UNUSED if number not in words
-        else gguf.TokenType.CONTROL if number in added and added[number]["special"]
-        else gguf.TokenType.USER_DEFINED if number in added
-        else gguf.TokenType.NORMAL
-        for number in range(count)
-    ]  # fmt: skip
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [words.get(number, f"[PAD{number}]") for number in range(count)],
-        "tokenizer.ggml.token_type": [int(kind) for kind in kinds],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["model"]["merges"]],
-        "tokenizer.ggml.eot_token_id": np.uint32(2).item(),
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.huggingface.json": whole,
-        "tokenizer.chat_template": (DEMO / "chat_template.jinja").read_text(encoding="utf-8"),
-    }
+    values = byte_level_metadata(AutoTokenizer.from_pretrained(DEMO), "default", pad_to=count)
+    del values["general.architecture"]  # which the writer says
+    whole = (DEMO / "tokenizer.json").read_text(encoding="utf-8")
+    return {**values, "tokenizer.ggml.eot_token_id": 2, "tokenizer.huggingface.json": whole}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **_SHAPE, **_MIXTURE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "q_lora_rank": 24,
-        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "rope_interleave": True,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
+        "num_key_value_heads": 4, "rope_interleave": True,
     },
     "qwen3_5_text": {**_SHAPE, **_LINEAR},
     "qwen3_5_moe_text": {
@@ -80,10 +81,13 @@ def random_tensors(family: str, seed: int = 0, vocab: int = VOCAB) -> dict[str, 
     return found
 
 
-def save(folder: Path, family: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Path:
+def save(
+    folder: Path, family: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32, **more: Any
+) -> Path:
+    """`more`: fields of its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = len(next(tensor for name, tensor in tensors.items() if "embed" in name))
-    content = {**_content(family, vocab), "torch_dtype": str(dtype).removeprefix("torch.")}
+    content = {**_content(family, vocab), "torch_dtype": str(dtype).removeprefix("torch."), **more}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
@@ -128,14 +132,6 @@ def watch_guesses(model: Decoder) -> list[torch.Tensor]:
 
     model.guess = watched  # type: ignore[method-assign]
     return seen
-
-
-def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-    """The first dimensions of x [positions, heads, dims] rotated, halves of them being pairs."""
-    angles = torch.arange(len(x))[:, None, None] * rates
-    first, second, rest = x.split([len(rates), len(rates), x.shape[-1] - 2 * len(rates)], dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def read_and_guess(runner: ModelRunner, text: list[int]) -> list[torch.Tensor]:

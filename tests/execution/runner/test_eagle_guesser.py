@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.drive import prompts
 from support.eagle_models import DRAFTED, HEAD, LAYERS, MODEL, VOCAB, Tensors, head_tensors, model_tensors, save
-from support.mtp_models import check_chain, read_and_guess, turned
+from support.mtp_models import check_chain, read_and_guess
 
 from asyncengine.config import EngineConfig
 from asyncengine.execution.models.checkpoint import open_checkpoint
@@ -18,6 +18,14 @@ from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
 
 (TEXT,) = prompts([23], VOCAB - 1)
+
+
+def turned(x: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """The first dimensions of x [positions, heads, dims] rotated, halves of them being pairs."""
+    angles = torch.arange(len(x))[:, None, None] * rates
+    first, second, rest = x.split([len(rates), len(rates), x.shape[-1] - 2 * len(rates)], dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def norm(weight: torch.Tensor, x: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:

@@ -281,9 +281,10 @@ def prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batc
 
 def _first_row(runner: ModelRunner, config: MemorySettings, spec: RequestSpec, count: int) -> Row:
     """A request's first row, of so many tokens, in a profile run."""
-    pages, most = list(range(1, 1 + -(-count // config.page_size))), runner.num_window_pages - 1
-    # any window pages will do, one several times if need be, for nobody reads them
-    window = WindowPages(0, [1 + place % most for place in range(len(pages))]) if most > 0 else None
+    number, most = -(-count // config.page_size), runner.num_window_pages - 1
+    # any pages will do, one several times if there are few, for nobody reads them
+    pages = [1 + place % (runner.num_pages - 1) for place in range(number)]
+    window = WindowPages(0, [1 + place % most for place in range(number)]) if most > 0 else None
     tokens, state = [0] * spec.prompt_len, first_state(runner.num_states, 0)
     return Row(spec, 0, 0, count, tokens, False, pages, True, state=state, window=window)
 

@@ -244,7 +244,7 @@ class MTPGuesser:
     def time_round(self, count: int) -> float:
         """Seconds of a round of `count` tokens."""
         began, size = time.perf_counter(), self._runner.page_size
-        pages = list(range(1, 1 + -(-(count + 1) // size)))
+        pages = [1 + place % (self._runner.num_pages - 1) for place in range(-(-(count + 1) // size))]
         row = Row(RequestSpec(0, (0,), GREEDY, count + 2), 0, 1, count, [0] * (count + 1), False, pages, False)
         with self._computing():
             self.round([row], sampling_places(row._replace(drafts=(0,) * (count - 1))), self._no_hidden(count))

@@ -10,7 +10,7 @@ from asyncengine import DEMO_MODEL
 from asyncengine.config import EngineConfig
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner import building
-from asyncengine.execution.runner.building import build_runner, measure_steps, shortest
+from asyncengine.execution.runner.building import build_runner, measure_steps, prompt_step, shortest
 from asyncengine.step import MEASURED_SIZES
 
 TIMES = (0.04, 0.041, 0.045, 0.12)
@@ -107,4 +107,6 @@ def test_given_costs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build_runner(load_model(str(DEMO_MODEL), given), given)
     if built.no_speculation is None:
         assert built.step_costs == TIMES
+    # a step that is only measured may be longer than the whole pool: it names no page beyond it
+    assert max(prompt_step(built.runner, given, 4096).rows[0].pages) < built.runner.num_pages < 4096 // given.page_size
     built.runner.close()

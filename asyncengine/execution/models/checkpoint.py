@@ -342,7 +342,8 @@ def read_header(file: Path) -> dict[str, formats.StoredTensor]:
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ModelNotFound(f"{file} is not a whole safetensors file: {formats.first_line(error)}") from None
     if 8 + length + end != size:
-        raise ModelNotFound(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
+        wrong = "is truncated" if size < 8 + length + end else "is longer than its tensors"
+        raise ModelNotFound(f"{file} {wrong}: {size} bytes, its header describes {8 + length + end}")
     return tensors
 
 

@@ -92,7 +92,10 @@ def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
 
 MAX_LAYERS: int = _TABLES["limits"]["layers"]["most"]
 LENGTH_FIELDS: Sequence[str] = _TABLES["limits"]["positions"]["fields"]
-_LIMITS: Mapping[str, int] = {name: each["most"] for each in _TABLES["limits"].values() for name in each["fields"]}
+_LIMITS, _LEAST = (
+    {name: each[bound] for each in _TABLES["limits"].values() if bound in each for name in each["fields"]}
+    for bound in ("most", "least")
+)
 
 
 def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
@@ -109,7 +112,7 @@ def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
         limit = _LIMITS.get(name)
         if limit is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue  # a wrong type is found by the family's own configuration
-        least = 1 if name in (*_LAYERS["counts"], *_LISTS["never_none"]) else value
+        least = 1 if name in (*_LAYERS["counts"], *_LISTS["never_none"]) else _LEAST.get(name, value)
         if not least <= value <= limit:
             shown = value if abs(value) < 1e20 else "far more"
             raise ModelNotFound(f"config.json: {name} must be between {min(least, 1)} and {limit}, got {shown}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_
 from pydantic import BaseModel, Field, PrivateAttr, SkipValidation, create_model, field_validator, model_validator
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
-from asyncengine.errors import EngineClosed, InvalidParameter
+from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
 
@@ -64,6 +64,15 @@ class EngineSource:
         if isinstance(engine, EngineHandle):
             return await engine.aget()
         return engine if isinstance(engine, AsyncEngine) else engine.aengine
+
+    def check_waiting(self) -> None:
+        """Raises `WrongLoop` where an engine stands still for as long as this thread waits, even for other threads."""
+        engine = None if isinstance(self._engine, EngineHandle) else self.sync().aengine
+        if engine is not None and engine.alive and engine.host.drives_this_thread():
+            raise WrongLoop(
+                "other threads would wait for the engine, and this one, on which its event loop runs, for them, for "
+                "ever: await abatch() here, or load the engine with hosted=True"
+            )
 
     @property
     def name(self) -> str:

@@ -149,7 +149,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return_exceptions: bool = False, **kwargs: Any,
     ) -> list[AIMessage]:  # fmt: skip
         """Submits everything at once (up to `MAX_BATCH_THREADS`), unless the config sets `max_concurrency`."""
-        widened = _widened(config, _count(inputs))
+        widened = self._for_threads(config, _count(inputs))
         return super().batch(inputs, widened, return_exceptions=return_exceptions, **kwargs)
 
     async def abatch(
@@ -164,8 +164,17 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         self, inputs: Sequence[LanguageModelInput], config: RunnableConfig | Sequence[RunnableConfig] | None = None, *,
         return_exceptions: bool = False, **kwargs: Any,
     ) -> Iterator[tuple[int, AIMessage | Exception]]:  # fmt: skip
-        widened = _widened(config, _count(inputs))
+        widened = self._for_threads(config, _count(inputs))
         return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
+
+    def _for_threads(
+        self, config: RunnableConfig | Sequence[RunnableConfig] | None, length: int
+    ) -> RunnableConfig | list[RunnableConfig] | None:
+        """`_widened`, where threads may wait for the engine. Raises `WrongLoop` where they would for ever."""
+        if length > 1:
+            with mapped_errors():
+                self._engines().check_waiting()
+        return _widened(config, length)
 
     def generate(
         self, messages: list[list[BaseMessage]], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any,
@@ -176,6 +185,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         """
         if len(messages) < 2:
             return super().generate(messages, stop, callbacks, **kwargs)
+        self._for_threads(None, len(messages))
         run_id = kwargs.pop("run_id", None)
         single = super().generate
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from langchain_core.load import dumps
+from langchain_core.messages import HumanMessage
 from pydantic import ValidationError
 
 from asyncengine import AsyncEngine, Engine, EngineHandle, shared_engine
@@ -89,6 +90,10 @@ async def test_an_owned_engine_is_awaited_on_its_own_loop(model_path: str) -> No
         assert answer.usage_metadata["output_tokens"] == 4  # type: ignore[index]
         with pytest.raises(WrongLoop):
             chat.invoke("Hello")
+        with pytest.raises(WrongLoop):  # threads would wait, and this one for them
+            chat.batch(["Hello", "You"])
+        with pytest.raises(WrongLoop):
+            chat.generate([[HumanMessage("Hello")], [HumanMessage("You")]])
 
 
 @pytest.mark.parametrize("kind", CLASSES)

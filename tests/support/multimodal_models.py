@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from support.tiny_models import FAMILIES, VOCAB, common, randomize
+from support.tiny_models import FAMILIES, VOCAB, common, randomize, save
 
 IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
 """Tokens that stand for others in `multimodal_models.json`; no prompt of a test has them."""
@@ -44,12 +44,6 @@ def make_multimodal(name: str, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def save_multimodal(name: str, folder: Path, **fields: Any) -> Any:
     """Write such a checkpoint as transformers does, and return the model."""
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     model = make_multimodal(name)
-    model.save_pretrained(folder, **fields)
-    if bars:
-        logging.enable_progress_bar()
+    save(model, folder, **fields)
     return model

@@ -86,13 +86,13 @@ def make_checkpoint(
     return save(make_model(name, seed, dtype, heavy), folder, sharded)
 
 
-def save(model: Any, folder: Path, sharded: bool = False) -> Path:
-    """Write `model` into `folder`, which is made if needed, without a progress bar."""
+def save(model: Any, folder: Path, sharded: bool = False, **fields: Any) -> Path:
+    """Write `model` into `folder`, which is made if needed, without a progress bar. `fields`: of `save_pretrained`."""
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
+    model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB", **fields)
     if bars:
         logging.enable_progress_bar()
     return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -214,15 +214,22 @@ async def test_weights_that_cannot_be_read_leave_it_asleep(given: Any):
         assert (await late).token_ids == answer(prompt(1), 9)
 
 
-async def test_cancelling_takes_it_back():
+CHANGES: list[Callable[[AsyncEngine], Awaitable[None]]] = [
+    lambda engine: engine.sleep(requests="refuse"), lambda engine: engine.update_weights(5),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["sleep", "an update of the weights"])
+async def test_cancelling_takes_it_back(change: Callable[[AsyncEngine], Awaitable[None]]):
     async with engine_of() as engine:
         executor_of(engine).hold(after=3)
         first = asyncio.create_task(engine.generate(prompt(0), greedy(300)))
         await until(executor_of(engine).entered.is_set)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.sleep(requests="refuse"), 0.01)
+            await asyncio.wait_for(change(engine), 0.01)
         executor_of(engine).release()
         assert (await engine.generate(prompt(1), greedy(5))).token_ids == answer(prompt(1), 5)
+        assert not first.done()
         assert (await first).token_ids == answer(prompt(0), 300)
         assert not engine.core.loop.updates
         assert engine.stats().state == "awake"

@@ -142,20 +142,6 @@ async def test_what_fails_while_it_writes_ends_the_engine():
             await engine.generate(prompt(0), greedy(9))
 
 
-async def test_leaving_takes_it_back():
-    async with engine_of() as engine:
-        executor_of(engine).hold(after=3)
-        old = asyncio.create_task(engine.generate(prompt(0), greedy(300)))
-        await until(executor_of(engine).entered.is_set)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.update_weights(5), 0.01)  # type: ignore[arg-type]
-        executor_of(engine).release()
-        assert (await engine.generate(prompt(1), greedy(2))).token_ids == answer(prompt(1), 2)
-        assert not old.done()
-        assert (await old).token_ids == answer(prompt(0), 300)
-        assert not engine.core.loop.updates
-
-
 @pytest.mark.parametrize("drain", [True, False])
 async def test_closing_ends_an_update_that_waits(drain: bool):
     with no_new_engine_thread():

@@ -11,6 +11,8 @@ import torch
 import transformers as hf
 from support.drive import Driver, greedy_reference, prompts
 from support.tiny_models import FAMILIES, VOCAB, common, make_model
+from transformers.models.hunyuan_v1_moe import modeling_hunyuan_v1_moe
+from transformers.models.llama import modeling_llama
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import UnsupportedModel
@@ -53,21 +55,24 @@ def test_a_near_tie_of_a_router_is_no_difference(seed: int, tmp_path: Path) -> N
     assert isinstance(load_model(str(tmp_path), CONFIG).model, TransformersModel)
 
 
-def test_attention_that_hides_something_beside_near_ties_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("module", "factor"), [(modeling_llama, 1.5), (modeling_hunyuan_v1_moe, 1.1)])
+def test_attention_that_hides_something_is_refused(
+    module: Any, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.hunyuan_v1_moe import modeling_hunyuan_v1_moe as modeling
-
-    plain = modeling.eager_attention_forward
+    """A family whose eager attention does more than it passes through the interface, also beside near ties."""
+    plain = module.eager_attention_forward
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
         out, weights = plain(*args, **kwargs)
-        return out * 1.1, weights
+        return out * factor, weights
 
-    save(0, tmp_path)
-    monkeypatch.setattr(modeling, "eager_attention_forward", scaled)
+    if module is modeling_llama:
+        make_model("llama").save_pretrained(tmp_path)
+    else:
+        save(0, tmp_path)
+    monkeypatch.setattr(module, "eager_attention_forward", scaled)
     with pytest.raises(UnsupportedModel, match="computes more in its attention"):
-        load_model(str(tmp_path), CONFIG)
+        load_model(str(tmp_path), CONFIG.replace(fuse=module is not modeling_llama))
 
 
 @pytest.mark.parametrize("name", COMPRESSED)

@@ -166,14 +166,14 @@ def _branches(tokens: list[Token]) -> list[list[Token]]:
     return found
 
 
-def _unsupported(tokens: list[Token]) -> GrammarUnsupported:
+def _unsupported(tokens: list[Token]) -> GrammarError:
     """The error that names the first of `tokens` which cannot be written."""
     for kind, text in tokens:
         if text in AHEAD:
             return GrammarUnsupported("grammar", [("look-ahead", "")], "repeated, or beside too many others")
         if kind in ("start", "end"):
             return GrammarUnsupported("grammar", [(f"{text} in the middle", "")], "an anchor can only be at an end")
-    raise AssertionError("nothing else is refused")
+    return GrammarError("grammar", "a repetition in the pattern has nothing to repeat")
 
 
 _CODE = r"[xu]\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[pP]\{[^{}]{1,64}\}|[0-9]+"

@@ -123,6 +123,11 @@ def test_a_property_that_must_be_itself_is_impossible() -> None:
         with_rules(Grammar.json_schema(endless))[0]
 
 
+def test_a_repetition_of_nothing_is_refused() -> None:
+    with pytest.raises(GrammarError, match="nothing to repeat"):
+        with_rules(Grammar.json_schema({"patternProperties": {"+a": {}}}))
+
+
 BOUNDED = {"type": "integer", "minimum": 1}
 
 

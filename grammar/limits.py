@@ -147,7 +147,8 @@ def _check_schema(text: str, max_depth: int, check: PatternLimits) -> None:
     _check_tree(schema, max_depth, check, long=len(text) > MAX_LITERAL)
     multiple = 1
     for _, node in subschemas(schema):
-        keys, named, options = (_dict(node.get(key)) for key in ("patternProperties", "properties", "x-guidance"))
+        said = (node.get(key) for key in ("patternProperties", "properties", "x-guidance"))
+        keys, named, options = (value if isinstance(value, dict) else {} for value in said)
         for pattern in (node.get("pattern"), *keys, *options.values()):
             if isinstance(pattern, str):
                 check.pattern(pattern)
@@ -170,12 +171,8 @@ def _check_schema(text: str, max_depth: int, check: PatternLimits) -> None:
         found += [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
         return [(id(child), child) for child in found]
 
-    if isinstance(schema, dict) and '"$ref"' in text and _chain(schema, steps) > MAX_CHAIN:
+    if isinstance(schema, dict) and '"$ref"' in text and text.count("{") >= MAX_CHAIN < _chain(schema, steps):
         raise _too_large("nesting through $ref", f"{MAX_CHAIN} schemas")
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _multiple(so_far: int, value: Any) -> int:
@@ -249,6 +246,7 @@ def _chain(start: Any, steps: Callable[[Any], Sequence[tuple[Any, Any]]]) -> int
     of visiting: so deep a library recurses through references (text that nests nowhere can overflow its stack: `a: b`,
     `b: c`, ... is one call per rule). We do not recurse ourselves."""
     longest = 1
+    behind: dict[Any, Sequence[tuple[Any, Any]]] = {}
     for order in (1, -1):
         seen = set[Any]()
         stack = [iter(steps(start)[::order])]
@@ -256,7 +254,9 @@ def _chain(start: Any, steps: Callable[[Any], Sequence[tuple[Any, Any]]]) -> int
             for key, node in stack[-1]:
                 if key not in seen:
                     seen.add(key)
-                    stack.append(iter(steps(node)[::order]))
+                    if key not in behind:
+                        behind[key] = steps(node)
+                    stack.append(iter(behind[key][::order]))
                     longest = max(longest, len(stack))
                     break
             else:

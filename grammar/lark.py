@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from json.encoder import encode_basestring
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar.spec import check_text
@@ -50,7 +51,7 @@ _DECODER = json.JSONDecoder()
 
 def literal(text: str) -> str:
     """A Lark literal that matches exactly `text`, which is also the one spelling that listed JSON texts have."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return encode_basestring(text).replace("\x7f", "\\u007f")
 
 
 def regex(pattern: str) -> str:

@@ -51,11 +51,11 @@ MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
 
 
-def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed) -> tuple[str, list[Written]]:
+def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed, schema: Any = None) -> tuple[str, list[Written]]:
     """The text that `LLMatcher` takes, and the rules of each schema in the grammar, in its order. Raises
     `GrammarTooLarge` for schemas that `check_limits` would have refused, and as `checkpoint`."""
     if grammar.kind == "json_schema":
-        rules, start = _rules_of(grammar, checkpoint)
+        rules, start = _rules_of(grammar, checkpoint, schema)
         return str(llguidance.LLMatcher.grammar_from_lark(rules.lark(start))), [(rules, start)]
     if grammar.kind == "lark":
         schemas: list[Written] = []
@@ -64,10 +64,13 @@ def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed) -> tuple[str,
     return str(llguidance.LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n")), []
 
 
-def _rules_of(grammar: Grammar, checkpoint: Checkpoint) -> Written:
-    lenient = grammar.unsupported != "error"
+def _schema_of(grammar: Grammar) -> dict[str, Any]:
+    return schema_object(grammar.text, grammar.unsupported != "error", grammar.formats == "strict")
+
+
+def _rules_of(grammar: Grammar, checkpoint: Checkpoint, schema: dict[str, Any] | None = None) -> Written:
     options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
-    return _rules(schema_object(grammar.text, lenient, grammar.formats == "strict"), options, lenient, checkpoint)
+    return _rules(schema or _schema_of(grammar), options, grammar.unsupported != "error", checkpoint)
 
 
 def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool, checkpoint: Checkpoint) -> Written:
@@ -191,20 +194,19 @@ class LlgTemplate:
         self.reach = self.far = UNREACHABLE
         """Tokens left from which on a sampled one may be refused for another; until costs are counted, no less. And
         those from which on costs are to be counted; 0: they are."""
-        self.is_straight = grammar.kind == "json_schema" and grammar.key_order == "schema" and self._go_straight()
+        schema = _schema_of(grammar) if grammar.kind == "json_schema" else None
+        self.is_straight = schema is not None and grammar.key_order == "schema" and self._go_straight(schema)
         if not self.is_straight:
-            self.text, schemas = with_rules(grammar, checkpoint)
+            self.text, schemas = with_rules(grammar, checkpoint, schema)
             self._matcher = self.fresh_matcher()
             self._count(schemas, checkpoint)
         elif self.reach > LONGEST:
             self._count([_rules_of(grammar, checkpoint)], checkpoint)
 
-    def _go_straight(self) -> bool:
+    def _go_straight(self, schema: dict[str, Any]) -> bool:
         """Let the library compile the schema itself, if it reads it as we do."""
-        grammar = self.grammar
-        schema = schema_object(grammar.text, grammar.unsupported != "error", grammar.formats == "strict")
         try:
-            self.text, size = straight(schema, OPTIONS[grammar.whitespace], self.backend.speller.letters)
+            self.text, size = straight(schema, OPTIONS[self.grammar.whitespace], self.backend.speller.letters)
             self._matcher = self.fresh_matcher()
         except (Other, GrammarError, RecursionError):
             return False

@@ -11,22 +11,14 @@ from typing import Any
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.regexes import escaped, expression, looks_ahead, quoted
-from asyncengine.grammar.schema.formats import keep_enforced
-from asyncengine.grammar.schemas import moved, schema_text, subschemas, with_local_references
+from asyncengine.grammar.schema.formats import as_patterns
+from asyncengine.grammar.schemas import TABLES, moved, schema_text, subschemas, with_local_references
 from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 
-FLEXIBLE = r"( |\n[ \t]{0,40})"
-"""Whitespace between JSON tokens: once at most, so a model cannot run on in blanks. Nothing is always allowed too."""
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "flexible": {"whitespace_pattern": FLEXIBLE},
-    "single_space": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    "compact": {"whitespace_flexible": False},
-}
+OPTIONS: dict[str, dict[str, Any]] = TABLES["whitespace"]
 """llguidance's JSON options by `Grammar.whitespace`. Read only."""
-
-_MENDED = ("[^", '"format"')
-"""Signs that a schema has something the functions below change."""
+FLEXIBLE: str = OPTIONS["flexible"]["whitespace_pattern"]
+"""Whitespace between JSON tokens: once at most, so a model cannot run on in blanks. Nothing is always allowed too."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
@@ -69,8 +61,7 @@ def schema_object(text: str, lenient: bool, strict_formats: bool = False) -> dic
         return {} if schema is True else {"not": {}}
     schema = with_local_references(schema, text)
     old = "draft-0" in str(schema.get("$schema"))
-    if lenient or old or any(sign in text for sign in _MENDED):
-        keep_enforced(schema, strict_formats and not lenient)
+    if lenient or old or "[^" in text:
         for _, node in subschemas(schema):
             if old and "$ref" in node:  # up to draft 7 what stands beside it says nothing
                 for key in [key for key in node if key not in ("$ref", "$defs", "definitions")]:
@@ -81,6 +72,8 @@ def schema_object(text: str, lenient: bool, strict_formats: bool = False) -> dic
                 node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
             if lenient:
                 _relax(node)
+    if '"format"' in text:
+        as_patterns(schema, strict_formats and not lenient)
     return schema
 
 

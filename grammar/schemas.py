@@ -21,8 +21,10 @@ TABLES = json.loads((resources.files(__package__) / "keywords.json").read_text(e
 """JSON Schema's keywords: "schemas" by whether their value is a schema, a list of schemas, or maps names to schemas;
 "values" of which the kind is checked; "about" what they speak ("nothing": they may stand beside references; "own": the
 value itself, without applicators; "negated": opposites of what is in them; "conditions": as the schema around them lets
-it); "straight": those that the library's compiler may get, and others that restrict; the "opposites" of counts (type,
-keyword, step to its bound); and "types" as other languages write them, in small letters. JSON, read fast. Read only."""
+it; "lost": without an opposite); "classes": formats that pydantic writes for types of its own, and what they are;
+"whitespace": the library's options; "straight": those that the library's compiler may get, and others that restrict;
+the "opposites" of counts (type, keyword, step to its bound); and "types" as other languages write them, in small
+letters. JSON, read fast. Read only."""
 ONE, MANY, NAMED = (frozenset(TABLES["schemas"][kind]) for kind in ("one", "many", "named"))
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 _NAMES_A_PLACE = "|".join(map(re.escape, (*_ANCHORS, "$dynamicRef")))
@@ -137,14 +139,6 @@ def _modern(annotation: Any) -> Any:
     return typing_extensions.TypedDict(annotation.__name__, fields)  # type: ignore[operator]
 
 
-CLASS_FORMATS: dict[str, dict[str, Any]] = {
-    **{f"uuid{n}": {"pattern": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{n}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"}
-       for n in range(1, 9)},
-    "ipvanyaddress": {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
-}  # fmt: skip
-"""Formats that pydantic writes for types of its own, and how a schema says what they are. Read only."""
-
-
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """A class's schema without undeclared keys, otherwise as `as_meant`."""
     for _, node in subschemas(schema):
@@ -157,7 +151,7 @@ def as_meant(schema: dict[str, Any]) -> dict[str, Any]:
     """A class's schema as the class means it, in place: a union's discriminator is always written, even where it has a
     default, and formats of pydantic's own types are what they read."""
     for _, node in list(subschemas(schema)):
-        if (own := CLASS_FORMATS.get(str(node.get("format")))) is not None:
+        if (own := TABLES["classes"].get(str(node.get("format")))) is not None:
             del node["format"]
             node.update(own)
         discriminator = node.get("discriminator")

@@ -152,10 +152,9 @@ class Builder:
         if numbers.empty:
             self._empty.append(f"{numbers} (at {term.where() or '/'})")
             return None
-        spelling = numbers.spelling(term.where())
-        if spelling.schema is not None:
-            return self._json(spelling.schema)
-        patterns = spelling.patterns
+        patterns = numbers.spelling(term.where())
+        if isinstance(patterns, dict):
+            return self._json(patterns)
         if "integer" not in term.types and numbers.listed is None:
             patterns = (FRACTION,) if numbers.free else (*patterns, FRACTION)
         return self.rules.terminal(" & ".join(map(regex, patterns)))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
-from asyncengine.grammar.schema.formats import PATTERNS
 from asyncengine.grammar.schemas import TABLES
 
 ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
@@ -20,11 +19,6 @@ MAX_GAPS = 64
 Schema = dict[str, Any]
 Opposite = tuple[Schema, bool]
 """(schema, whether it is plain: without applicators, its "enum" or "not" of strings taken as it is)"""
-
-_NO_OPPOSITE = (
-    "patternProperties", "propertyNames", "multipleOf", "uniqueItems", "unevaluatedProperties",
-    "unevaluatedItems", "$dynamicRef", "$recursiveRef", "dependencies",
-)  # fmt: skip
 
 
 class NoOpposite(Exception):
@@ -36,7 +30,7 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
     `$ref` is left to the caller. Raises `NoOpposite` with the keyword."""
     for key, value in schema.items():
         match key:
-            case "type" | "enum" | "const" | "pattern" | "format":
+            case "type" | "enum" | "const" | "pattern":
                 yield from _of_values(key, value)
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" if not isinstance(value, bool):
                 is_open = key[0] == "e" or schema.get(f"exclusive{key.capitalize()}") is True  # draft 4 writes true
@@ -56,7 +50,7 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
                 yield from ((found, False) for found in _of_arrays(key, value, schema))
             case "allOf" | "anyOf" | "oneOf" | "not" | "if":
                 yield from ((found, False) for found in _of_applicators(key, value, schema))
-            case _ if key in _NO_OPPOSITE and value not in (True, False, {}):
+            case _ if key in TABLES["about"]["lost"] and value not in (True, False, {}):
                 raise NoOpposite(key)
             case "patternProperties" | "propertyNames" | "uniqueItems" | "unevaluatedProperties" | "unevaluatedItems":
                 if value is (key == "uniqueItems"):
@@ -64,9 +58,8 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
 
 
 def _of_values(key: str, value: Any) -> Iterator[Opposite]:
-    if key in ("pattern", "format"):
-        if key == "pattern" or value in PATTERNS:  # no other format says anything
-            yield {"type": "string", "not": {"pattern": PATTERNS[value] if key == "format" else value}}, True
+    if key == "pattern":
+        yield {"type": "string", "not": {"pattern": value}}, True
     elif key == "type":
         names = value if isinstance(value, list) else [value]
         held = [*names, "integer", "fraction"] if "number" in names else names

@@ -30,19 +30,22 @@ only."""
 MAX_HOSTNAME = 253
 
 
-def of_format(name: str) -> dict[str, Any]:
-    """A schema without a format for the strings of one."""
-    return {"pattern": PATTERNS[name], **({"maxLength": MAX_HOSTNAME} if name == "hostname" else {})}
-
-
-def keep_enforced(schema: Any, strict: bool) -> None:
-    """Delete formats that are not enforced. If `strict`, raises `GrammarUnsupported` naming those of strings."""
+def as_patterns(schema: Any, strict: bool) -> None:
+    """Put patterns in place of formats, and nothing in place of those that are not enforced. If `strict`, raises
+    `GrammarUnsupported` naming those of strings."""
     unknown = []
     for pointer, node in subschemas(schema):
-        name, kind = node.get("format"), node.get("type", "string")
-        if isinstance(name, str) and name not in PATTERNS:
-            if "string" in (kind if isinstance(kind, list) else [kind]):
-                unknown.append(("format", f"{pointer}/format"))
-            del node["format"]
+        if not isinstance(name := node.get("format"), str):
+            continue
+        del node["format"]
+        kind, others = node.get("type", "string"), node.get("allOf", [])
+        if name in PATTERNS:
+            instead = {"pattern": PATTERNS[name], **({"maxLength": MAX_HOSTNAME} if name == "hostname" else {})}
+            if node.keys().isdisjoint(instead):
+                node.update(instead)
+            elif isinstance(others, list):
+                node["allOf"] = [*others, instead]
+        elif "string" in (kind if isinstance(kind, list) else [kind]):
+            unknown.append(("format", f"{pointer}/format"))
     if unknown and strict:
         raise GrammarUnsupported("grammar", unknown, "no format that can be enforced")

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.regexes import escaped
@@ -164,7 +164,8 @@ KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 MAX_DIGITS = 400
 """Digits of a bound, before or after the point; a double has 324 at most."""
 FRACTION_DIGITS = 15
-"""Digits after the point of a number with bounds, unless the bounds have more. A double near 1 keeps so many."""
+"""Digits after the point of a number with bounds that are exclusive or below zero, unless they have more. A double near
+1 keeps so many."""
 MAX_LISTED = 1000
 """Multiples within bounds that are listed one by one."""
 MAX_ENDINGS = 1000
@@ -178,13 +179,6 @@ LIBRARY_END = 10**18
 WRITTEN_DIGITS = 308
 """Digits before and after the point that are written where a schema says nothing. A whole number of so many is a finite
 double; Python reads 4,300, and a chat's history takes 1,233 (`MAX_INTEGER_BITS`)."""
-
-
-class Spelling(NamedTuple):
-    """The spelling of a set's numbers: texts that match all of `patterns`, or that `schema` takes."""
-
-    patterns: tuple[str, ...]
-    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +232,11 @@ class Numbers:
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         if self.integer or not bounds:
             return 0
-        fraction = max(places(bound) for bound in bounds)
-        if fraction and (self.low_open or self.high_open):
+        fraction, is_open = max(places(bound) for bound in bounds), self.low_open or self.high_open
+        if fraction and is_open:
             fraction += 2
-        return max(FRACTION_DIGITS, fraction)
+        is_plain = not is_open and self.low is not None and self.low >= 0
+        return max(WRITTEN_DIGITS if is_plain else FRACTION_DIGITS, fraction)
 
     def ends(self) -> tuple[int | None, int | None]:
         """First and last number, counted in units of the last place (`places`) and at multiples of `step`."""
@@ -292,27 +287,27 @@ class Numbers:
         low, high = self.ends()
         return low is not None and high is not None and low > high
 
-    def spelling(self, pointer: str) -> Spelling:
-        """For a set that is not empty. Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of
-        the schema that has it)."""
+    def spelling(self, pointer: str) -> tuple[str, ...] | dict[str, Any]:
+        """Patterns that the text of each number matches all, or a schema that takes these, for a set that is not empty.
+        Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of the schema that has it)."""
         if self.free:
-            return Spelling((_any_number(self.integer),))
+            return (_any_number(self.integer),)
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
-            return Spelling((f"(?:{'|'.join(map(escaped, texts))})",))
+            return (f"(?:{'|'.join(map(escaped, texts))})",)
         if (parts := self._parts()) != [self]:
-            found = [part.spelling(pointer).patterns[0] for part in parts if not part.empty]
-            return Spelling((f"(?:{'|'.join(found)})",))
+            found = [one for part in parts if not part.empty for one in part.spelling(pointer)]
+            return (f"(?:{'|'.join(found)})",)
         (low, high), unit, digits = self.ends(), self.unit, self.places
         bounds = range_pattern(*_ended(low, high, digits), digits)
         if unit == 1:
-            return Spelling((bounds,))
+            return (bounds,)
         if low is not None and high is not None and (high - low) // unit < MAX_LISTED:
-            return Spelling((listed_pattern(range(low, high + 1, unit), digits),))
+            return (listed_pattern(range(low, high + 1, unit), digits),)
         ending = ending_pattern(unit, digits, MAX_ENDINGS)
         if ending is not None:
-            return Spelling((bounds, ending))
-        return Spelling((), self._library(low, high, pointer))
+            return (bounds, ending)
+        return self._library(low, high, pointer)
 
     def _library(self, low: int | None, high: int | None, pointer: str) -> dict[str, Any]:
         """llguidance's own automaton for multiples, with bounds that survive its arithmetic."""

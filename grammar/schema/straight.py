@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
+from asyncengine.grammar.lark import literal
 from asyncengine.grammar.limits import PatternLimits
 from asyncengine.grammar.regexes import looks_ahead
-from asyncengine.grammar.schema.formats import of_format
 from asyncengine.grammar.schema.numbers import KEYWORDS, SAFE
 from asyncengine.grammar.schema.one_of import Branches
 from asyncengine.grammar.schema.rules import MAX_NESTING
@@ -61,21 +61,27 @@ class Bounds(NamedTuple):
 
     @property
     def most(self) -> int:
-        return max(self.least, self.left)
+        return self.left if self.least == UNREACHABLE else max(self.least, self.left)
 
 
+_LOOP = Bounds(UNREACHABLE, 0)
+"""The bounds of a schema inside itself, whose own are not known yet."""
 _ANY = Bounds(1, MAX_NESTING + _KEY + _LETTER, 7)
 
 
 def straight(schema: dict[str, Any], options: dict[str, Any], letters: int) -> tuple[str, int]:
-    """The text that `LLMatcher` takes for a schema, which is changed, and the tokens that complete any output at most,
-    `UNREACHABLE` where no bound is known. `schema`: as `schema_object` makes it; `letters`: the bytes that are tokens
-    (bit b: byte b). Raises `Other`, `RecursionError` and `GrammarTooLarge`."""
-    most = _Reader(schema).of(schema).most
+    """The text that `LLMatcher` takes for a schema, and the tokens that complete any output at most, `UNREACHABLE`
+    where no bound is known. `schema`: as `schema_object` makes it; `letters`: the bytes that are tokens (bit b: byte
+    b). Raises `Other`, `RecursionError` and `GrammarTooLarge`."""
+    reader = _Reader(schema)
+    most = reader.of(schema).most
+    if reader.loops:  # behind each open bracket as much may be missing
+        found = [bounds for bounds in reader.known.values() if bounds is not _LOOP]
+        most = (MAX_NESTING + 1) * max(map(max, found or [_LOOP]))
     text = json.dumps(schema)
     needed = _ALL if '"pattern"' in text or "\\u" in text else _USUAL
     size = UNREACHABLE if needed & ~letters else min(UNREACHABLE, most)
-    return str(LLMatcher.grammar_from_json_schema(text, overrides=options)), size
+    return str(LLMatcher.grammar_from_json_schema(text, overrides={**options, "coerce_one_of": True})), size
 
 
 class _Reader:
@@ -84,7 +90,9 @@ class _Reader:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._branches = Branches(root)
-        self._known: dict[int, Bounds] = {}
+        self.known: dict[int, Bounds] = {}
+        self.loops = False
+        """A schema may stand inside itself."""
         self._size = 0
 
     def of(self, schema: Any) -> Bounds:
@@ -92,27 +100,27 @@ class _Reader:
             return _ANY
         if not isinstance(schema, dict):
             raise Other
-        if id(schema) not in self._known:
+        if id(schema) not in self.known:
             if self._size > MAX_SIZE:
                 raise Other
-            self._known[id(schema)] = Bounds(UNREACHABLE, UNREACHABLE)  # should it lead to itself
+            self.known[id(schema)] = _LOOP
             self._size += 1
-            self._known[id(schema)] = self._read(schema)
-        return self._known[id(schema)]
+            self.known[id(schema)] = self._read(schema)
+        self.loops |= (found := self.known[id(schema)]) is _LOOP
+        return found
 
     def _read(self, schema: dict[str, Any]) -> Bounds:
-        if isinstance(options := schema.get("oneOf"), list):
-            entries = [Entry(f"{id(options)}/{index}", each) for index, each in enumerate(options)]
-            if all(map(self._branches.is_empty, itertools.combinations(entries, 2))):  # no value is valid under two
-                schema["anyOf"] = schema.pop("oneOf")
         said = _SAYING.intersection(schema)
         if not said <= _TAKEN:
             raise Other
-        chosen = [schema] if "$ref" in said else _list(schema["anyOf"]) if "anyOf" in said else []
-        targets = [resolve(self._root, one) for one in chosen]
-        if all(isinstance(one, dict) and one.get("type") == schema.get("type") for one in targets):
-            said -= {"type"}
-        if chosen:
+        if not said.isdisjoint(("$ref", "anyOf", "oneOf")):
+            chosen = [schema] if "$ref" in said else _list(schema.get("anyOf", schema.get("oneOf")))
+            alone = [Entry(f"{id(schema)}/{index}", one) for index, one in enumerate(chosen) if "oneOf" in said]
+            if not all(map(self._branches.is_empty, itertools.combinations(alone, 2))):
+                raise Other  # a value may be valid under two
+            targets = [resolve(self._root, one) for one in chosen]
+            if all(isinstance(one, dict) and one.get("type") == schema.get("type") for one in targets):
+                said -= {"type"}
             if len(said) > 1:
                 raise Other
             return self.of(targets[0]) if "$ref" in said else _any_of([self.of(one) for one in chosen])
@@ -164,17 +172,18 @@ class _Reader:
 
 def _number(schema: dict[str, Any], whole: bool) -> Bounds:
     bounds = [schema[key] for key in KEYWORDS if key in schema]
-    if bounds and not (whole and all(type(bound) is int and abs(bound) < SAFE for bound in bounds)):
+    if not all(type(bound) in ((int,) if whole else (int, float)) and abs(bound) < SAFE for bound in bounds):
         raise Other
+    if bounds and not whole:  # exclusive bounds, "-0", zeros behind the last number are read otherwise
+        low, high = schema.get("minimum", -1), schema.get("maximum", SAFE)
+        plain = 0 <= low < high == int(high) and (low == int(low) or low >= 1e-4)
+        if not plain or len(bounds) != ("minimum" in schema) + ("maximum" in schema):
+            raise Other
     digits = max([1, *(len(str(bound)) + 1 for bound in bounds)])
     return Bounds(digits, digits)
 
 
 def _string(schema: dict[str, Any]) -> Bounds:
-    if "format" in schema:
-        if "pattern" in schema or not isinstance(schema["format"], str):
-            raise Other
-        schema |= of_format(schema.pop("format"))
     least = _fewest(schema, "minLength")
     if "pattern" in schema:
         letters, most = _of_pattern(schema["pattern"])
@@ -213,4 +222,4 @@ def _any_of(found: list[Bounds]) -> Bounds:
 
 
 def _size(value: Any) -> int:
-    return len(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return len((literal(value) if isinstance(value, str) else json.dumps(value)).encode("utf-8", "replace"))

@@ -13,7 +13,6 @@ from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.schema.complements import ALL_TYPES, NoOpposite, is_number, opposites, structure
-from asyncengine.grammar.schema.formats import PATTERNS, of_format
 from asyncengine.grammar.schema.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
 from asyncengine.grammar.schema.rules import Checkpoint, proceed
 from asyncengine.grammar.schemas import TABLES, escape, resolve
@@ -243,8 +242,6 @@ class Alternatives:
                 yield self._branches(entry)
             elif key in ("const", "enum"):
                 yield _values(f"{pointer}/{key}", [value] if key == "const" else value)
-            elif key == "format" and value in PATTERNS:
-                yield Entry(f"{pointer}/format", of_format(value), plain=True)
             elif key == "not":
                 yield from self._excluding(f"{pointer}/not", value)
             elif key == "if" and ("then" in schema or "else" in schema):

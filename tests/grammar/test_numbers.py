@@ -111,9 +111,9 @@ def test_random_ranges_against_decimal_arithmetic(part: int) -> None:
         except GrammarUnsupported:
             refused += 1
             continue
-        patterns = [re.compile(pattern) for pattern in spelling.patterns]
-        if not patterns:
+        if isinstance(spelling, dict):
             continue  # the library's own automaton of multiples: tested on the backend
+        patterns = [re.compile(pattern) for pattern in spelling]
         for text in texts:
             taken = all(pattern.fullmatch(text) for pattern in patterns)
             wanted = (
@@ -126,7 +126,7 @@ def test_random_ranges_against_decimal_arithmetic(part: int) -> None:
             if wanted and not taken:
                 assert differs_by_less_than_a_double(schema, text), (schema, integer, text)
                 continue
-            assert taken == wanted, (schema, integer, text, spelling.patterns)
+            assert taken == wanted, (schema, integer, text, spelling)
             matched, unmatched = matched + taken, unmatched + (not taken)
             if taken and "." in text and not ("multipleOf" in schema and abs(Decimal(text)) > 2**53):
                 assert keeps_as_double(schema, float(text)), (schema, text)
@@ -165,7 +165,7 @@ def keeps_as_double(schema: dict[str, Any], value: float, exactly: bool = False)
 
 @pytest.mark.parametrize(("schema", "inside", "outside"), table(__file__, "decimals"))
 def test_decimals(schema: dict[str, Any], inside: list[str], outside: list[str]) -> None:
-    patterns = of_schema(schema, "").spelling("").patterns
+    patterns = of_schema(schema, "").spelling("")
     assert [text for text in inside if not all(re.fullmatch(pattern, text) for pattern in patterns)] == []
     assert [text for text in outside if all(re.fullmatch(pattern, text) for pattern in patterns)] == []
 
@@ -177,9 +177,9 @@ def test_sets_meet() -> None:
     assert both == two.meet(one)
     held = [value for value in range(-5, 200) if both.holds(Fraction(value))]
     assert held == [12, 24, 36, 48, 60, 72, 84, 96]
-    assert re.fullmatch(both.spelling("").patterns[0], "96")
+    assert re.fullmatch(both.spelling("")[0], "96")
     listed = Numbers(listed=((Fraction(1, 2), "0.5"), (Fraction(12), "12"), (Fraction(24), "24.0")))
-    assert listed.meet(both).spelling("").patterns == (r"(?:12|24\.0)",)
+    assert listed.meet(both).spelling("") == (r"(?:12|24\.0)",)
     assert listed.meet(Numbers(low=Fraction(25))).empty
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_said_is_refused_by_name() -> None:
 
 
 def test_multiples_with_few_last_digits_are_patterns_of_any_range() -> None:
-    patterns = of_schema({"multipleOf": 0.25, "minimum": -(10**20)}, "").spelling("").patterns
+    patterns = of_schema({"multipleOf": 0.25, "minimum": -(10**20)}, "").spelling("")
     assert len(patterns) == 2
     for quarter in range(-500, 500):
         text = format(Decimal(quarter) / 100, "f")
@@ -204,11 +204,11 @@ def test_multiples_with_few_last_digits_are_patterns_of_any_range() -> None:
 
 def test_patterns_are_short() -> None:
     """They are compiled with everything else: an ordinary range must not cost anything."""
-    ordinary = of_schema({"exclusiveMinimum": 0, "maximum": 100}, "").spelling("").patterns[0]
+    ordinary = of_schema({"exclusiveMinimum": 0, "maximum": 100}, "").spelling("")[0]
     assert len(ordinary) < 600
-    int64 = of_schema({"minimum": -(2**63), "maximum": 2**63 - 1}, "", integer=True).spelling("").patterns[0]
+    int64 = of_schema({"minimum": -(2**63), "maximum": 2**63 - 1}, "", integer=True).spelling("")[0]
     assert len(int64) < 1200
-    longest = of_schema({"minimum": 10**399 + 7, "maximum": 8 * 10**399 - 3}, "", integer=True).spelling("").patterns[0]
+    longest = of_schema({"minimum": 10**399 + 7, "maximum": 8 * 10**399 - 3}, "", integer=True).spelling("")[0]
     assert len(longest) < 20_000
 
 

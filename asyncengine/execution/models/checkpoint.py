@@ -283,6 +283,8 @@ def _open_gguf(path_or_id: str, options: CheckpointOptions) -> formats.Checkpoin
 def _find_folder(path_or_id: str) -> Path:
     expanded = Path(os.path.expanduser(path_or_id))
     if path_or_id and os.path.isdir(expanded):  # not Path's own: it raises for a name that is too long
+        if not os.access(expanded, os.R_OK | os.X_OK):
+            raise ModelNotFound(f"the folder {path_or_id} cannot be read: this process has no rights to")
         return expanded
     if os.path.isfile(expanded):
         raise ModelNotFound(f"{path_or_id} is a file; pass the folder that holds config.json and *.safetensors")

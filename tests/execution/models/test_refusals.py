@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def test_what_is_in_a_folder(case: dict[str, Any], tmp_path: Path) -> None:
     config = CONFIG.replace(load_format="dummy" if "family" in case else "auto")
     with pytest.raises(getattr(errors, case["error"]), match=case["says"]):
         load_model(str(tmp_path), config)
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the suite may have all rights."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ModelNotFound, match=f"the folder {tmp_path} cannot be read: this process has no rights to"):
+        load_model(str(tmp_path), CONFIG)
 
 
 @pytest.mark.parametrize(("family", "field", "wrong", "known"), CASES["layers"])

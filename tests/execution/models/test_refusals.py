@@ -50,7 +50,7 @@ def test_what_is_in_a_folder(case: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the suite may have all rights."""
+    """The suite may run with all rights."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ModelNotFound, match=f"the folder {tmp_path} cannot be read: this process has no rights to"):

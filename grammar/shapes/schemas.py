@@ -25,7 +25,7 @@ from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar, parse_json
 from asyncengine.grammar.vocabulary import Vocabulary
 
-MAX_LEAVES = 2048
+MAX_LEAVES = 4096
 """Shapes of strings and patterns that are kept from one schema to the next."""
 _OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
 """The beginnings of the keys that are none of some, and whether those may have escapes. Read only."""

@@ -90,7 +90,7 @@ def test_one_declaration_brings_it_everywhere(tmp_path: Path) -> None:
 def test_parameters_of_steps_are_known_on_a_cpu_and_to_gpus_by_name() -> None:
     cpu, gpu = (logit_processors.known_on(torch.device(name)) for name in ("cpu", "cuda"))
     assert sorted(cpu) == sorted(IN_STEP)
-    assert set(cpu) - set(gpu) == {"logits_processors"}
+    assert set(cpu) - set(gpu) == set(logit_processors.PROCESSORS)
 
 
 def opened(folder: Path, **settings: Any) -> Engine:

@@ -248,16 +248,13 @@ class PeftLoader:
             with open_file(folder, file, self.root) as stream:
                 status = os.fstat(stream.fileno())
                 if file == WEIGHTS_FILE:
-                    need = self._held_bytes(TensorFile(stream, file))
+                    extents = TensorFile(stream, file).tensors.items()
+                    own = [extent for name, extent in extents if _side_of(name)[1] not in ("", "copy")]
+                    need = sum(math.prod(extent.shape) for extent in own) * self._dtype.itemsize
             states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
         if need > max_bytes:
             raise AdapterError("adapter_memory", f"is {max_bytes} bytes, and the adapter needs {need}", str(folder))
         return (folder, *states)
-
-    def _held_bytes(self, file: TensorFile | AdapterTensors) -> int:
-        """Memory of the adapter's own tensors in the model's dtype."""
-        kept = [extent for name, extent in file.tensors.items() if _side_of(name)[1] not in ("", "copy")]
-        return sum(math.prod(extent.shape) for extent in kept) * self._dtype.itemsize
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Blocking: reads the files. Raises `AdapterError`; nothing is left behind then."""

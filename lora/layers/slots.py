@@ -262,7 +262,10 @@ class LoraLayers:
                 place, part = self._places[path]
                 b = own.b
                 if own.magnitude is not None or own.bias is not None or own.table is not None:
-                    changes = self._changes_of(place)
+                    if place.path not in self._outputs:
+                        self.version += 1
+                        self._outputs[place.path] = OutputChanges(place, self.max_loras, self._device)
+                    changes = self._outputs[place.path]
                     written[changes] = None
                     b = changes.put(slot - 1, part, own)
                     self.version += own.table is not None
@@ -278,12 +281,6 @@ class LoraLayers:
         self._ranks[slot - 1] = max((padded_rank(own.a.shape[0]) for own in adapter.modules.values()), default=0)
         if any(own.magnitude is not None or own.bias is not None for own in here.values()):
             self._bound[slot] = adapter
-
-    def _changes_of(self, place: Place) -> OutputChanges:
-        if place.path not in self._outputs:
-            self.version += 1
-            self._outputs[place.path] = OutputChanges(place, self.max_loras, self._device)
-        return self._outputs[place.path]
 
     def write_again(self) -> None:
         """Make anew what follows from the model's weights, which have changed: DoRA's norms, differences of biases."""

@@ -93,7 +93,10 @@ class Writer(Frames):
         before = ""
         if (self._echo or self._ids) and event.index not in self._begun:
             self._begun.add(event.index)
-            before = self._prompt_frame(event.index)
+            # the prompt is a part of the text, or its ids are wanted
+            of_prompt = self._answered.prompt_logprobs()[event.index // self._samples] if self._top is not None else ()
+            scored = self._scored_prompt(event.index, of_prompt)
+            before = self._choice_frame(event.index, self._prompt(event.index), scored, first=True)
         match event:
             case Text():
                 scored = self._scored(event.logprobs)
@@ -102,11 +105,6 @@ class Writer(Frames):
                 reason = "length" if event.reason == "timeout" else event.reason
                 return before + self._choice_frame(event.index, "", reason=reason)
         return before
-
-    def _prompt_frame(self, index: int) -> str:
-        """The frame of a choice's prompt, which is a part of its text or whose ids are wanted."""
-        of_prompt = self._answered.prompt_logprobs()[index // self._samples] if self._top is not None else ()
-        return self._choice_frame(index, self._prompt(index), self._scored_prompt(index, of_prompt), first=True)
 
     def _choice_frame(
         self, index: int, text: str, scored: Sequence[Scored] = (), token_ids: Sequence[int] = (),

@@ -340,7 +340,7 @@ class BuiltModel(NamedTuple):
         assert isinstance(runner, ModelRunner)
         held = (runner.num_pages - 1) * config.page_size
         count = max(1, min(_PROMPT_TOKENS, config.max_num_batched_tokens, self.info.max_model_len - 1, held))
-        seconds = min(runner.profile_run(prompt_step(runner, config, count)).seconds for _ in range(2))
+        seconds = min(runner.profile_run(prompt_step(runner, count)).seconds for _ in range(2))
         runner.cores.forget()
         return count / max(seconds, 1e-6)
 

@@ -3,7 +3,7 @@
 The steps, in the order in which they are taken and may be read:
 
 1. `checkpoint.open_checkpoint` finds the files, reads config.json and the headers of the others. Of a GGUF file,
-   `formats.gguf.config` makes the content that its config.json would have: from here on there is no difference.
+   `formats.gguf.model` makes the content that its config.json would have: from here on there is no difference.
 2. `pooling_of` tells what writes text from what gives vectors.
 3. `read_config`: the family's file in `families` reads that content and lists the layers. Where there is no such file
    or it lacks an option, transformers' class reads it (`fallback.probing`), and its modules run.

@@ -215,8 +215,8 @@ def load_model(
         else:
             check_split(ranks, "it runs through transformers' modules")
             with threads():
-                exact, own_code = config.activations == "exact", config.trust_remote_code
-                model, fused, nbytes = _load_module(described, bar, exact=exact, trust_remote_code=own_code)
+                exact = config.activations == "exact"
+                model, fused, nbytes = _load_module(described, bar, exact, config.trust_remote_code)
     return LoadedModel(
         **_facts(path_or_id, described, fused, nbytes), model=model,
         eos_token_ids=described.eos_token_ids(model.vocab_size), vocab_size=model.vocab_size,
@@ -367,7 +367,7 @@ def _fill(
 
 
 def _load_module(
-    described: ModelDescription, bar: LoadProgress, *, exact: bool, trust_remote_code: bool
+    described: ModelDescription, bar: LoadProgress, exact: bool, trust_remote_code: bool
 ) -> tuple[CausalLM, list[str], int]:
     """transformers' own module, tried on a few tokens. `exact`: as in `LayerOptions`."""
     from asyncengine.execution.models.fallback import model as fallback

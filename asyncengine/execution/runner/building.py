@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from asyncengine.config import BatchingSettings, EngineConfig, MemorySettings
+from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.execution.attention.factory import make_backend
 from asyncengine.execution.device.cores import Cores
@@ -192,7 +192,7 @@ def _build(
     pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str], left: Sequence[str],
     images: ImageStore | None, ranks: Ranks | None,
 ) -> BuiltRunner:  # fmt: skip
-    device = model.device
+    device, tokens = model.device, config.max_num_batched_tokens
     release_cached(device)  # what loading left in torch's cache counts as taken
     copies = config.tensor_parallel if ranks is not None else 1  # each process has caches of its own
     elsewhere = 0 if ranks is None else sum(ranks.answers())  # until the others have their weights
@@ -210,13 +210,13 @@ def _build(
     room = room_for(model.layers, model.states, pages, window_pages, num_states, config.page_size, model.dtype)
     if ranks is not None:
         ranks.send("build", pages, window_pages, num_states, room)
-    make, memory = runner_of(model, config.max_num_batched_tokens, None if ranks is None else ranks.gather, room)
+    make, memory = runner_of(model, tokens, None if ranks is None else ranks.gather, room)
     backend = make_backend(
         config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
         all_kernels=not kept, shared=memory,
     )  # fmt: skip
     reads_alone = "texts are given and none is written" if pooler else None
-    no_speculation = reads_alone or _no_speculation(model, backend.name, config)
+    no_speculation = reads_alone or _no_speculation(model, backend.name, config.speculation, tokens)
     second = None if draft is None else _draft_runner(draft, config, pages, cores)
     drafting = None if draft is None or second is None else DraftModel(second, draft.max_model_len)
     runner = make(
@@ -229,15 +229,16 @@ def _build(
         ranks.answers()  # until all can compute: a step does not wait for a compiler
     fused = model.fused
     if backend.name == "compiled":
-        most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
-        fused = _compile_kernels(runner, config, most, progress, model, kept, left)
+        most = min(model.max_model_len - 1, (pages - 1) * config.page_size - 1, tokens)
+        fused = _compile_kernels(runner, most, progress, model, kept, left)
         release_cached(device)
     elif ranks is not None:  # which find each other now
-        runner.profile_run(prompt_step(runner, config, 1))
+        runner.profile_run(prompt_step(runner, 1))
     costs = None if no_speculation is not None else config.speculation_costs or _measure_steps(runner, config)
     draft_costs = _begin_guessing(runner, drafting, second, config, costs)
     if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and ranks is None:
-        _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
+        adapted = lora is not None and lora.nbytes > 0
+        _capture_graphs(runner, config.max_num_seqs, tokens, device, progress, adapted=adapted)
     return BuiltRunner(
         runner, weights_bytes=model.weights_bytes + elsewhere + (0 if second is None else second.weights_bytes),
         kv_bytes=runner.kv_bytes * copies + (0 if second is None else second.kv_bytes),
@@ -253,19 +254,18 @@ def _draft_runner(draft: LoadedModel, config: EngineConfig, pages: int, cores: C
 
 
 def _compile_kernels(
-    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model: LoadedModel,
-    kept: Sequence[str], left: Sequence[str],
+    runner: ModelRunner, most: int, progress: LoadProgress, model: LoadedModel, kept: Sequence[str],
+    left: Sequence[str],
 ) -> list[str]:  # fmt: skip
     """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
-    compiler. `most`: positions that a sequence may have here. `kept`: kernels that need only be read, and then a step
+    compiler. `most`: tokens that a prompt may have in a step. `kept`: kernels that need only be read, and then a step
     of one token calls what they are made of. `left`: those to be read behind it. Returns the forms in which the model
     runs."""
     from asyncengine.kernels.api import SamplerKernel
 
     progress.stage("running a first step")
-    longest = 1 if read_kept(kept) else max(1, min(most, config.max_num_batched_tokens))
-    for count in first_lengths(model.weights_bytes, longest):
-        runner.profile_run(prompt_step(runner, config, count))
+    for count in first_lengths(model.weights_bytes, 1 if read_kept(kept) else max(1, most)):
+        runner.profile_run(prompt_step(runner, count))
     # kernels that sample, for models without a list (`fallback`): their first steps do not call them
     read_kept(left if left or kept else SamplerKernel.names(draws=False, top_k=False, top_p=False)[1])
     runner.cores.forget()  # compiling is in what they took
@@ -273,15 +273,15 @@ def _compile_kernels(
     return model.fused if describe is None else describe()  # now it is known whether layers are recorded
 
 
-def prompt_step(runner: ModelRunner, config: MemorySettings, count: int) -> Batch:
+def prompt_step(runner: ModelRunner, count: int) -> Batch:
     """A step that computes a prompt of so many tokens."""
     spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
-    return Batch(0, (_first_row(runner, config, spec, count),))
+    return Batch(0, (_first_row(runner, spec, count),))
 
 
-def _first_row(runner: ModelRunner, config: MemorySettings, spec: RequestSpec, count: int) -> Row:
+def _first_row(runner: ModelRunner, spec: RequestSpec, count: int) -> Row:
     """A request's first row, of so many tokens, in a profile run."""
-    number, most = -(-count // config.page_size), runner.num_window_pages - 1
+    number, most = -(-count // runner.page_size), runner.num_window_pages - 1
     # any pages will do, one several times if there are few, for nobody reads them
     pages = [1 + place % (runner.num_pages - 1) for place in range(number)]
     window = WindowPages(0, [1 + place % most for place in range(number)]) if most > 0 else None
@@ -302,7 +302,8 @@ def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int, po
     done; what they took outside of torch is no longer free afterwards. Raises torch's error if not even that fits.
     """
     device = model.device
-    batch, pages = largest_step(config, model.max_model_len, num_states, wanted_of(pooler))
+    sizes = config.page_size, config.max_num_seqs, config.max_num_batched_tokens, model.max_model_len
+    batch, pages = largest_step(*sizes, num_states, wanted_of(pooler))
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
@@ -317,16 +318,16 @@ def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int, po
         release_cached(device)
 
 
-def _no_speculation(model: LoadedModel, backend: str, config: EngineConfig) -> str | None:
+def _no_speculation(model: LoadedModel, backend: str, speculation: str, max_num_batched_tokens: int) -> str | None:
     """Why nothing may be guessed; None: it may."""
-    if config.speculation == "off":
+    if speculation == "off":
         return "speculation is off"
-    if max(MEASURED_SIZES) > min(config.max_num_batched_tokens, model.max_model_len - 1):
+    if max(MEASURED_SIZES) > min(max_num_batched_tokens, model.max_model_len - 1):
         return f"max_num_batched_tokens or max_model_len is below {max(MEASURED_SIZES)}"
     on_gpu = model.device.type != "cpu"
     if model.states and on_gpu:
         return "the model keeps recurrent states, of which a GPU's kernels keep none between guesses"
-    return None if on_gpu and config.speculation == "lookup" else _batch_variance(model, backend)
+    return None if on_gpu and speculation == "lookup" else _batch_variance(model, backend)
 
 
 def _batch_variance(model: LoadedModel, backend: str) -> str | None:
@@ -366,7 +367,7 @@ def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool =
 
     def run(count: int) -> float:
         began = time.perf_counter()
-        row = _first_row(runner, config, RequestSpec(0, (0,), params, count + 1), count)
+        row = _first_row(runner, RequestSpec(0, (0,), params, count + 1), count)
         if row.state is not None:  # the same slots again and again where there are few: nobody reads what they hold
             most = runner.num_states - 1
             between = tuple(1 + (1 + place) % most for place in range(count - 1))
@@ -397,21 +398,21 @@ def first_state(num_states: int, slot: int) -> StateUse | None:
 
 
 def largest_step(
-    config: EngineConfig, max_model_len: int, num_states: int = 0, pooled: Pooled | None = None
-) -> tuple[Batch, int]:
+    page_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_states: int = 0,
+    pooled: Pooled | None = None,
+) -> tuple[Batch, int]:  # fmt: skip
     """The largest step there can be, and the pages of a pool that holds it, page 0 included."""
-    budget = config.max_num_batched_tokens
-    count = min(config.max_num_seqs, budget)
+    budget = max_num_batched_tokens
+    count = min(max_num_seqs, budget)
     if num_states:
         count = min(count, num_states - 1)
-    size = config.page_size
     rows: list[Row] = []
     page = 1
     for slot in range(count):
         left = budget - (count - slot - 1)  # the others need one token each
         length = min(left, max_model_len - 1)
         budget -= length
-        pages = list(range(page, page + -(-length // size)))
+        pages = list(range(page, page + -(-length // page_size)))
         page += len(pages)
         spec = RequestSpec(slot + 1, (0,) * length, _SAMPLED, length + 1, seed=slot, stop_ids=(0,), pooled=pooled)
         state = first_state(num_states, slot)
@@ -420,14 +421,14 @@ def largest_step(
 
 
 def _capture_graphs(
-    runner: ModelRunner, config: BatchingSettings, device: torch.device, progress: LoadProgress, *, adapted: bool
+    runner: ModelRunner, max_num_seqs: int, tokens: int, device: torch.device, progress: LoadProgress, *, adapted: bool
 ) -> None:
     """Capture all graphs, and say what they took. Without memory for them, steps run without.
 
-    `adapted`: there is memory of adapters, so that there are graphs with them as well.
+    `tokens`: most of a step. `adapted`: there is memory of adapters, so that there are graphs with them as well.
     """
-    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-    prompts = prompt_graph_sizes(config.max_num_batched_tokens) if runner.may_cut else []
+    sizes = graph_sizes(min(max_num_seqs, tokens))
+    prompts = prompt_graph_sizes(tokens) if runner.may_cut else []
     count, kinds = len(sizes), 1 + adapted
     release_cached(device)  # else they would be served from there, and seem to take nothing
     before, began, kind = free_bytes(device), time.perf_counter(), "decode steps"

@@ -22,7 +22,7 @@ from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import on_device
 from asyncengine.execution.layers.states import StatePools
 from asyncengine.execution.models.checkpoint import CheckpointOptions, open_checkpoint
-from asyncengine.execution.models.decoder import Decoder, DecoderConfig
+from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.description import read_config
 from asyncengine.execution.models.eagle import headed
 from asyncengine.execution.models.families import MULTIMODAL
@@ -107,7 +107,16 @@ def prepare_update(
         return lambda: fill_randomly(decoder.slots(), decoder.dtype, decoder.device)
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):
-        checkpoint, described = _open(os.fspath(weights), config)
+        # of a model whose weights were made up, these are not
+        checkpoint = open_checkpoint(os.fspath(weights), CheckpointOptions.of(config)._replace(dummy=False))
+        hf_config, described, _ = read_config(
+            os.fspath(weights), checkpoint, config.max_model_len, fuse=config.fuse,
+            trust_remote_code=config.trust_remote_code,
+        )  # fmt: skip
+        if described is None:
+            raise ModelNotFound(f"{checkpoint.folder} is of another model: its family {hf_config.model_type!r}")
+        if hf_config.model_type in MULTIMODAL:
+            checkpoint = text_part(checkpoint, described)
         checkpoint = headed(checkpoint, head)
     else:
         checkpoint, described = GivenTensors(weights, decoder.device), decoder.config
@@ -131,19 +140,6 @@ def prepare_update(
             raise InvalidParameter("weights", f"must be finite; {name} holds NaN or infinity")
         checkpoint.release(tensor)
     return lambda: load_weights(checkpoint, slots, names, LoadProgress(False))
-
-
-def _open(path: str, config: EngineConfig) -> tuple[CheckpointSource, DecoderConfig]:
-    # of a model whose weights were made up, these are not
-    checkpoint = open_checkpoint(path, CheckpointOptions.of(config)._replace(dummy=False))
-    hf_config, described, _ = read_config(
-        path, checkpoint, config.max_model_len, fuse=config.fuse, trust_remote_code=config.trust_remote_code
-    )
-    if described is None:
-        raise ModelNotFound(f"{checkpoint.folder} is of another model: its family {hf_config.model_type!r}")
-    if hf_config.model_type in MULTIMODAL:
-        checkpoint = text_part(checkpoint, described)
-    return checkpoint, described
 
 
 def _difference(new: Any, old: Any, where: str = "configuration") -> tuple[str, Any, Any] | None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from support.checkpoints import MakeRunner
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.runner.building import largest_step
 
-CASES: list[tuple[dict[str, Any], int]] = [
-    ({"max_num_seqs": 8, "max_num_batched_tokens": 60}, 100),
-    ({"max_num_seqs": 8, "max_num_batched_tokens": 60}, 20),
-    ({"max_num_seqs": 2, "max_num_batched_tokens": 100}, 20),
-    ({"max_num_seqs": 64, "max_num_batched_tokens": 16}, 50),
-    ({"max_num_seqs": 1, "max_num_batched_tokens": 1}, 50),
-]
+CASES = [(8, 60, 100), (8, 60, 20), (2, 100, 20), (64, 16, 50), (1, 1, 50)]
 
 
-@pytest.mark.parametrize(("settings", "context"), CASES)
-def test_the_largest_step(settings: dict[str, Any], context: int) -> None:
-    config = EngineConfig(page_size=4, **settings)
-    batch, pages = largest_step(config, context)
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens", "context"), CASES)
+def test_the_largest_step(max_num_seqs: int, max_num_batched_tokens: int, context: int) -> None:
+    batch, pages = largest_step(4, max_num_seqs, max_num_batched_tokens, context)
     tokens = [row.num_scheduled for row in batch.rows]
-    assert len(tokens) == min(config.max_num_seqs, config.max_num_batched_tokens)
-    assert sum(tokens) == min(config.max_num_batched_tokens, len(tokens) * (context - 1))
+    assert len(tokens) == min(max_num_seqs, max_num_batched_tokens)
+    assert sum(tokens) == min(max_num_batched_tokens, len(tokens) * (context - 1))
     assert 1 <= min(tokens) <= max(tokens) < context
     used = [page for row in batch.rows for page in row.pages]
     assert used == list(range(1, pages))
@@ -34,8 +24,7 @@ def test_the_largest_step(settings: dict[str, Any], context: int) -> None:
 
 def test_it_runs(make_runner: MakeRunner) -> None:
     runner = make_runner("llama")
-    config = EngineConfig(page_size=runner.page_size, max_num_seqs=8, max_num_batched_tokens=60)
-    batch, pages = largest_step(config, 40)
+    batch, pages = largest_step(runner.page_size, 8, 60, 40)
     assert pages <= runner.num_pages
     result = runner.profile_run(batch)
     assert not result.errors

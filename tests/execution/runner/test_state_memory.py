@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.execution.layers.states import StatePools, StateSpec
 from asyncengine.execution.models.memory.caches import num_states_for, state_bytes
@@ -60,7 +59,7 @@ def test_who_keeps_no_states_has_none() -> None:
 
 
 def test_the_largest_step_has_no_more_rows_than_there_are_states() -> None:
-    batch, _ = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=256), 512, num_states=6)
+    batch, _ = largest_step(16, 64, 256, 512, num_states=6)
     assert [row.state.slot for row in batch.rows if row.state is not None] == [1, 2, 3, 4, 5]
     assert batch.num_tokens == 256
 

@@ -21,7 +21,7 @@ from asyncengine.execution.models.formats.gguf.header import Header, shortest
 from asyncengine.execution.models.formats.gguf.tensors import Held, model_tensors
 from asyncengine.execution.models.refusals import check_sizes
 
-# A GGUF header as the config.json that its model has on the Hugging Face hub.
+# A GGUF header as the config.json that its model has on the Hugging Face hub, so that a family is written down once.
 
 Factors = Mapping[str, NDArray[np.float32]]
 """The tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, those that a file has: frequencies that

@@ -108,5 +108,5 @@ def test_given_costs_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     if built.no_speculation is None:
         assert built.step_costs == TIMES
     # a step that is only measured may be longer than the whole pool: it names no page beyond it
-    assert max(prompt_step(built.runner, given, 4096).rows[0].pages) < built.runner.num_pages < 4096 // given.page_size
+    assert max(prompt_step(built.runner, 4096).rows[0].pages) < built.runner.num_pages < 4096 // given.page_size
     built.runner.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engine_watches import assert_untouched, named, read_profile
+from support.fake_engine import posted, until
+from support.held_steps import HeldSteps
 from support.local_fleet import local_fleet
 
 from asyncengine import AsyncEngine, InvalidParameter, SamplingParams
@@ -26,14 +29,20 @@ def within(inner: dict[str, Any], outers: list[dict[str, Any]]) -> bool:
 async def test_loop_steps_parts_and_operators_lie_on_one_clock(tmp_path: Path, hosted: bool) -> None:
     async with (
         # a step of a new size is recorded operator by operator, after its launch: without guesses all are of one size
-        await AsyncEngine.from_pretrained("demo", show_progress=False, hosted=hosted, speculation="off") as engine,
-        engine.stream("hello", ENDLESS) as one,
-        engine.stream("good day", ENDLESS) as other,
+        await AsyncEngine.from_pretrained("demo", show_progress=False, hosted=hosted, speculation="off") as engine
     ):
-        for _ in range(4):  # the first step of two rows is among these
-            await anext(one)
-            await anext(other)
-        events = read_profile(await engine.profile(tmp_path / "new" / "folder", steps=6))
+        steps = HeldSteps(engine, after=8)
+        async with engine.stream("hello", ENDLESS), engine.stream("good day", ENDLESS):
+            await until(steps.reached.is_set, "some steps, the first of two rows among them")
+            pausing = asyncio.create_task(engine.pause(mode="keep"))
+            await until(lambda: bool(posted(engine)), "a pause from the next step on")
+            steps.release()
+            del engine.core.loop.runner.executor.launch
+            await pausing
+            made = asyncio.create_task(engine.profile(tmp_path / "new" / "folder", steps=6))
+            await until(lambda: bool(engine.core.loop.hooks), "the beginning of a profile")
+            await engine.resume()
+            events = read_profile(await made)
         assert_untouched(engine)
     begins, ends = named(events, "step", "b"), named(events, "step", "e")
     assert len(begins) == len(ends) >= 6

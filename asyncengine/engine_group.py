@@ -46,8 +46,8 @@ class EngineGroup(Mapping[str, AsyncEngine]):
 
     def __init__(self, engines: Mapping[str, AsyncEngine]) -> None:
         """Group engines that exist already; the group closes them."""
-        if not engines:
-            raise InvalidParameter("models", "must name at least one model")
+        if not engines or not all(isinstance(engine, AsyncEngine) for engine in engines.values()):
+            raise InvalidParameter("engines", "must map names to AsyncEngines; for models: from_pretrained", engines)
         self._names = tuple(engines)
         self._loaded = dict(engines)
         self._on_demand: OnDemand | None = None

@@ -9,7 +9,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, in_thread, make_core, make_engine
 
 from asyncengine import AsyncEngine, Engine, EngineGroup
-from asyncengine.errors import EngineClosed, EngineDead
+from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 
 
 async def test_repr_tells_model_state_and_dtype() -> None:
@@ -29,6 +29,9 @@ async def test_repr_tells_model_state_and_dtype() -> None:
     assert repr(engine) == "<AsyncEngine 'fake': awake, int on cpu>"
     assert repr(Engine(engine)) == "<Engine of <AsyncEngine 'fake': awake, int on cpu>>"
     assert repr(EngineGroup({"a": engine})) == "<EngineGroup a=<AsyncEngine 'fake': awake, int on cpu>>"
+    for wrong in ({}, {"a": "demo"}, {"a": Engine(engine)}):
+        with pytest.raises(InvalidParameter, match="engines: must map names to AsyncEngines"):
+            EngineGroup(wrong)  # type: ignore[arg-type]
     await engine.pause()
     assert "paused" in repr(engine)
     await engine.aclose()

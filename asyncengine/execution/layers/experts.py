@@ -135,7 +135,7 @@ class Experts(Layer):
         self.ranks = options.ranks if options.ranks is not None and config.experts >= options.ranks.size else None
         """The processes that have some experts each; None: this one has all of them."""
         self._held = held_by(self.ranks, config.experts)
-        options = options.alone
+        options = replace(options, ranks=None)  # a rank has whole experts
         up, down = _forms(options, config, prefix, width, self._held, compiled=number is not None)
         count, bias = len(self._held), config.bias is not None
         self.up = ExpertMatrices(options, up, count, bias=bias)

@@ -189,11 +189,6 @@ class LayerOptions:
     stage: Stage | None = None
     """The layers of which this process has the weights; None: all."""
 
-    @property
-    def alone(self) -> LayerOptions:
-        """The same for what every rank holds whole."""
-        return replace(self, ranks=None)
-
     def at(self, layer: int | None) -> LayerOptions:
         """The same for a layer, or for what lies outside of all: of another stage's weights nothing is written."""
         return self if self.stage is None or self.stage.has(layer) else replace(self, memory=Arena())

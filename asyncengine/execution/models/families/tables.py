@@ -171,16 +171,21 @@ def _rotations(config: Any, length: int, table: Any) -> tuple[RotaryConfig, ...]
     if not isinstance(table, dict):
         return (RotaryConfig((), style="alibi"),) if table == "alibi" else ()
     how = dict(table)
-    exact, by_kind = how.pop("exact", False), how.pop("by_kind", False)
-    kinds: Sequence[str | None] = common.attention_kinds(config) if by_kind else [None]
-    made = tuple(replace(_rotary(config, length, layer_type=kind, **how), exact=exact) for kind in kinds)
-    if config.model_type != "llama4_text":
-        return made
-    growth = (float(config.attn_scale), int(config.floor_scale)) if config.attn_temperature_tuning else None
-    return (*made, RotaryConfig((), query_growth=growth, growth_begins=1))
+    kinds: Sequence[str | None] = common.attention_kinds(config) if how.pop("by_kind", False) else [None]
+    unrotated = how.pop("unrotated_growth", None)
+    fixed = {"exact": how.pop("exact", False), "query_growth": _growth(how.pop("query_growth", ()))}
+    made = tuple(replace(_rotary(config, length, layer_type=kind, **how), **fixed) for kind in kinds)
+    # for layers that rotate nothing, and scale their queries at most (Llama 4)
+    return made if unrotated is None else (*made, RotaryConfig((), query_growth=_growth(unrotated), growth_begins=1))
 
 
-def _rotary(config: Any, length: int, **how: Any) -> RotaryConfig:
+def _growth(given: Sequence[float]) -> tuple[float, int] | None:
+    return (float(given[0]), int(given[1])) if given else None
+
+
+def _rotary(config: Any, length: int, scalings: Sequence[float] = (), **how: Any) -> RotaryConfig:
+    """`scalings`: what cosines are multiplied by, up to the original positions and beyond, instead of what a scaling by
+    length says itself (PhiMoE)."""
     parameters, family = config.rope_parameters, config.model_type
     if family == "gemma4_text":
         how["head_dim"] = config.per_layer_config[how["layer_type"]].head_dim
@@ -189,14 +194,9 @@ def _rotary(config: Any, length: int, **how: Any) -> RotaryConfig:
         dim = common.head_dim_of(config)
         return common.default_rotary(parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2)), dim)
     made = common.rotary_of(config, length, **how)
-    if family == "ministral3":
-        growth = (float(parameters["llama_4_scaling_beta"]), int(parameters["original_max_position_embeddings"]))
-        return replace(made, query_growth=growth)
-    if family == "phimoe" and parameters["rope_type"] != "default":
-        # cosines are multiplied by one of two settings instead of what a scaling by length says itself
-        beyond = length > parameters["original_max_position_embeddings"]
-        return replace(made, scaling=float(parameters["long_mscale" if beyond else "short_mscale"]))
-    return made
+    if not scalings:
+        return made
+    return replace(made, scaling=float(scalings[length > parameters["original_max_position_embeddings"]]))
 
 
 def _read(tables: Mapping[str, Any], table: Mapping[str, Any], config: Any, parts: dict[str, Any]) -> None:

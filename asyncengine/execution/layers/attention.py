@@ -231,8 +231,7 @@ def _norms(config: AttentionConfig, norm: NormConfig) -> Iterator[tuple[NormConf
 
 
 class Attention:
-    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend, `rotary` its
-    rotation."""
+    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
 
     def __init__(
         self, options: LayerOptions, config: AttentionConfig, plan: HeadPlan, prefix: str, width: int, index: int

@@ -91,7 +91,6 @@ class HeadProducts(Weighted):
 class LatentAttention:
     """x [T, width] -> [T, width]. `index` is the place of its latent vectors in the attention backend."""
 
-    gate = None
     merged = None
     """Its projections are not merged as compiled attention would have them."""
 

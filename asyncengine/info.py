@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncengine.sampling_params import LOOP, SamplingParams
 
-IN_STEP = tuple(name for name, (_, marks) in SamplingParams.declared().items() if LOOP not in marks)
+IN_STEP = tuple(name for name, marks in SamplingParams.declared().items() if LOOP not in marks)
 CHAT_SAMPLING = MappingProxyType({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05})
 
 

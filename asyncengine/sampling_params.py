@@ -227,18 +227,23 @@ class SamplingParams(Settings):
 
     @classmethod
     @functools.cache
-    def declared(cls) -> dict[str, tuple[Any, set[str]]]:
-        """Name -> the default of that parameter, and its marks (`LOOP`, `READS_OUTPUT`, `OFFERED`)."""
-        default, found = cls(), {}
+    def declared(cls) -> dict[str, set[str]]:
+        """Name -> the marks of that parameter (`LOOP`, `READS_OUTPUT`, `OFFERED`)."""
+        found = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             marks = {mark for part in (hint, *get_args(hint)) for mark in getattr(part, "__metadata__", ())}
-            found[name] = getattr(default, name), marks & {LOOP, READS_OUTPUT, OFFERED}
+            found[name] = marks & {LOOP, READS_OUTPUT, OFFERED}
         return found
+
+    @classmethod
+    @functools.cache
+    def _of_steps(cls) -> list[tuple[str, Any, set[str]]]:
+        default = cls()
+        return [(name, getattr(default, name), marks) for name, marks in cls.declared().items() if LOOP not in marks]
 
     def asked(self) -> dict[str, set[str]]:
         """Marks of the parameters of steps that differ from their defaults, by name."""
-        of_steps = ((name, one) for name, one in self.declared().items() if LOOP not in one[1])
-        return {name: marks for name, (default, marks) in of_steps if getattr(self, name) != default}
+        return {name: marks for name, default, marks in self._of_steps() if getattr(self, name) != default}
 
     @property
     def traced_from(self) -> int | None:

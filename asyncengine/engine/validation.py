@@ -92,6 +92,10 @@ class RequestValidator:
         self.tokenizer = tokenizer
         self.grammars = grammars
         self.adapters = adapters
+        reasons = dict.fromkeys(("return_hidden_states", "steering_vectors"), info.no_hidden_states)
+        reasons |= {"return_routed_experts": info.no_routed_experts, "logits_processors": info.no_logits_processors}
+        self._refused = {name: reason for name, reason in reasons.items() if reason is not None}
+        self._served = set(info.sampling_parameters) - self._refused.keys()
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
     def next_ticket(self) -> int:
@@ -140,7 +144,7 @@ class RequestValidator:
         defaults = self.info.chat_defaults if is_chat else self.info.generation_defaults
         params = self._resolve(params if plan is None else plan.applied(params), defaults)
         tokens = self._check_prompt(prompt, images)
-        self._check_limits(params)
+        self._check_limits(params, asked := params.asked())
         self.check_adapter(options.adapter)
         options = self._steered(params, options.checked())
         max_total = self._check_length(len(tokens), params, options.clip_max_tokens)
@@ -163,7 +167,7 @@ class RequestValidator:
             most, name = self.info.num_layers, "return_hidden_states"
             layers = (as_integer(name, layer, -most - 1, most) for layer in params.return_hidden_states)
             params = params.replace(return_hidden_states=tuple(layer % (most + 1) for layer in layers))
-        reading = next((name for name, marks in params.asked().items() if READS_OUTPUT in marks), None)
+        reading = next((name for name, marks in asked.items() if READS_OUTPUT in marks), None)
         if reading is not None:
             if options.speculation or options.prediction is not None:
                 limit = "cannot go with speculation or a prediction: guesses are checked many at a time"
@@ -354,7 +358,7 @@ class RequestValidator:
             "prompt", f"has {prompt_len} tokens; the context of {limit} must hold it and at least one output token"
         )
 
-    def _check_limits(self, params: SamplingParams) -> None:
+    def _check_limits(self, params: SamplingParams, asked: Mapping[str, set[str]]) -> None:
         config, vocab = self.config, self.info.vocab_size
         sizes = (
             ("n", params.n, "max_n", config.max_n),
@@ -370,13 +374,9 @@ class RequestValidator:
             if len(stop) > config.max_stop_string_length:
                 limit = config.max_stop_string_length
                 raise InvalidParameter("stop", f"{len(stop)} characters exceed max_stop_string_length={limit}")
-        info = self.info
-        reasons = dict.fromkeys(("return_hidden_states", "steering_vectors"), info.no_hidden_states)
-        reasons |= {"return_routed_experts": info.no_routed_experts, "logits_processors": info.no_logits_processors}
-        for name in params.asked():
-            unknown = None if name in info.sampling_parameters else f"steps on {info.device} do not know it"
-            if reason := reasons.get(name) or unknown:
-                raise InvalidParameter(name, f"cannot be had: {reason}")
+        if unserved := sorted(asked.keys() - self._served):
+            reason = self._refused.get(unserved[0]) or f"steps on {self.info.device} do not know it"
+            raise InvalidParameter(unserved[0], f"cannot be had: {reason}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
         ids_of = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(params.logit_bias)}

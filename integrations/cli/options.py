@@ -26,7 +26,7 @@ ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name not in ("sh
 """Adapters have a flag of their own, `--adapter NAME=PATH`."""
 MOST_TOKENS = 1024
 """Tokens of an answer where no flag says: one without an end, as of `--regex 'a*'`, would go on to the context's."""
-SAMPLING_FIELDS = tuple(name for name, (_, marks) in SamplingParams.declared().items() if OFFERED in marks)
+SAMPLING_FIELDS = tuple(name for name, marks in SamplingParams.declared().items() if OFFERED in marks)
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str]) -> None:

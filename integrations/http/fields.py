@@ -77,8 +77,8 @@ PATHS: dict[str, str] = {}
 def _tables() -> dict[str, Table]:
     found: dict[str, Table] = {}
     table: Table = {}
-    marked = {name: marks for name, (_, marks) in SamplingParams.declared().items()}
-    offered = " ".join(name for name, marks in marked.items() if OFFERED in marks and LOOP not in marks)
+    marked = SamplingParams.declared().items()
+    offered = " ".join(name for name, marks in marked if OFFERED in marks and LOOP not in marks)
     for line in (resources.files(__package__) / "fields.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             head, _, others = line[2:].partition(": ")

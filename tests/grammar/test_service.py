@@ -149,11 +149,11 @@ A, B, C = Grammar.regex("a+"), Grammar.regex("b+"), Grammar.regex("c+")
 async def test_a_known_grammar_is_answered_at_once():
     async with Desk() as desk:
         await desk.start(1, A)
-        threads = threading.active_count()
+        threads = set(threading.enumerate())
         answers: list[int] = []
         desk.service.start(2, GrammarOrder(A, 9, "close"), lambda ticket, outcome: answers.append(ticket))
         assert answers == [2]
-        assert threading.active_count() == threads
+        assert set(threading.enumerate()) <= threads  # one that has nothing to do may end meanwhile
 
 
 async def test_the_last_one_who_leaves_gives_the_work_up():

@@ -67,6 +67,7 @@ class Server:
         for thread in self._threads:
             thread.start()
         while len(self.tokens) < 50:
+            assert not self._broken
             time.sleep(0.1)
         return self
 

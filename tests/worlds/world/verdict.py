@@ -108,7 +108,9 @@ def _explains_error(record: Record, life: Life) -> bool:
         case BudgetTooSmall():
             return (call.params.max_tokens or 0) < length and call.params.on_budget != "truncate"
         case GrammarTimeout():
-            return kind == "slow" or (bool(kind) and life.plan.stalling > 0.0)
+            slow = [each for each in life.plan.calls if each.engine == call.engine and "slow" in (each.grammar or ())]
+            held = len(slow) >= life.plan.setups[call.engine].config.grammar_workers  # a slow one is not interrupted
+            return kind == "slow" or (bool(kind) and (held or life.plan.stalling > 0.0))
         case GrammarError():
             return kind == "broken"
         case RequestFailed():

@@ -205,6 +205,12 @@ class Cluster:
         self.total[row] = self.limit[row] = self.host_limit[row] = self.cpu_limit[row] = 0
         return lost
 
+    def set_ready(self, name: str, ready: bool) -> None:
+        """Say whether a node takes new instances."""
+        row = self.row_of(name)
+        self._nodes[name] = self._nodes[name].replace(ready=ready)
+        self.ready[row] = ready
+
     # ------------------------------------------------------------ instances
 
     def start(self, instance: Instance) -> None:

@@ -85,7 +85,7 @@ def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
             raise InvalidParameter("weights", "must be a path, or pairs of a name and a tensor", pair)
         name, tensor = pair
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise InvalidParameter("weights", f"must be tensors by name; {name!r} has a", type(tensor).__name__)
+            raise InvalidParameter("weights", f"must be tensors by name, also that of {name!r}", type(tensor).__name__)
         yield name, tensor
 
 

@@ -162,6 +162,9 @@ def _exchanged(world: World, new_loop: Callable[[], asyncio.AbstractEventLoop]) 
                     exchange(module, name, virtual)
         exchange(concurrent.futures.thread, "_global_shutdown_lock", VirtualLock(world, reentrant=True))
         exchange(device_thread, "HEAP", FrozenHeap())  # threads that are unwound do not tell it that they end
+        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+        exchange(device_thread, "INTERPRETER", device_thread.SwitchInterval())
+        exchange(device_thread.INTERPRETER, "_lock", VirtualLock(world))
         exchange(asyncio.events, "new_event_loop", world.either(new_loop, asyncio.events.new_event_loop))
         exchange(anyio.to_thread, "run_sync", world.either(_on_a_thread, anyio.to_thread.run_sync))
         yield

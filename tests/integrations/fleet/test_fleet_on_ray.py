@@ -200,19 +200,21 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
     await stages_on_two_nodes(cluster, right, settings)
 
 
-async def ranks_on_one_node(taken: str, right: dict[str, list[int]], settings: dict[str, Any]) -> None:
-    """A replica of two ranks has both cores of the node that is free, and its ranks end with it."""
+def free_cores() -> dict[str, float]:
+    """Number of CPUs that are free on each node."""
     from ray._private import state
 
-    def cores(node: str) -> float:
-        return state.available_resources_per_node()[node].get("CPU", 0)
+    return {node: free.get("CPU", 0) for node, free in state.available_resources_per_node().items()}
 
-    await come(lambda: any(cores(node) == 2 for node in state.available_resources_per_node()), "a node that is free")
+
+async def ranks_on_one_node(taken: str, right: dict[str, list[int]], settings: dict[str, Any]) -> None:
+    """A replica of two ranks has both cores of the node that is free, and its ranks end with it."""
+    await come(lambda: 2 in free_cores().values(), "a node that is free")
     async with await Fleet.from_pretrained("demo", **{**settings, "tensor_parallel": 2, "num_threads": 2}) as fleet:
         (replica,) = fleet.core.fleet.dispatcher.replicas.values()
         node = replica.process.node
         assert node != taken
-        await come(lambda: not cores(node), "a bundle of two cores")
+        await come(lambda: not free_cores()[node], "a bundle of two cores")
         assert fleet.info.tensor_parallel == 2
         for text in TEXTS[:2]:
             assert (await fleet.generate(text, PARAMS)).token_ids == right[text]
@@ -225,6 +227,8 @@ async def stages_on_two_nodes(cluster: Any, right: dict[str, list[int]], setting
     """A pipeline that has no room on one node has a stage on each of two. When one of them is killed, streams end with
     the reason, and the replica is placed anew on the nodes that are left."""
     staged = {**settings, "pipeline_parallel": 2, "num_cpus": 1.5}
+    # Ray hears a moment later than the program that a fleet before this one has gone
+    await come(lambda: sum(free >= 1.5 for free in free_cores().values()) >= 2, "two nodes that are free")
     async with await Fleet.from_pretrained("demo", **staged) as fleet:
         members = fleet.core.fleet.dispatcher.replicas
         (first,) = members.values()

@@ -71,7 +71,7 @@ GIVEN: dict[str, tuple[Callable[[Tensors], Any], type[EngineError], str]] = {
     "no memory": (lambda t: with_(t, UP, t[UP].to("meta")), InvalidParameter, "must be whole float tensors"),
     "sparse": (lambda t: with_(t, UP, t[UP].to_sparse()), InvalidParameter, "must be whole float tensors"),
     "a part of it": (lambda t: with_(t, UP, t[UP].as_subclass(Subclassed)), InvalidParameter, "is a Subclassed"),
-    "no tensor": (lambda t: with_(t, UP, [1.0]), InvalidParameter, f"'{UP}' has a, got 'list'"),
+    "no tensor": (lambda t: with_(t, UP, [1.0]), InvalidParameter, f"also that of '{UP}', got 'list'"),
     "no names": (lambda t: t.values(), InvalidParameter, "pairs of a name and a tensor"),
     "twice": (lambda t: [*t.items(), *t.items()], InvalidParameter, "two tensors of the name"),
     "nothing": (lambda t: None, InvalidParameter, "must be a path, or tensors by name"),

@@ -227,8 +227,12 @@ async def stages_on_two_nodes(cluster: Any, right: dict[str, list[int]], setting
     """A pipeline that has no room on one node has a stage on each of two. When one of them is killed, streams end with
     the reason, and the replica is placed anew on the nodes that are left."""
     staged = {**settings, "pipeline_parallel": 2, "num_cpus": 1.5}
-    # Ray hears a moment later than the program that a fleet before this one has gone
-    await come(lambda: sum(free >= 1.5 for free in free_cores().values()) >= 2, "two nodes that are free")
+    ray = pytest.importorskip("ray")
+    ray.init(cluster.address, log_to_driver=False)
+    try:  # Ray hears a moment later than the program that the fleet before this one has gone
+        await come(lambda: sum(free >= 1.5 for free in free_cores().values()) >= 2, "two nodes that are free")
+    finally:
+        ray.shutdown()
     async with await Fleet.from_pretrained("demo", **staged) as fleet:
         members = fleet.core.fleet.dispatcher.replicas
         (first,) = members.values()

@@ -70,7 +70,8 @@ def _schema_of(grammar: Grammar) -> dict[str, Any]:
 
 def _rules_of(grammar: Grammar, checkpoint: Checkpoint, schema: dict[str, Any] | None = None) -> Written:
     options = {**OPTIONS[grammar.whitespace], "key_order": grammar.key_order}
-    return _rules(schema or _schema_of(grammar), options, grammar.unsupported != "error", checkpoint)
+    schema = _schema_of(grammar) if schema is None else schema
+    return _rules(schema, options, grammar.unsupported != "error", checkpoint)
 
 
 def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool, checkpoint: Checkpoint) -> Written:
@@ -201,7 +202,7 @@ class LlgTemplate:
             self._matcher = self.fresh_matcher()
             self._count(schemas, checkpoint)
         elif self.reach > LONGEST:
-            self._count([_rules_of(grammar, checkpoint)], checkpoint)
+            self._count([_rules_of(grammar, checkpoint, schema)], checkpoint)
 
     def _go_straight(self, schema: dict[str, Any]) -> bool:
         """Let the library compile the schema itself, if it reads it as we do."""

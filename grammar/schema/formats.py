@@ -31,8 +31,8 @@ MAX_HOSTNAME = 253
 
 
 def as_patterns(schema: Any, strict: bool) -> None:
-    """Put patterns in place of formats, and nothing in place of those that are not enforced. If `strict`, raises
-    `GrammarUnsupported` naming those of strings."""
+    """Replace each enforced format by its pattern, in place, and delete the others. If `strict`, raises
+    `GrammarUnsupported` naming the deleted formats of strings."""
     unknown = []
     for pointer, node in subschemas(schema):
         if not isinstance(name := node.get("format"), str):

@@ -43,8 +43,8 @@ _listed: dict[Hashable, FirstKernels] = {}
 
 
 def kernels_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype, defaults: Mapping[str, Any]) -> FirstKernels:
-    """The kernels of a decoder over pages of so many tokens and of keys and values of that type. `defaults`: the
-    model's own sampling parameters, by name."""
+    """The kernels that a decoder's first answer calls. `page_size`: tokens a page. `kv_dtype`: the type in which keys
+    and values are kept. `defaults`: the model's own sampling parameters, by name."""
     options = decoder.options
     if options.kernels.name != "compiled":
         return FirstKernels()

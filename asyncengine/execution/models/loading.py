@@ -61,8 +61,8 @@ _CORES_EACH = 3
 
 
 def modules_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Calls that each have one module built and loaded, those that take longest first: what this model calls over
-    pages of so many tokens and of keys and values of that type."""
+    """Calls that each build and load one FlashInfer module that this model uses, the slowest builds first.
+    `page_size`: tokens a page. `kv_dtype`: the type in which keys and values are kept."""
     flashinfer = load_flashinfer()
     gated = {getattr(layer.mlp, "activation", "") for layer in decoder.config.layers} & {"silu", "gelu", "gelu_tanh"}
     found: list[Callable[[], object]] = []

@@ -28,7 +28,7 @@ from asyncengine.execution.models.loading import LoadedModel
 from asyncengine.execution.models.memory.caches import num_states_for, pool_sizes, room_for, state_bytes
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler
-from asyncengine.execution.runner.draft_model import DraftModel, least_chance
+from asyncengine.execution.runner.draft_model import DraftModel, cycled_pages, least_chance
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
@@ -281,10 +281,9 @@ def prompt_step(runner: ModelRunner, count: int) -> Batch:
 
 def _first_row(runner: ModelRunner, spec: RequestSpec, count: int) -> Row:
     """A request's first row, of so many tokens, in a profile run."""
-    number, most = -(-count // runner.page_size), runner.num_window_pages - 1
-    # any pages will do, one several times if there are few, for nobody reads them
-    pages = [1 + place % (runner.num_pages - 1) for place in range(number)]
-    window = WindowPages(0, [1 + place % most for place in range(number)]) if most > 0 else None
+    number, windows = -(-count // runner.page_size), runner.num_window_pages
+    pages = cycled_pages(number, runner.num_pages)
+    window = WindowPages(0, cycled_pages(number, windows)) if windows > 1 else None
     tokens, state = [0] * spec.prompt_len, first_state(runner.num_states, 0)
     return Row(spec, 0, 0, count, tokens, False, pages, True, state=state, window=window)
 

@@ -232,6 +232,12 @@ class _HeadGuess:
     """That all guesses are right, going by the probabilities that the head gives them."""
 
 
+def cycled_pages(count: int, num_pages: int) -> list[int]:
+    """Numbers of `count` pages for a measured row, which is never read: the pool's, repeated where it has fewer.
+    Page 0 is padding."""
+    return [1 + index % (num_pages - 1) for index in range(count)]
+
+
 class MTPGuesser:
     """Fills in the guesses of rows (`seams.Guesser`), and computes steps such that it can. One thread at a time."""
 
@@ -244,7 +250,7 @@ class MTPGuesser:
     def time_round(self, count: int) -> float:
         """Seconds of a round of `count` tokens."""
         began, size = time.perf_counter(), self._runner.page_size
-        pages = [1 + place % (self._runner.num_pages - 1) for place in range(-(-(count + 1) // size))]
+        pages = cycled_pages(-(-(count + 1) // size), self._runner.num_pages)
         row = Row(RequestSpec(0, (0,), GREEDY, count + 2), 0, 1, count, [0] * (count + 1), False, pages, False)
         with self._computing():
             self.round([row], sampling_places(row._replace(drafts=(0,) * (count - 1))), self._no_hidden(count))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
     from asyncengine.options import WeightSource
     from asyncengine.stats import ThreadStats
-    from asyncengine.step import AdapterSwap, Batch, RecordPart, StepResult
+    from asyncengine.step import AdapterSwap, Batch, RecordType, StepResult
 
 # ---------------------------------------------------------------- execution
 
@@ -108,13 +108,13 @@ class PageMemory(Protocol):
     layout: str
     """The order of the bytes and their types, in words: they are of use only where it is the same."""
 
-    def nbytes(self, part: RecordPart) -> int:
+    def nbytes(self, record_type: RecordType) -> int:
         """Bytes of one page, window page or state; 0: there are none."""
 
-    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+    def buffers(self, record_type: RecordType, index: int) -> Sequence[memoryview]:
         """The bytes of the page, window page or state `index`: the memory itself, or a copy."""
 
-    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
+    def filled(self, record_type: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
         """Take note that the content of `buffers`, which this gave, is another one."""
 
 

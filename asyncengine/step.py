@@ -147,7 +147,7 @@ class Batch(NamedTuple):
     rows: tuple[Row, ...]
     swaps: tuple[AdapterSwap, ...] = ()
     encode: Encode | None = None
-    copies: tuple[tuple[RecordPart, int, int], ...] = ()
+    copies: tuple[tuple[RecordType, int, int], ...] = ()
     """(kind of page, page, the one that becomes a copy of it), made before anything is computed."""
 
     @property
@@ -228,7 +228,7 @@ def num_agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     return most
 
 
-class RecordPart(IntEnum):
+class RecordType(IntEnum):
     """The kind of memory that is kept of a prefix."""
 
     PAGE = 1

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import NoReturn, Self, SupportsIndex, TypeVar
 
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.mailbox import MANY, UNREAD
+from asyncengine.engine.mailbox import UNREAD, WAKE_TOKENS
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, Timings, Usage
 from asyncengine.step import TokenLogprob
@@ -165,7 +165,7 @@ class TokenStream(_StreamBase):
             assembler = await self._started()
             assembler.prepared.mailbox.lift_limit()
             while not assembler.finished:
-                assembler.keep(await assembler.prepared.mailbox.receive(MANY))
+                assembler.keep(await assembler.prepared.mailbox.receive(WAKE_TOKENS))
             return self._completion()
         finally:
             self._reading.release()
@@ -225,7 +225,7 @@ class SyncTokenStream(_StreamBase):
         try:
             self._submitted.prepared.mailbox.lift_limit()
             while not self._submitted.finished:
-                self._submitted.keep(self._receive(MANY))
+                self._submitted.keep(self._receive(WAKE_TOKENS))
             return self._completion()
         finally:
             self._reading.release()

@@ -1,4 +1,4 @@
-"""From the chunks of a request to what its consumer sees: merged chunks while it runs, the completion at its end."""
+"""Assembly of a request's chunks for its consumer: merged chunks while it runs, the completion at its end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class _Output:
-    """All of one sample so far. Chunks are not kept: as many objects as there are tokens make the collector of garbage
-    look through the whole program, again and again, for which an engine of many streams stands still."""
+    """The output of one sample so far. Chunks are not kept: one object a token would make the garbage collector
+    traverse the whole heap again and again, which stops an engine of many streams."""
 
     __slots__ = ("last", "logprobs", "reasoning", "steered_from", "texts", "token_ids")
 
@@ -115,8 +115,8 @@ class Assembler:
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         """`Completion.prompt_logprobs`, all of them from the first chunk on."""
-        spec, known = self.prepared.spec, self.prepared.mailbox.prompt_logprobs
-        return [known.get(i) for i in range(spec.prompt_len)] if spec.params.prompt_logprobs else None
+        spec, by_position = self.prepared.spec, self.prepared.mailbox.prompt_logprobs
+        return [by_position.get(i) for i in range(spec.prompt_len)] if spec.params.prompt_logprobs else None
 
     def failure(self) -> Exception | None:
         """The error that `result()` raises, if the request failed."""
@@ -159,22 +159,22 @@ class Assembler:
 
         Of a position that was computed twice, the first counts: it gave the token behind it.
         """
-        spec, parts = self.prepared.spec, self.prepared.mailbox.traces
+        spec, traces = self.prepared.spec, self.prepared.mailbox.traces
         first, end = spec.params.traced_from or 0, spec.prompt_len + generated - 1
-        if not parts or end <= first:
+        if not traces or end <= first:
             return None
-        import numpy as np  # what is imported for a command line's help does not need it
+        import numpy as np  # not at the top: `--help` imports this module, and needs no numpy
 
-        result, known = np.empty((end - first, *parts[0][2].shape[1:]), parts[0][2].dtype), np.zeros(end - first, bool)
-        for sample, start, own in reversed(parts):
+        result, seen = np.empty((end - first, *traces[0][2].shape[1:]), traces[0][2].dtype), np.zeros(end - first, bool)
+        for sample, start, entries in reversed(traces):
             if sample not in (0, index):
                 continue
-            last = min(end if sample == index else spec.prompt_len - 1, start + len(own))
+            last = min(end if sample == index else spec.prompt_len - 1, start + len(entries))
             begin = max(start, first)
             if begin < last:
-                result[begin - first : last - first] = own[begin - start : last - start]
-                known[begin - first : last - first] = True
-        return result if known.all() else None
+                result[begin - first : last - first] = entries[begin - start : last - start]
+                seen[begin - first : last - first] = True
+        return result if seen.all() else None
 
 
 def merge(chunks: list[Chunk]) -> list[Chunk]:
@@ -185,9 +185,9 @@ def merge(chunks: list[Chunk]) -> list[Chunk]:
         last = run[-1]
         logprobs = [entry for chunk in run for entry in chunk.logprobs or ()]
         steered = (
-            sum(len(chunk.text) for chunk in run[:at]) + each.steered_from
-            for at, each in enumerate(run)
-            if each.steered_from is not None
+            sum(len(before.text) for before in run[:index]) + chunk.steered_from
+            for index, chunk in enumerate(run)
+            if chunk.steered_from is not None
         )
         merged.append(
             Chunk(

@@ -19,8 +19,8 @@ UNSIGNED = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class CacheFeed:
-    """Batches for one reader, at most `most` of them unread. When there would be more, one that tells the whole cache
-    anew replaces them all: no more memory is held for a reader who is late, and what it knows in the end is right."""
+    """Batches for one reader, at most `most` of them unread. When there would be more, one batch that lists
+    the whole cache anew replaces them all: a slow reader takes no more memory, and ends with the right state."""
 
     def __init__(self, loop: EngineLoop, medium: str, names: Callable[[], dict[str, str]], most: int) -> None:
         """`names`: the name of each loaded adapter by its digest."""
@@ -29,7 +29,7 @@ class CacheFeed:
         self._log: CacheLog | None = None
         """None: it has yet to begin."""
         self._batches: deque[KVEventBatch | Exception] = deque()
-        self._num_made = self._num_read = 0
+        self._next_seq = self._expected_seq = 0
         """Number of the next batch, and of the one that its reader expects."""
         self._lock = threading.Lock()
         self._waiting: Future[None] = promised()
@@ -38,7 +38,7 @@ class CacheFeed:
     async def read(self) -> AsyncIterator[KVEventBatch]:
         """All batches, until the engine closes or dies, which is raised."""
         self._loop.cache_feeds.append(self)
-        if not self._loop.inbox.post():  # nothing: it wakes the loop, which tells what there is
+        if not self._loop.inbox.post():  # nothing: it wakes the loop, which starts this feed's log
             self.end(self._loop.make_failure())
         try:
             while True:
@@ -46,7 +46,7 @@ class CacheFeed:
                 with self._lock:
                     batch = self._batches.popleft() if self._batches else None
                     if isinstance(batch, KVEventBatch):
-                        self._num_read = batch.seq + 1
+                        self._expected_seq = batch.seq + 1
                 if batch is None:
                     await finished(waiting)
                 elif isinstance(batch, KVEventBatch):
@@ -59,7 +59,7 @@ class CacheFeed:
             self._left = True
 
     def update(self) -> None:
-        """Tell what has changed since the last call. On the engine's loop, as `end`."""
+        """Queue a batch of what has changed since the last call. Runs on the engine's loop, as `end` does."""
         if self._left:
             self._loop.cache_feeds.remove(self)
             self._tree.logs = tuple(log for log in self._tree.logs if log is not self._log)
@@ -70,13 +70,13 @@ class CacheFeed:
         if not log:
             return
         with self._lock:
-            lost = self._num_made - self._num_read if len(self._batches) == self._most else 0
+            lost = self._next_seq - self._expected_seq if len(self._batches) == self._most else 0
             if lost:
                 self._batches.clear()
                 log.overflowed = True
             if events := self._events(*log.drain(self._tree.nodes())):
-                self._batches.append(KVEventBatch(time.time(), events, self._num_made, lost))
-                self._num_made += 1
+                self._batches.append(KVEventBatch(time.time(), events, self._next_seq, lost))
+                self._next_seq += 1
         self._wake()
 
     def end(self, failure: Exception) -> None:

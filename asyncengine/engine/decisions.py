@@ -70,7 +70,7 @@ class DecisionPrompts:
 
         if not isinstance(questions, Mapping) or not 0 < len(questions) <= MAX_QUESTIONS:
             raise InvalidParameter("questions", f"must map names to questions, 1 to {MAX_QUESTIONS} of them", questions)
-        plain = {name: each.model_dump() if hasattr(each, "model_dump") else each for name, each in questions.items()}
+        plain = {name: q.model_dump() if hasattr(q, "model_dump") else q for name, q in questions.items()}
         try:
             return list(parse_questions(plain, self._config))
         except ValueError as error:
@@ -78,22 +78,22 @@ class DecisionPrompts:
 
     def prompt(self, state: Any, question: Question, pictures: Pictures) -> tuple[list[int], tuple[ImageSpan, ...]]:
         """Token ids of the prompt of `question` about a `state` from `parted`, and the pictures among them. Raises
-        `InvalidParameter`, `UnsupportedModel`, and `ContextLengthExceeded` for what is far too long."""
+        `InvalidParameter`, `UnsupportedModel`, and `ContextLengthExceeded` for a text that is far too long."""
         fields = ("instructions", "options", "descriptions")
         parts = {name: self.parted(getattr(question, name), pictures) for name in fields}
         asked = {"name": question.name, "type": question.type, "labels": list(question.labels), **parts}
         variables = {"state": state, "question": asked}
-        own = self._config.chat_template
+        template = self._config.chat_template
         empty = [{"role": "user", "content": ""}]
-        text = self._tokenizer.render_chat(empty, template=own or self._general, **variables)
+        text = self._tokenizer.render_chat(empty, template=template or self._general, **variables)
         shown, collected = pictures.blocks(text), None if self._images is None else self._images.parts()
         names = [block.get("where", "state") for block in shown if block["type"] != "text"]
-        if names and (own is not None or collected is None):
-            who = "this model reads" if own is None else "the decision template of this model takes"
+        if names and (template is not None or collected is None):
+            who = "this model reads" if template is None else "the decision template of this model takes"
             raise InvalidParameter(names[0], f"is a picture, and {who} none")
-        if own is None:
-            known = "enable_thinking" in self._tokenizer.template_variables()
-            thinking: dict[str, Any] = {"enable_thinking": False} if known else {}
+        if template is None:
+            supported = "enable_thinking" in self._tokenizer.template_variables()
+            thinking: dict[str, Any] = {"enable_thinking": False} if supported else {}
             chat = [{"role": "user", "content": shown if names else text}]
             text = self._tokenizer.render_chat(chat, images=collected, **thinking)
         text, _, behind = text.partition(MARK)
@@ -116,7 +116,7 @@ class DecisionPrompts:
             problem = f"has more options than the head of this model scores: {len(labels)} of this type"
         else:
             ids = [self._tokenizer.encode(label, add_special_tokens=False) for label in question.labels]
-            labels = tuple(each[0] for each in ids if len(each) == 1)
+            labels = tuple(tokens[0] for tokens in ids if len(tokens) == 1)
             problem = f"has labels that are not distinct single tokens of this model: {', '.join(question.labels)}"
         if len(set(labels)) != len(question.options):
             raise InvalidParameter(f"questions[{question.name!r}]", problem)
@@ -131,7 +131,7 @@ class DecisionPrompts:
         """The names of all added tokens, and of the sentinels."""
         hf = self._tokenizer.backend or self._tokenizer.hf
         added = hf.get_added_tokens_decoder() if hasattr(hf, "get_added_tokens_decoder") else hf.added_tokens_decoder
-        names = {each.content for each in added.values() if len(each.content.strip()) > 1} | {MARK, SPLIT}
+        names = {token.content for token in added.values() if len(token.content.strip()) > 1} | {MARK, SPLIT}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
     def parted(self, value: Any, pictures: Pictures) -> Any:
@@ -144,8 +144,8 @@ class DecisionPrompts:
         if isinstance(value, Mapping):
             if value.get("type") in PARTS and value["type"] in value:  # else it is data that has a type
                 return pictures.add(value)
-            return {self.parted(key, pictures): self.parted(each, pictures) for key, each in value.items()}
-        return [self.parted(each, pictures) for each in value] if isinstance(value, (list, tuple)) else value
+            return {self.parted(key, pictures): self.parted(item, pictures) for key, item in value.items()}
+        return [self.parted(item, pictures) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Pictures:
@@ -156,7 +156,7 @@ class Pictures:
         if not isinstance(assets, Mapping) or not all(isinstance(name, str) and name for name in assets):
             raise InvalidParameter("assets", "must map names to pictures", assets)
         self._parts: list[Mapping[str, Any]] = []
-        parts = {name: {"type": "image", "image": each, "where": f"assets[{name!r}]"} for name, each in assets.items()}
+        parts = {name: {"type": "image", "image": item, "where": f"assets[{name!r}]"} for name, item in assets.items()}
         marks = {name: self.add(part) for name, part in parts.items()}
         names = re.compile("|".join(map(re.escape, sorted(assets, key=len, reverse=True))) or "(?!)")
         self.placed: Callable[[str], str] = partial(names.sub, lambda match: marks[match[0]])
@@ -169,8 +169,8 @@ class Pictures:
 
     def blocks(self, text: str) -> list[Mapping[str, Any]]:
         """The text as content parts, with the pictures whose places it holds."""
-        found = re.split(f"{_PICTURE}([0-9]+){_PICTURE}", text)
-        blocks = [self._parts[int(each)] if at % 2 else {"type": "text", "text": each} for at, each in enumerate(found)]
+        pieces = re.split(f"{_PICTURE}([0-9]+){_PICTURE}", text)
+        blocks = [self._parts[int(one)] if i % 2 else {"type": "text", "text": one} for i, one in enumerate(pieces)]
         return [block for block in blocks if block.get("text") != ""]
 
 
@@ -196,11 +196,11 @@ class DecisionCall:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidParameter("state", f"must be text or JSON data: {error}") from error
         self._asked = prompts.questions(self._questions)
-        each = [
+        items = [
             (*prompts.prompt(state, question, self._pictures), prompts.params(question)) for question in self._asked
         ]
         arrival = frontend.loop.clock.now() if arrival is None else arrival
-        prepared = frontend.validator.prepare_set(each, self._options, arrival)
+        prepared = frontend.validator.prepare_set(items, self._options, arrival)
         self._specs = prepared.specs
         return prepared
 
@@ -212,8 +212,8 @@ class DecisionCall:
             if not sample.logprobs:
                 limit = f"ended with reason {sample.finish_reason!r}" + (f": {sample.error}" if sample.error else "")
                 raise RequestFailed(f"request {completion.request_id}: question {question.name!r} {limit}")
-            known = {each.token_id: math.exp(each.logprob) for each in sample.logprobs[0].top}
-            numbers = [known[token] for token in spec.params.allowed_token_ids or ()]
+            by_token = {alternative.token_id: math.exp(alternative.logprob) for alternative in sample.logprobs[0].top}
+            numbers = [by_token[token] for token in spec.params.allowed_token_ids or ()]
             by_option = dict(zip(question.options, numbers, strict=True))
             best = max(by_option, key=lambda option: by_option[option])
             details = question.answer(numbers)
@@ -224,7 +224,7 @@ class DecisionCall:
 
 def _head_of(folder: Path, adapter: str | None) -> dict[str, tuple[int, ...]] | None:
     """Rows of the head of transformers' `JevForDecision` by type of question, which are tokens here; None: labels are
-    compared. Raises `UnsupportedModel` for a model that decides by what is not read here."""
+    compared. Raises `UnsupportedModel` for a model whose adapter or head lies in files of its own."""
     if adapter is not None:
         raise UnsupportedModel(f"decision.json names the LoRA adapter {adapter!r}: merge it, and name none there")
     if (folder / "head.safetensors").is_file() or (folder / "readout.safetensors").is_file():
@@ -234,4 +234,4 @@ def _head_of(folder: Path, adapter: str | None) -> dict[str, tuple[int, ...]] | 
     if content.get("model_type") != "jev":
         return None
     offsets = content.get("offsets") or {"noul": 0, "score": 2, "choice": 8}
-    return {kind: tuple(range(first, content.get("num_verbalizers", 24))) for kind, first in offsets.items()}
+    return {name: tuple(range(first, content.get("num_verbalizers", 24))) for name, first in offsets.items()}

@@ -1,4 +1,4 @@
-"""The way of scheduler outputs into mailboxes: detokenize, look for stop strings, put, wake.
+"""Delivery of scheduler outputs into mailboxes: detokenize, look for stop strings, put, wake.
 
 Text is made here and only here; the scheduler knows token ids, consumers know text. A stop string ends the stream at
 once; the scheduler hears of it by a `StopText` message and drops the request before the next step.
@@ -91,22 +91,22 @@ class Delivery:
         del self.expected[ticket]
 
     def change_weights(self, version: int) -> None:
-        """All tokens that other weights gave have been delivered; those of `version` give what comes now."""
+        """Note that all tokens of the old weights have been delivered; the weights of `version` give the next ones."""
         for stream in self.streams.values():
             if isinstance(stream, OutputStream):
                 self._note_version(stream)
         self.weight_version = version
 
     def _note_version(self, stream: OutputStream) -> None:
-        """Count the tokens since the last update as given by the weights that are there now."""
-        known, index = stream.mailbox.weight_versions, stream.spec.index
-        runs = known.get(index, ())
+        """Count the tokens since the last update for the current version of the weights."""
+        versions, index = stream.mailbox.weight_versions, stream.spec.index
+        runs = versions.get(index, ())
         new = stream.num_tokens - sum(count for _, count in runs)
         if new:
-            known[index] = (*runs, (self.weight_version, new))
+            versions[index] = (*runs, (self.weight_version, new))
 
     def prepared(self, ticket: int) -> None:
-        """A grammar or an adapter that the request waited for is there."""
+        """Note that a grammar or an adapter that the request waited for is ready."""
         if (receiver := self.streams.get(ticket)) is not None:
             receiver.mailbox.prepared_at = self._clock.now()
 
@@ -128,7 +128,7 @@ class Delivery:
                     waiters.append(waiter)
                 continue
             try:
-                if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output; the rest is rare
+                if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output
                     stream.num_tokens += 1
                     gaps.append(now - stream.last_token_at)
                     stream.last_token_at = now
@@ -150,9 +150,9 @@ class Delivery:
             if waiter is not None:
                 waiters.append(waiter)
             mailbox = stream.mailbox
-            mailbox.given = given = mailbox.given + 1
+            mailbox.num_put = num_put = mailbox.num_put + 1
             limit = mailbox.limit
-            if limit is not None and given - mailbox.taken >= limit and output.reason is None:
+            if limit is not None and num_put - mailbox.num_taken >= limit and output.reason is None:
                 mailbox.suspend(output.ticket, self._suspend, self._resume)
         self._meter.inter_token.extend(gaps)
         if waiters:
@@ -173,7 +173,7 @@ class Delivery:
         return batch.put(output)
 
     def _chunk(self, stream: OutputStream, output: Output, now: float, gaps: list[float]) -> Chunk | None:
-        """The chunk for any kind of output; None if it has nothing for the stream yet."""
+        """The chunk of an output that is not plain; None if it has nothing for the stream yet."""
         token, reason = output.token, output.reason
         if output.prompt_logprobs is not None:
             start, entries = output.prompt_logprobs
@@ -182,8 +182,8 @@ class Delivery:
         if output.traces is not None:
             stream.mailbox.traces.append((stream.spec.index, *output.traces))
             return None
-        text, held = "", "" if stream.stops is None else stream.stops.held
-        steered_from = len(held) if output.steered else None
+        text, held_back = "", "" if stream.stops is None else stream.stops.held
+        steered_from = len(held_back) if output.steered else None
         end: FinishReason | None = reason
         left_out = reason is not None and token in stream.spec.stop_ids and not stream.spec.params.include_stop
         if token >= 0:
@@ -201,7 +201,7 @@ class Delivery:
                 text += stream.rest()
         elif reason is not None:
             text = stream.rest()
-        if end == "length" and stream.stop is not None:  # it came to light with the text held back until the end
+        if end == "length" and stream.stop is not None:  # the stop string was found in the text held back until the end
             end = "stop"
         if end is not None:
             self._close(stream, output, end)
@@ -270,7 +270,7 @@ class Delivery:
         self.expected.clear()
         error = str(failure())
         waiters: list[Waiter | None] = []
-        for receiver in receivers:  # a batch once for each of its texts
+        for receiver in receivers:  # a batch stands here once for each of its texts
             if isinstance(receiver, TextBatch):
                 self._meter.count_end("engine_dead")
                 waiters.append(receiver.fail(failure))
@@ -279,7 +279,7 @@ class Delivery:
             receiver.mailbox.failure = failure
             try:
                 text = receiver.rest()
-            except Exception:  # perhaps what killed the engine: everybody must hear of it all the same
+            except Exception:  # this may be what killed the engine; every consumer must get the error all the same
                 text = ""
             waiters.append(receiver.mailbox.put(Chunk(text, [], "engine_dead", receiver.spec.index, error=error)))
         wake_all(waiter for waiter in waiters if waiter is not None)

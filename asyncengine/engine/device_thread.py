@@ -1,6 +1,6 @@
 """The thread that launches steps, and those that the event loop's thread launches itself.
 
-No event loop of a caller's waits for a forward pass. Where the device computes it by itself, launching it is all that
+A caller's event loop never waits for a forward pass. Where the device computes it by itself, launching it is all that
 the host has to do, and two Python threads only take the interpreter's lock from each other: on an H200 launching 256
 rows took 5.5 ms on a thread beside the loop's, of which 1.3 were work. There the loop launches, as SGLang's scheduler
 does, and a thread that waits for the device without the lock is all that is left.
@@ -72,7 +72,7 @@ class Watchdog(Generic[Watched]):
             self._timer = None
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = [self._began + limit for place, (limit, _) in enumerate(self._limits) if place not in self._reported]
+        due = [self._began + limit for index, (limit, _) in enumerate(self._limits) if index not in self._reported]
         self._timer = loop.call_at(min(due), self._look, loop) if due else None
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -82,9 +82,9 @@ class Watchdog(Generic[Watched]):
             return
         now = loop.time()
         try:
-            for place, (limit, tell) in enumerate(self._limits):
-                if place not in self._reported and now >= self._began + limit:
-                    self._reported.add(place)
+            for index, (limit, tell) in enumerate(self._limits):
+                if index not in self._reported and now >= self._began + limit:
+                    self._reported.add(index)
                     tell(watched)
         finally:
             self._arm(loop)
@@ -94,7 +94,7 @@ class Watchdog(Generic[Watched]):
 
 
 class SwitchInterval:
-    """Keeps the interpreter's switch interval at the shortest that anybody within `shortened` asked for."""
+    """Keeps the interpreter's switch interval at the shortest value that an open `shortened` block asks for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,12 +120,12 @@ class SwitchInterval:
                 self._apply()
 
     def forget(self) -> None:
-        """In a fork: who wanted it is in another process."""
+        """Start anew in a fork: the threads that asked for an interval are in the parent."""
         self._lock, self._wanted = threading.Lock(), []
         self._apply()
 
     def _apply(self) -> None:
-        if sys.getswitchinterval() != self._set:  # somebody else has changed it since: theirs stands
+        if sys.getswitchinterval() != self._set:  # the program has changed it since: its value stands
             return
         sys.setswitchinterval(min([self._before, *self._wanted]))
         self._set = sys.getswitchinterval()
@@ -144,15 +144,9 @@ _PATIENCE = 5.0
 
 
 class _Job(NamedTuple):
-    batch: Batch
+    work: Batch | Callable[[], None]
     loop: asyncio.AbstractEventLoop
-    result: asyncio.Future[StepResult]
-
-
-class _Call(NamedTuple):
-    work: Callable[[], None]
-    loop: asyncio.AbstractEventLoop
-    result: asyncio.Future[None]
+    result: asyncio.Future[Any]
 
 
 class _Launched(NamedTuple):
@@ -163,10 +157,10 @@ class _Launched(NamedTuple):
 class DeviceThread:
     """Launches steps without blocking the event loop, first in first out, on a thread of its own or on the loop's.
 
-    The loop's thread launches what the executor says is brief, where the device computes meanwhile, or where the loop
-    is nobody else's: handing a step over and its result back takes 100 us or more, of which most is waiting for a
-    thread to wake and for the interpreter's lock. Whatever may wait for others is for the thread. Where launching does
-    not wait for the device, a second thread does; the loop's makes results of what has come.
+    The loop's thread launches what the executor says is brief, where the device computes meanwhile, or where no other
+    code uses the loop: handing a step over and its result back takes 100 us or more, of which most is waiting for a
+    thread to wake and for the interpreter's lock. Work that may block on other processes goes to the thread. Where
+    launching does not wait for the device, a second thread does; the loop's makes results of what has come.
 
     Measured per step: a thread of our own with call_soon_threadsafe takes 31 us, an executor 44, anyio.to_thread 79.
     The threads are daemons: a forward pass that never returns must not keep the program from ending.
@@ -180,8 +174,8 @@ class DeviceThread:
         self._is_brief = executor.is_brief if depth == 1 or self._asynchronous else None
         self._may_launch_here = self._asynchronous
         self._switch_interval = switch_interval
-        self._jobs: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
-        self._line: deque[_Job | _Call] = deque()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._line: deque[_Job] = deque()
         """Jobs neither launched nor handed over, in order. Only the loop's thread changes it."""
         self._flying: deque[_Launched] = deque()
         """Steps that the loop's thread has launched, and has not expected yet."""
@@ -196,12 +190,19 @@ class DeviceThread:
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]:
         """Launch a step; results come back in launch order."""
+        return self._submit(batch)
+
+    def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Run `work` where steps run, after the steps launched before it."""
+        return self._submit(work)
+
+    def _submit(self, work: Batch | Callable[[], None]) -> asyncio.Future[Any]:
         self._start()
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[StepResult] = loop.create_future()
-        self._line.append(_Job(batch, loop, result))
+        job = _Job(work, loop, loop.create_future())
+        self._line.append(job)
         self._advance()
-        return result
+        return job.result
 
     @property
     def brief_tokens(self) -> int:
@@ -214,23 +215,24 @@ class DeviceThread:
         return self.executor.launch(batch).wait()
 
     def have_loop(self) -> None:
-        """The event loop that launches is nobody else's: short steps may be computed on its thread."""
+        """Note that no other code uses the event loop that launches: short steps may be computed on its thread."""
         self._may_launch_here = True
 
     def _advance(self) -> None:
-        """On the loop's thread: launch, or hand over, what is in line, and nothing before what the thread has to do."""
+        """On the loop's thread: launch the jobs in line, or hand them over, in order: none before one that the thread
+        has yet to do."""
         while self._line:
             job, is_brief = self._line[0], self._is_brief if self._may_launch_here else None
-            if isinstance(job, _Call) or is_brief is None or not is_brief(job.batch):
+            if not isinstance(job.work, Batch) or is_brief is None or not is_brief(job.work):
                 self._handed_over += 1
                 self._jobs.put(self._line.popleft())
             elif self._handled != self._handed_over:
-                return  # the thread has it looked at again when it has done that
+                return  # the thread calls this again when it has done that
             else:
                 self._line.popleft()
                 if self._asynchronous:
-                    self._launch_here(job)  # the device has it before anything else is done
-                else:  # when the engine's task awaits it, and has delivered what it has
+                    self._launch_here(job)  # at once: the device computes while the loop delivers
+                else:  # later: this computes the step, so outputs are delivered first
                     job.loop.call_soon(self._launch_here, job)
 
     def _launch_here(self, job: _Job) -> None:
@@ -249,10 +251,11 @@ class DeviceThread:
             job.loop.call_soon(job.loop.call_soon, _settle, job.result, outcome)
 
     def _begin(self, job: _Job, *, here: bool) -> StepResult | BaseException | None:
-        """Launch a step. Returns what came of it; None: it is told when the device has finished, and to the loop's
-        thread (`here`) when it expects that."""
+        """Launch a step. Returns its result or error; None: the result comes when the device has finished, and on the
+        loop's thread (`here`) once `expect` was called for it."""
         try:
-            handle = self.executor.launch(job.batch)
+            assert isinstance(job.work, Batch)
+            handle = self.executor.launch(job.work)
             if handle.ready and not here and self._waiter.ident is None:
                 return handle.wait()
         except BaseException as error:
@@ -265,7 +268,7 @@ class DeviceThread:
         return None
 
     def expect(self, result: asyncio.Future[StepResult]) -> None:
-        """The loop has nothing to do before this result of `launch`, the oldest that is not there, has come."""
+        """Note that the loop waits for this result of `launch`, the oldest one missing, and has nothing else to do."""
         self._expected = result
         if self._flying and self._flying[0].job.result is result:
             launched = self._flying.popleft()
@@ -279,20 +282,11 @@ class DeviceThread:
             self._waiter.start()
         self._launched.put(launched)
 
-    def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Run `work` where steps run, after those that were launched before it."""
-        self._start()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[None] = loop.create_future()
-        self._line.append(_Call(work, loop, result))
-        self._advance()
-        return result
-
     def _start(self) -> None:
-        """Not before it is needed: an engine that was built and never served leaves no thread behind."""
+        """Start the threads at their first use: an engine that was built and never served leaves none behind."""
         if self._thread.ident is None:
             if self._asynchronous:
-                self._waiter.start()  # now, as it is wanted by two threads
+                self._waiter.start()  # now: later two threads might start it at once
             self._thread.start()
 
     def _work(self) -> None:
@@ -306,16 +300,16 @@ class DeviceThread:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            outcome = _outcome(job.work) if isinstance(job, _Call) else self._begin(job, here=False)
-            self._handled += 1  # before the loop hears of it, which launches by itself then
+            outcome = self._begin(job, here=False) if isinstance(job.work, Batch) else _outcome(job.work)
+            self._handled += 1  # before the result is told: the loop may launch by itself then
             if self._line:
                 _tell(job, self._advance)
-            if isinstance(job, _Job) and outcome is None:
+            if isinstance(job.work, Batch) and outcome is None:
                 settled = not job.loop.is_closed()
             else:
                 settled = _tell(job, _settle, job.result, outcome)
             if not settled:
-                break  # the loop is closed: nobody waits for results any more
+                break  # the loop is closed: no task waits for results any more
             del job, outcome  # hold nothing of a finished step while waiting for the next
         if self._waiter.ident is not None:
             self._launched.put(None)
@@ -345,14 +339,14 @@ class DeviceThread:
 
 
 def _outcome(work: Callable[[], Any]) -> Any:
-    """The value that `work` returns, or the error that it raises."""
+    """Call `work`. Returns its value, or the error that it raises."""
     try:
         return work()
     except BaseException as error:
         return error
 
 
-def _tell(job: _Job | _Call, *callback: Any) -> bool:
+def _tell(job: _Job, *callback: Any) -> bool:
     """Have a function called with its arguments on the loop that waits. False: it is closed."""
     try:
         job.loop.call_soon_threadsafe(*callback)

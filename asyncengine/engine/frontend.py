@@ -1,4 +1,4 @@
-"""The front end that the asynchronous and the synchronous engine share: a thread-safe way to one running loop."""
+"""The front end that the asynchronous and the synchronous engine share: thread-safe access to one running loop."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _TASKS = {
     "rerank": ("a reranker", ("rerank", "classify")), "classify": ("a classifier", ("classify",)),
     "decide": ("a decision model", ("decide",)),
 }  # fmt: skip
-"""Models of each task: their kind in words, and the calls that they serve."""
+"""Models of each task: a description, and the calls that they serve."""
 
 
 class Frontend:
@@ -206,7 +206,7 @@ class Frontend:
         path = path_of(file)
         self.validator.check_adapter(adapter)
         options = RequestOptions(adapter=adapter, cache_salt=cache_salt).checked()
-        digest = next((each.digest for each in self.list_adapters() if each.name == adapter), "")
+        digest = next((info.digest for info in self.list_adapters() if info.name == adapter), "")
         number = self.validator.next_ticket()
         return self.prefixes.read(path, digest, options.cache_salt or "", number, left)
 
@@ -233,7 +233,8 @@ class Frontend:
         return self._decisions
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
-        """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
+        """Plan of a chat's output. `params.grammar` constrains the answer as `response_format` does, after any
+        reasoning."""
         wanted = chat.response_format if params.grammar is None else params.grammar
         if params.grammar is not None and chat.response_format is not None:
             raise InvalidParameter("response_format", "cannot go with a grammar in the sampling parameters")
@@ -249,13 +250,15 @@ class Frontend:
         )  # fmt: skip
 
     def expired(self, prepared: PreparedRequest) -> Assembler:
-        """The end of a request whose deadline came before it had a place in the queue. The engine never hears of it."""
+        """The assembler of a request whose deadline came before it had a place in the queue. The engine never sees
+        it."""
         for index in range(len(prepared.streams)):
             prepared.mailbox.put(Chunk("", [], "timeout", index))
         return Assembler(prepared, self.loop.clock.now)
 
     def post(self, prepared: PreparedRequest) -> Assembler:
-        """Post a prepared request, which has its places in the queue; its consumer's end. As `LoopClient.post`."""
+        """Post a prepared request that has its places in the queue. Returns its assembler. Raises as
+        `LoopClient.post`."""
         assembler = self.tool_waits.assembler(prepared)
         self.client.post(prepared)
         return assembler
@@ -263,10 +266,10 @@ class Frontend:
     def _check_serves(self, call: str) -> None:
         """Raises `InvalidParameter` where the model's task allows no call of this name, and as `check_open`."""
         self.client.check_open()
-        kind, served = _TASKS[self.info.task]
+        noun, served = _TASKS[self.info.task]
         if call in served:
             return
-        limit = f"is not served: {self.info.name} is {kind}: it serves {' and '.join(f'{name}()' for name in served)}"
+        limit = f"is not served: {self.info.name} is {noun}: it serves {' and '.join(f'{name}()' for name in served)}"
         if self.info.task == "generate" and call == "embed":
             limit += '. Its files say nothing of pooling; pooling="last" or pooling="mean" loads it to embed with it'
         elif self.info.task == "generate":
@@ -365,8 +368,8 @@ class Frontend:
     def sleep(self, weights: Keep, cache: Keep, mode: PauseMode, requests: Meanwhile) -> Future[None]:
         """See `AsyncEngine.sleep`. Cancelling the future takes it back, as long as it has not begun."""
         self.client.check_open()
-        for name, given in (("weights", weights), ("cache", cache)):
-            as_choice(name, given, get_args(Keep))
+        for name, value in (("weights", weights), ("cache", cache)):
+            as_choice(name, value, get_args(Keep))
         as_choice("mode", mode, get_args(PauseMode))
         as_choice("requests", requests, get_args(Meanwhile))
         if not isinstance(self.loop, EngineLoop):
@@ -393,10 +396,10 @@ class Frontend:
         return self.prefixes.reset(namespace, next(self._update_numbers))
 
     def discard(self) -> None:
-        """Let go of what loading took: nobody will serve this engine. Idempotent."""
-        for part in (self.adapters, self.loop.grammars):
-            if part is not None:
-                part.close()
+        """Free the resources of an engine that was loaded and will not serve. Idempotent."""
+        for service in (self.adapters, self.loop.grammars):
+            if service is not None:
+                service.close()
         self.loop.sources.close()
         self.loop.runner.close_soon()
 

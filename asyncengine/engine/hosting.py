@@ -27,7 +27,7 @@ WATCH_PERIOD = 60.0
 
 
 class _LoopWatch:
-    """A timer of a loop that nobody but the loop refers to: closing the loop, or collecting it, drops it."""
+    """A timer that only its event loop refers to: closing the loop, or collecting it, drops the timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -51,15 +51,15 @@ class OwnedHost:
     def start(self) -> None:
         self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
-        # asyncio has no hook, and a loop that was closed while a task of it waited says nothing to anybody
+        # asyncio has no hook for this: a loop that is closed while a task of it waits notifies no one
         self._watching = weakref.finalize(_LoopWatch(self._loop), self._lost)
         self._watching.atexit = False
         self._task = self._loop.create_task(self._engine.run(), name="asyncengine")
         self._task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        found = None if self._watching is None else self._watching.detach()
-        if found is not None and (timer := found[0].timer()) is not None:
+        detached = None if self._watching is None else self._watching.detach()
+        if detached is not None and (timer := detached[0].timer()) is not None:
             timer.cancel()
         self._end()
 
@@ -76,7 +76,7 @@ class OwnedHost:
         try:
             if not engine.inbox.closed:
                 engine.failure = engine.failure or EngineClosed(CANCELLED)
-                engine.in_flight.clear()  # futures of that loop, which nobody can settle
+                engine.in_flight.clear()  # futures of a closed loop cannot be settled
                 engine.end_all()
                 engine.runner.close_soon()
         finally:
@@ -90,7 +90,7 @@ class OwnedHost:
         await finished(self._ending)
 
     def drives_this_thread(self) -> bool:
-        """Would blocking the current thread stop the engine?"""
+        """Whether blocking the current thread would stop the engine."""
         running = not self._engine.inbox.closed and self._engine.failure is None
         return running and threading.get_ident() == self._thread
 
@@ -123,8 +123,8 @@ class ThreadHost:
         self._thread.start()
 
     def _close_at_exit(self) -> None:
-        """The interpreter must not take itself apart under a thread that is inside a forward pass: that aborts the
-        process. So an engine nobody closed, or is still closing, is closed now."""
+        """The interpreter must not be torn down under a thread that is inside a forward pass: that aborts the process.
+        So an engine that was not closed, or is still closing, is closed now."""
         if self._born == PROCESS.generation:  # else the thread is another process's
             self._engine.inbox.post(Drain(self._engine.clock.now()))
             self.join(EXIT_PATIENCE)
@@ -141,7 +141,7 @@ class ThreadHost:
         self.join()
 
     def join(self, timeout: float | None = None) -> None:
-        """The same for a plain thread."""
+        """Wait as `wait_ended` does, on a plain thread, for up to `timeout` seconds (None: without limit)."""
         if self._thread.is_alive():
             self._thread.join(timeout)
 

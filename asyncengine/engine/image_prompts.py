@@ -58,29 +58,29 @@ class ImagePrompts:
         for part, following in zip(parts, pieces[1:], strict=True):
             decoded = read_image(part, self._limits)
             try:
-                image, own = self._processor.prepare(decoded)
+                image, image_text = self._processor.prepare(decoded)
             except Exception as error:  # image processors refuse what they like (Qwen: 200 times as long as wide)
                 reason = shorten(str(error), 200)
                 raise InvalidParameter(part.name, f"cannot be processed for this model: {reason}") from error
             images.append(image)
-            chat += [own, following]
+            chat += [image_text, following]
         encode = encode or partial(self._tokenizer.encode, add_special_tokens=False)
         ids = encode("".join(chat))
         return ids, self._spans(ids, images)
 
     def _spans(self, ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[ImageSpan, ...]:
-        """The places of `images`, in order: runs of placeholders, several for a picture with text between its rows."""
+        """Positions of `images`, in order: runs of placeholders, several for a picture with text between its rows."""
         token, whole = self._processor.token, self._processor.block > 0
-        places = [place for place, each in enumerate(ids) if each == token]
-        if len(places) != sum(image.tokens for image in images):
+        placeholders = [position for position, token_id in enumerate(ids) if token_id == token]
+        if len(placeholders) != sum(image.tokens for image in images):
             limit = f"hold {self._processor.placeholder!r} as text, which stands for pictures in this model's prompts"
             raise InvalidParameter("messages", limit)
         spans: list[ImageSpan] = []
         taken = 0
         for image in images:
-            own = places[taken : taken + image.tokens]
+            positions = placeholders[taken : taken + image.tokens]
             taken += image.tokens
-            for _, group in groupby(enumerate(own), lambda each: each[1] - each[0]):
+            for _, group in groupby(enumerate(positions), lambda item: item[1] - item[0]):
                 run = list(group)
                 offset, first = run[0]
                 spans.append(ImageSpan(image, first, len(run), offset, token, whole))

@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Inbox(Generic[T]):
     """Many writers, one reader. `post` is thread-safe and never blocks or awaits.
 
-    After `close` nothing can be posted any more: between "is it open?" and "it is in" nobody can slip in, so every
+    After `close` nothing can be posted any more. The check and the append are one step under the lock, so every
     accepted item is either taken by the loop or handed back by `close`.
     """
 
@@ -58,7 +58,7 @@ class Inbox(Generic[T]):
             if threading.get_ident() == self._reader:
                 _wake(waiter)
             else:
-                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody will ever take
+                with contextlib.suppress(RuntimeError):  # that loop is closed: no reader is left
                     waiter.get_loop().call_soon_threadsafe(_wake, waiter)
         return True
 
@@ -71,7 +71,7 @@ class Inbox(Generic[T]):
         return list(items)
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Until something is posted, or `timeout` seconds have passed."""
+        """Wait until an item is posted, or `timeout` seconds have passed (None: without limit)."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -89,7 +89,7 @@ class Inbox(Generic[T]):
                 timer.cancel()
 
     def close(self) -> list[T]:
-        """Refuse all further posts; what was posted and not taken."""
+        """Refuse all further posts. Returns the items that were posted and not taken."""
         with self._lock:
             self._closed = True
             items = list(self.items)

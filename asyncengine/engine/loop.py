@@ -79,7 +79,7 @@ class EngineLoop(ServingLoop):
         self.updates: dict[int, Turn] = {}
         """Weight updates, pauses and resets by number; one is here before its message is posted."""
         self.write_again: Callable[[], None] | None = partial(self.write_from, None)
-        """Writes the model's weights once more, from files; None: they came from elsewhere."""
+        """Writes the model's weights once more, from files; None: they came from tensors."""
         self.asleep: Sleep | None = None
         self.cache_feeds: list[CacheFeed] = []
         """Readers of cache events. Appended to from any thread."""
@@ -99,7 +99,8 @@ class EngineLoop(ServingLoop):
         self.runner.have_loop()
 
     async def run(self) -> None:
-        """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
+        """Serve until drained. Raises only cancellation: an error that kills the engine is passed on to every
+        stream."""
         self._probe_lag(self.clock.now())
         try:
             while not self._drained():
@@ -134,10 +135,11 @@ class EngineLoop(ServingLoop):
                 await self.runner.aclose()
 
     def fail(self, error: Exception) -> None:
-        """Die of an error that happened elsewhere, whatever becomes of the steps in flight. From any thread."""
+        """End the engine with an error that happened elsewhere, without waiting for steps in flight. From any
+        thread."""
         self._lost = error
-        self.inbox.post()  # nothing: it wakes whoever waits for something
-        for launched in list(self.in_flight)[:1]:  # which is waited for, and may never end
+        self.inbox.post()  # no message: this wakes the loop where it waits for one
+        for launched in list(self.in_flight)[:1]:  # `run` awaits the oldest step, which may never end
             with suppress(RuntimeError):  # the event loop is closed
                 launched.result.get_loop().call_soon_threadsafe(_end, launched.result, error)
 
@@ -149,16 +151,16 @@ class EngineLoop(ServingLoop):
             raise self._lost
         for message in self.inbox.take():
             self._apply(message)
-        if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
+        if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # cached ones were answered at once
             for message in self.inbox.take():
                 self._apply(message)
         self.sources.turn()
 
     def compute_now(self, specs: Sequence[RequestSpec]) -> bool:
-        """Compute short texts at once, on the calling thread, where the loop has nothing else to do: no message and no
-        other thread is between a caller and its vectors. False: nothing was done, and they are to be posted.
+        """Compute short texts at once, on the calling thread, where the loop is idle: no message and no change of
+        threads lies between a caller and its vectors. False: nothing was done, and the caller posts them.
 
-        `run` waits for a message meanwhile. An error ends the engine when it goes on.
+        `run` waits for a message meanwhile. An error ends the engine when `run` goes on.
         """
         if not 0 < sum(spec.prompt_len for spec in specs) <= self.runner.brief_tokens or self.record is not None:
             return False
@@ -202,7 +204,7 @@ class EngineLoop(ServingLoop):
                 self.updates.pop(number, None)
 
     def _order(self, spec: RequestSpec) -> None:
-        """Have made or fetched, by other threads, what the request must wait for."""
+        """Have other threads load the adapter and compile the grammar that the request must wait for."""
         ticket, params = spec.ticket, spec.params
         if spec.options.adapter is not None and self.adapters is not None:
             self.adapters.start(ticket, self._adapter_done)
@@ -232,8 +234,8 @@ class EngineLoop(ServingLoop):
         """Plan the next step; None: there is nothing to compute now."""
         now = self.clock.now()
         deadline = None if self._drain is None else self._drain.deadline if self.asleep is None else now
-        if deadline is not None and now >= deadline:  # what still runs then; nobody wakes an engine that closes
-            self._tell("end_all", "abort", partial(self.scheduler.end_all, "abort"))
+        if deadline is not None and now >= deadline:  # requests that still run; a sleeping engine cannot finish them
+            self._perform("end_all", "abort", partial(self.scheduler.end_all, "abort"))
         if self.record is not None:
             self.record("schedule", now)
         preemptions = self.scheduler.counters.preemptions
@@ -245,9 +247,9 @@ class EngineLoop(ServingLoop):
         return batch
 
     async def _take_turn(self, number: int) -> None:
-        """Exchange the model's weights, fall asleep or wake. What fails kills the engine: the model may have some of
-        each weights by then. Of one that slept without any nothing is lost, and it sleeps on."""
-        self.deliver()  # who was answered by the old weights hears of it before
+        """Exchange the model's weights, fall asleep or wake. A failure kills the engine, since the model may have a
+        mixture of old and new weights by then; an engine that slept without weights loses nothing, and sleeps on."""
+        self.deliver()  # tokens of the old weights go out before their version changes
         turn, before = self.updates.pop(number), self.asleep
         assert not isinstance(turn, CacheReset)
         refused = refusal(turn, before, self.write_again, closes=self._drain is not None)
@@ -269,9 +271,9 @@ class EngineLoop(ServingLoop):
 
     async def _fall_asleep(self, number: int, sleep: Sleep) -> None:
         if sleep.cache:
-            await self.sources.flush()
-            self._tell("clear_cache", None, self.scheduler.clear_cache)
-        self._tell("pause", number, partial(self.scheduler.pause, number))
+            await self.sources.flush()  # before the cache is cleared: writers copy from its pages
+            self._perform("clear_cache", None, self.scheduler.clear_cache)
+        self._perform("pause", number, partial(self.scheduler.pause, number))
         if sleep.release is not None:
             await self.runner.call(sleep.release)
         self.asleep = sleep.joined(self.asleep)
@@ -280,7 +282,7 @@ class EngineLoop(ServingLoop):
     async def _update_weights(self, number: int, update: WeightUpdate) -> None:
         write, version = update.write, self.delivery.weight_version
         if write is not None:
-            self._tell("start_anew", number, partial(self.scheduler.start_anew, number))
+            self._perform("start_anew", number, partial(self.scheduler.start_anew, number))
             self.sources.forget()
             version = version + 1 if update.version is None else update.version
         elif self.asleep is not None and self.asleep.weights:
@@ -294,24 +296,25 @@ class EngineLoop(ServingLoop):
             self.asleep = self.asleep._replace(weights=False)
         if update.wakes:
             self._apply(WithdrawUpdate(number))
-            self._tell("resume", None, self.scheduler.resume)
+            self._perform("resume", None, self.scheduler.resume)
             self.asleep = None
         update.done.set_result(version)
 
-    def _tell(self, kind: str, value: object, call: Callable[[], None]) -> None:
-        """Have the scheduler do something that is rare, and record it."""
+    def _perform(self, event: str, value: object, call: Callable[[], None]) -> None:
+        """Call a rare operation of the scheduler, and record it for a replay."""
         if self.record is not None:
-            self.record(kind, value)
+            self.record(event, value)
         call()
 
     @property
     def refuses(self) -> bool:
-        """Whether new requests are turned away: it sleeps, or waits to, and was told so. From any thread."""
+        """Whether new requests are refused: the engine sleeps, or is about to, by a call with `requests="refuse"`. From
+        any thread."""
         turns = [turn for turn in (self.asleep, *self.updates.values()) if isinstance(turn, Sleep)]
         return any(turn.refuses and not turn.done.cancelled() for turn in turns)
 
     def deliver(self) -> None:
-        """Hand the scheduler's outputs to their consumers, and places in the queue to those in line."""
+        """Hand the scheduler's outputs to their consumers, and free places in the queue to the callers in line."""
         outputs = self.scheduler.take_outputs()
         for output in outputs:
             if output.reason is not None:  # before the consumer, perhaps on another thread, hears of it
@@ -326,7 +329,7 @@ class EngineLoop(ServingLoop):
             feed.update()
 
     async def _idle(self) -> None:
-        """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
+        """Wait until a message comes or a deadline passes. Invariants are checked before: the time costs no request."""
         if not self._drained() and self.scheduler.due_update is None:
             self.scheduler.check_sums()
             if self.adapters is not None:
@@ -352,7 +355,7 @@ class EngineLoop(ServingLoop):
 
     def commit(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight. Raises as `apply_inbox`."""
-        if self._lost is not None:  # what is left of a step that has lost a rank is no result
+        if self._lost is not None:  # the result of a step that has lost a rank is incomplete
             raise self._lost
         batch, _, launched_at = self.in_flight.popleft()
         now = self.clock.now()
@@ -398,7 +401,7 @@ class EngineLoop(ServingLoop):
         return self._drain is not None and not self.scheduler.requests and not self.in_flight
 
     def end_all(self) -> None:
-        """Tell everybody, leave nothing behind."""
+        """Fail every open request and update, stop timers and feeds, and close the sources."""
         if self._lag_timer is not None:
             self._lag_timer.cancel()
         self._watchdog.close()
@@ -427,4 +430,4 @@ class EngineLoop(ServingLoop):
 def _end(result: asyncio.Future[StepResult], error: Exception) -> None:
     if not result.done():
         result.set_exception(error)
-        result.exception()  # it need not be read
+        result.exception()  # marks it as retrieved: asyncio logs errors that no one reads

@@ -30,8 +30,8 @@ class LoopClient:
     # ---------------------------------------------------------------- in
 
     async def enter(self, group: PreparedRequest | TextBatch, *, begun: bool = False) -> bool:
-        """Take places in the queue for all requests of `group`: at once, or as soon as there are some if so configured.
-        False: a deadline came first. `begun`: more of what is being computed, which waits in any case.
+        """Take places in the queue for all requests of `group`: at once, or as soon as some are free if so configured.
+        False: a deadline came first. `begun`: `group` continues a call that has entered before; it waits in any case.
 
         Raises `QueueFull`, `EngineAsleep`, `EngineClosed`, `EngineDead`.
         """
@@ -101,14 +101,14 @@ class LoopClient:
 
     def abort_tickets(self, tickets: list[int]) -> None:
         """Abort these requests. Posting to a closed inbox changes nothing: its streams have ended."""
-        if self._born == PROCESS.generation:  # in a fork the inbox is a copy nobody reads, its lock perhaps held
+        if self._born == PROCESS.generation:  # in a fork the inbox is a copy without a reader, its lock perhaps held
             self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one."""
         delivery = self.loop.delivery  # in this order: a receiver goes from the first into the second
         receivers = [*list(delivery.expected.items()), *list(delivery.streams.items())]
-        tickets = list({ticket: None for ticket, each in receivers if each.spec.request_id == request_id})
+        tickets = list({ticket: None for ticket, receiver in receivers if receiver.spec.request_id == request_id})
         self.abort_tickets(tickets)
         return bool(tickets)
 

@@ -1,11 +1,10 @@
 """The mailbox between the engine and one consumer: a single merging slot.
 
-The engine's thread puts, one consumer (a task on any loop, or a plain thread) receives everything put so far at once.
-A slow consumer costs nobody anything: what the reader of a stream has not read is bounded by `UNREAD`, from which on
-its request is suspended until it has read half of that, and what the reader of a whole answer will need anyhow by
-`max_tokens`. Measured at 256
-streams, a bare future costs 2.7 us a token where an asyncio.Event costs 4.5, a memory object stream 4.7 and a
-thread-safe call for each one 31; hence bare futures here, and one thread-safe call per loop and step.
+The engine's thread puts, one consumer (a task on any loop, or a plain thread) receives everything put so far at once. A
+slow consumer delays no other and takes bounded memory. A stream may leave `UNREAD` outputs unread; then its request is
+suspended until it has read half of them. A whole answer is bounded by `max_tokens`. Measured at 256 streams, a bare
+future costs 2.7 us a token where an asyncio.Event costs 4.5, a memory object stream 4.7 and a thread-safe call for each
+one 31; hence bare futures here, and one thread-safe call per loop and step.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 Waiter = asyncio.Future[None] | threading.Event
 
-TOGETHER = 64
-"""Consumers that are woken in one turn of their loop: each may write a frame to its client, and until the turn ends no
-timer runs and no socket is read."""
-MANY = 64
-"""Tokens for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
+MAX_WOKEN = 64
+"""Most consumers that are woken in one turn of their loop: each may write a frame to its client, and until the turn
+ends no timer runs and no socket is read."""
+WAKE_TOKENS = 64
+"""Tokens after which the reader of a whole answer is woken: few enough that taking them in does not block its loop."""
 
 
 UNREAD = 1024
@@ -41,28 +40,28 @@ UNREAD = 1024
 
 class Mailbox:
     """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver looks again
-    after it has announced itself, so no wake-up is lost. A chunk that the receiver has seen may be gone for a moment,
-    when a token joins it: nobody relies on `ready`, and `take` may find nothing."""
+    after it has announced itself, so no wake-up is lost. A chunk that the receiver has seen is away for a moment while
+    a token joins it: no caller relies on `ready`, and `take` may return nothing."""
 
     __slots__ = (
-        "_born", "_chunks", "_many", "_resume", "_suspended", "_waiter", "_woken", "away", "cached_tokens", "cause",
-        "context", "ended", "failure", "first_token_at", "generated", "given", "is_chat", "joins", "limit", "predicted",
-        "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "started_at", "taken", "traces",
-        "weight_versions",
+        "_born", "_chunks", "_min_tokens", "_resume", "_suspended", "_waiter", "_woken", "away", "cached_tokens",
+        "cause", "context", "ended", "failure", "first_token_at", "generated", "is_chat", "joins", "limit", "num_put",
+        "num_taken", "predicted", "prepared_at", "prompt_logprobs", "prompt_tokens", "restored_tokens", "started_at",
+        "traces", "weight_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._born = PROCESS.generation
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
-        """The receiver's last one, which the receiver alone sets and clears: a putter that cleared it might clear the
-        next one, of whom it knows nothing."""
+        """The receiver's last waiter. Only the receiver sets and clears it: the engine's thread might clear a newer
+        one."""
         self._woken: Waiter | None = None
-        """The last one that the putter has had woken."""
-        self._many = 1
+        """The last waiter that the engine's thread has had woken."""
+        self._min_tokens = 1
         self.limit: int | None = None
         """Unread outputs from which on the request is suspended; None: it never is."""
-        self.given = self.taken = 0
+        self.num_put = self.num_taken = 0
         """Numbers of outputs put, counted by the engine's thread, and taken, counted by the receiver's."""
         self._suspended: deque[int] = deque()
         """Tickets of the samples that wait for the receiver."""
@@ -70,12 +69,12 @@ class Mailbox:
         self.cached_tokens = self.restored_tokens = self.prompt_tokens = 0
         self.predicted = (0, 0)
         self.away: float | None = None
-        """Seconds for which its session was away with calls of tools; None: it was not."""
+        """Seconds that the session spent on tool calls before this request; None: it made none."""
         self.prepared_at: float | None = None
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.is_chat = False
-        """The request is a chat's, for whoever observes its end."""
+        """Whether the request is a chat, for observers of its end."""
         self.joins = True
         """Tokens that wait for the receiver become one chunk. False: it wants to count them one by one."""
         self.ended: tuple[FinishReason, ...] = ()
@@ -102,26 +101,26 @@ class Mailbox:
         return Timings(started, first_token, ended_at - arrival, prepared)
 
     def put(self, chunk: Chunk) -> Waiter | None:
-        """Append; returns whoever must be woken (see `wake_all`), or None."""
+        """Append `chunk`. Returns the waiter to wake (see `wake_all`), or None."""
         chunks = self._chunks
         chunks.append(chunk)
         waiter = self._waiter
         if waiter is None or waiter is self._woken:
             return None
-        if chunk.finish_reason is None and len(chunks) < self._many and len(chunk.token_ids) < self._many:
+        if chunk.finish_reason is None and len(chunks) < self._min_tokens and len(chunk.token_ids) < self._min_tokens:
             return None
         self._woken = waiter
         return waiter
 
     def put_token(self, text: str, token: int, index: int) -> Waiter | None:
-        """The same of a token with its text, and nothing else, of sample `index`. It joins the last chunk, if nobody
-        has taken that: a chunk for each token of an answer that is read at its end would be many objects."""
+        """Append a plain token of sample `index` with its text. It joins the last chunk, if that was not taken yet: one
+        chunk for each token of an answer that is read at its end would be many objects."""
         try:
-            last = self._chunks.pop() if self._chunks else None  # while we have it, nobody else does
+            last = self._chunks.pop() if self._chunks else None  # popped, so the reader cannot take it while it grows
         except IndexError:  # the reader was faster
             last = None
         if last is not None:
-            if self.joins and last.index == index and last.logprobs is None and len(last.token_ids) < MANY:
+            if self.joins and last.index == index and last.logprobs is None and len(last.token_ids) < WAKE_TOKENS:
                 last.text += text
                 last.token_ids.append(token)
                 return self.put(last)
@@ -144,7 +143,7 @@ class Mailbox:
         self._resume_if_read()
 
     def _resume_if_read(self) -> None:
-        if self.limit is not None and 2 * (self.given - self.taken) > self.limit:
+        if self.limit is not None and 2 * (self.num_put - self.num_taken) > self.limit:
             return
         while self._suspended and self._resume is not None:
             try:
@@ -157,7 +156,7 @@ class Mailbox:
         return bool(self._chunks)
 
     def take(self) -> list[Chunk]:
-        """Everything there is, now."""
+        """Every waiting chunk, without waiting for one."""
         chunks: list[Chunk] = []
         while self._chunks:
             try:
@@ -165,43 +164,43 @@ class Mailbox:
             except IndexError:  # the other thread has it, to join a token to it
                 break
             chunks.append(chunk)
-            self.taken += len(chunk.token_ids) or 1
+            self.num_taken += len(chunk.token_ids) or 1
         if self._suspended and self._born == PROCESS.generation:
             self._resume_if_read()
         return chunks
 
-    def announce(self, many: int = 1) -> asyncio.Future[None] | None:
-        """A future that is set when so many tokens are there, or a sample's end; None if there is any already.
+    def announce(self, min_tokens: int = 1) -> asyncio.Future[None] | None:
+        """A future that is set once `min_tokens` tokens wait, or a sample's end; None if there is a chunk already.
 
         `while not mailbox.take(): await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
-        as much. Cancelling the wait loses nothing. Raises `WrongProcess` in a fork, where nobody puts.
+        as much. Cancelling the wait loses nothing. Raises `WrongProcess` in a fork, where no engine runs.
         """
         PROCESS.check_unforked(self._born)
-        known = self._waiter
-        if known not in (None, self._woken) and not (isinstance(known, asyncio.Future) and known.done()):
+        previous = self._waiter
+        if previous not in (None, self._woken) and not (isinstance(previous, asyncio.Future) and previous.done()):
             raise RuntimeError("two readers wait for one stream; read it in one place")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._many, self._waiter = many, waiter
+        self._min_tokens, self._waiter = min_tokens, waiter
         if self._chunks:  # put between the reader's look and its announcement
             self._waiter = None
             return None
         return waiter
 
-    async def receive(self, many: int = 1) -> list[Chunk]:
-        """Everything there is, at least one chunk. Who has nothing to do with a part of the answer waits for `many`
-        and is woken the less often: each time takes the engine, and the reader's loop, longer than a chunk."""
+    async def receive(self, min_tokens: int = 1) -> list[Chunk]:
+        """Every waiting chunk, at least one. A reader of a whole answer passes `min_tokens` and is woken less often:
+        each wake-up costs the engine, and the reader's loop, more time than a chunk."""
         while not (chunks := self.take()):
-            waiter = self.announce(many)
+            waiter = self.announce(min_tokens)
             if waiter is not None:
                 await waiter
         return chunks
 
-    def receive_blocking(self, many: int = 1) -> list[Chunk]:
-        """The same for a plain thread."""
+    def receive_blocking(self, min_tokens: int = 1) -> list[Chunk]:
+        """Receive as `receive` does, on a plain thread."""
         while not (chunks := self.take()):
             PROCESS.check_unforked(self._born)
             event = threading.Event()
-            self._many, self._waiter = many, event
+            self._min_tokens, self._waiter = min_tokens, event
             if not self._chunks:
                 event.wait()
             self._waiter = None
@@ -209,7 +208,7 @@ class Mailbox:
 
 
 def wake_all(waiters: Iterable[Waiter]) -> None:
-    """Wake consumers, with one thread-safe call for each foreign loop. A loop that is closed has no one to wake."""
+    """Wake consumers, with one thread-safe call for each foreign loop. Closed loops are skipped."""
     here: asyncio.AbstractEventLoop | None = None
     with suppress(RuntimeError):
         here = asyncio.get_running_loop()
@@ -230,9 +229,9 @@ def wake_all(waiters: Iterable[Waiter]) -> None:
 
 
 def _wake_some(loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]], start: int = 0) -> None:
-    """Wake `TOGETHER` consumers from `start` on, the others in the loop's next turns, between which timers run."""
-    for future in futures[start : start + TOGETHER]:
+    """Wake `MAX_WOKEN` consumers from `start` on, the others in the loop's next turns, between which timers run."""
+    for future in futures[start : start + MAX_WOKEN]:
         if not future.done():
             future.set_result(None)
-    if start + TOGETHER < len(futures):
-        loop.call_soon(_wake_some, loop, futures, start + TOGETHER)
+    if start + MAX_WOKEN < len(futures):
+        loop.call_soon(_wake_some, loop, futures, start + MAX_WOKEN)

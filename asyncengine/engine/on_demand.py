@@ -1,5 +1,5 @@
-"""Models that are in memory only while they are used: loaded at their first use, closed when nobody needs them or when
-another model needs their room."""
+"""Models that are in memory only while they are used: loaded at their first use, closed when no request needs them or
+when another model needs their memory."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class OnDemandModel:
 
     @property
     def idle(self) -> bool:
-        """It is loaded and nobody needs it."""
+        """It is loaded and no caller uses or waits for it."""
         return self.engine is not None and self.unloading is None and not (self.users or self.waiting)
 
 
 class OnDemand:
     """Loads models when they are needed and closes them when they are not. It belongs to the loop that made it.
 
-    Where the budget has no room for another model, the idle one that was used least recently goes, or else the busy
-    one whose last use began first: it takes no more users, is closed when those it has are done, and whoever asks for
-    it meanwhile waits for its next load. So models that do not fit together take turns, and none waits for ever.
-    Without a budget the idle ones go when a load runs out of memory.
+    Where the budget has no room for another model, the idle one that was used least recently goes, or else the busy one
+    whose last use began first: it takes no more users, is closed when those it has are done, and callers that ask for
+    it meanwhile wait for its next load. So models that do not fit together take turns, and none waits for ever. Without
+    a budget the idle ones go when a load runs out of memory.
     """
 
     def __init__(self, models: Iterable[OnDemandModel], budget: int | None = None) -> None:
@@ -102,8 +102,8 @@ class OnDemand:
         self._settle(self.models[name])
 
     async def unload(self, name: str) -> None:
-        """Close an engine, if it is loaded, when those who use it are done; whoever asks for it meanwhile waits for its
-        next load. Cancelling the call leaves at once."""
+        """Close an engine, if it is loaded, when those who use it are done; callers that ask for it meanwhile wait for
+        its next load. Cancelling the call leaves at once."""
         model = self.models[name]
         if model.loading is not None:
             await asyncio.wait((model.loading,))
@@ -145,11 +145,12 @@ class OnDemand:
             self._settle(model)
 
     async def _make_room(self, model: OnDemandModel) -> None:
-        """Take its bytes of the budget, once others have given them back or nobody waits for it any more."""
-        while model.waiting and sum(one.taken for one in self.models.values()) + model.size > self._budget:
-            others = self._loaded_ones()
-            if others:
-                await self._unload(min(others, key=lambda one: (one.users > 0, one.last_used)))
+        """Take the model's bytes of the budget, once others have given them back; return early if no caller waits any
+        more."""
+        while model.waiting and sum(other.taken for other in self.models.values()) + model.size > self._budget:
+            candidates = self._closable()
+            if candidates:
+                await self._unload(min(candidates, key=lambda other: (other.users > 0, other.last_used)))
             else:  # others are being loaded or closed
                 await self._change.wait()
         model.taken = model.size
@@ -159,13 +160,13 @@ class OnDemand:
             try:
                 return await model.load()
             except OutOfMemory:
-                idle = [one for one in self._loaded_ones() if not one.users]
+                idle = [other for other in self._closable() if not other.users]
                 if not idle:
                     raise
-            await self._unload(min(idle, key=lambda one: one.last_used))  # here the error holds no memory any more
+            await self._unload(min(idle, key=lambda other: other.last_used))  # here the error holds no memory any more
 
-    def _loaded_ones(self) -> list[OnDemandModel]:
-        """Models that may be closed; not one that somebody has waited for and is about to use."""
+    def _closable(self) -> list[OnDemandModel]:
+        """Models that may be closed; not one that a caller has waited for and is about to use."""
         return [one for one in self.models.values() if one.engine and one.unloading is None and not one.waiting]
 
     # ---------------------------------------------------------------- unloading
@@ -183,14 +184,14 @@ class OnDemand:
             while model.users:
                 await self._change.wait()
             assert model.engine is not None
-            await model.engine.aclose(drain=True)  # of those who use it without saying so
+            await model.engine.aclose(drain=True)  # callers may use the engine without `acquire`
             model.engine, model.taken, model.asked = None, 0, None
         finally:
             model.unloading = None
             self._settle(model)
 
     def _settle(self, model: OnDemandModel) -> None:
-        """Tell a change, and count down to the model's end from the moment on which nobody needs it."""
+        """Wake those that wait for a change, and start the model's countdown once no caller needs it."""
         self._change.set()
         self._change.clear()  # all who waited are woken
         self._stop_timer(model)

@@ -1,9 +1,10 @@
 """Prefixes in the caches of other engines: a request that was told of such a peer waits for its pages as for a disk's.
 
-The peer is asked what it has (`find`); where that is more than is here, and sooner had than computed, the request gets
-pages which are filled batch by batch (`load`), each batch a stream of records (`kvcache.store.prefix_stream`) that says
-what it was computed with, for which tokens, and has a checksum for everything. A peer that does not answer, answers too
-late or with anything else is a reading that ends early: what is not there is computed, and nobody else has waited.
+The peer is asked how many pages it has (`find`). Where these are more than are cached here, and are fetched sooner than
+computed, the request gets pages which are filled batch by batch (`load`), each batch a stream of records
+(`kvcache.store.prefix_stream`) that says what it was computed with, for which tokens, and has a checksum for
+everything. A peer that does not answer, answers too late or with anything else is a reading that ends early: the
+missing pages are computed, and no other request waits.
 
 The peer locks nothing. It copies pages as the writer of the durable cache does, and looks afterwards whether its tree
 still had them (`kvcache.saving`); a page that has gone meanwhile is an answer less.
@@ -33,7 +34,7 @@ from asyncengine.request_spec import Peer
 from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.seams import PageMemory
-from asyncengine.step import Batch, RecordPart
+from asyncengine.step import Batch, RecordType
 
 # Tasks that an object has under way.
 
@@ -83,8 +84,8 @@ _LEAST_TOKENS = 64
 
 Call = Callable[[Peer, bytes], Awaitable[bytes]]
 """Brings a question to a peer and its answer back."""
-Part = tuple[RecordPart, int, int]
-"""Part, place of its page among those of the prefix, and number in the memory of that part."""
+Address = tuple[RecordType, int, int]
+"""(type of record, index of its page in the prefix, index in the memory of that type)."""
 
 
 class PeerPrefixes(Source):
@@ -127,12 +128,12 @@ class PeerPrefixes(Source):
         tokens = wanted.request.keys[: wanted.limit]
 
         async def ask() -> None:
-            found = best
+            hit = best
             try:
-                found = await self._ask(peer, wanted.namespace, tokens, cached, best)
+                hit = await self._ask(peer, wanted.namespace, tokens, cached, best)
             except Exception as error:
                 self._fail(peer, error)
-            answer(found)
+            answer(hit)
 
         if min(tokens, default=-1) < 0:  # a picture's id, which no record has
             answer(best)
@@ -149,65 +150,66 @@ class PeerPrefixes(Source):
         if peer.planned:
             rates, seconds = Rates(PLANNED_RATE), PLANNED_SECONDS
         most = min(peer.pages, len(tokens) // size)
-        per_page = memory.nbytes(RecordPart.PAGE) + (memory.nbytes(RecordPart.WINDOW) if self._kv.windows else 0)
+        per_page = memory.nbytes(RecordType.PAGE) + (memory.nbytes(RecordType.WINDOW) if self._kv.windows else 0)
 
         def patience(pages: int) -> float:
             new = pages - cached if pages > best.pages else 0
-            return rates.patience(max(0, new) * size, new * per_page + memory.nbytes(RecordPart.STATE))
+            return rates.patience(max(0, new) * size, new * per_page + memory.nbytes(RecordType.STATE))
 
-        if rates.read == 0.0 or not patience(most):  # not even if it has what it had
+        if rates.read == 0.0 or not patience(most):  # not worth it even if the peer still has all its pages
             return best
         async with asyncio.timeout(seconds or ASK_SECONDS):
             answer = await self.call(peer, self._question(namespace, tokens[: most * size]))
-        pages = min(most, int(answer))  # b"" is no number: it refuses
+        pages = min(most, int(answer))  # b"" is no number: the peer refused, which counts as a failure
         wait = patience(pages)
         return Hit(pages, wait + seconds, partial(self._load, peer)) if wait else best
 
-    def _question(self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[Part] | None = None) -> bytes:
-        """JSON: how much of `tokens` is there, or records of `parts`."""
-        asked = {"fingerprint": self.fingerprint, "namespace": namespace, "tokens": tokens}
-        if parts is not None:
-            asked["parts"] = [(part, place) for part, place, _ in parts]
-        return json.dumps(asked).encode()
+    def _question(self, namespace: Namespace, tokens: Sequence[int], records: Sequence[Address] | None = None) -> bytes:
+        """JSON: how many pages of `tokens` the peer has, or these `records`."""
+        question = {"fingerprint": self.fingerprint, "namespace": namespace, "tokens": tokens}
+        if records is not None:
+            question["parts"] = [(type_, index) for type_, index, _ in records]
+        return json.dumps(question).encode()
 
     def _load(self, peer: Peer, order: RestoreOrder, loaded: Loaded) -> None:
         self._tasks.start(self._fill(peer, order, loaded))
 
     async def _fill(self, peer: Peer, order: RestoreOrder, loaded: Loaded) -> None:
-        parts, filled = order.places, list[Part]()
+        addresses, filled = order.addresses, list[Address]()
         async with self._pulls:
             began = self._clock.now()
             try:
-                await self._pull(order, peer, parts, filled)
-                nbytes = sum(self._memory.nbytes(part) for part, _, _ in parts)
+                await self._pull(order, peer, addresses, filled)
+                nbytes = sum(self._memory.nbytes(type_) for type_, _, _ in addresses)
                 now = self._clock.now()
                 self._read[peer.name] = nbytes / max(1e-6, now - began), now + FORGET_SECONDS
             except Exception as error:
                 if order.late or not order.cancelled:
                     self._fail(peer, error)
-        missing = parts[len(filled) :]
-        end = next((place for part, place, _ in missing if part is RecordPart.PAGE), order.pages[-1][0] + 1)
+        missing = addresses[len(filled) :]
+        end = next((index for type_, index, _ in missing if type_ is RecordType.PAGE), order.pages[-1][0] + 1)
         loaded(PrefixLoaded(order.number, end - order.start, bool(order.slot) and not missing))
 
-    async def _pull(self, order: RestoreOrder, peer: Peer, parts: Sequence[Part], filled: list[Part]) -> None:
-        """Fill `parts` batch by batch, and note in `filled` what is. While one is filled, the next is on its way.
+    async def _pull(self, order: RestoreOrder, peer: Peer, addresses: Sequence[Address], filled: list[Address]) -> None:
+        """Fill the memory at `addresses` batch by batch, and append to `filled` those that are. While one batch is
+        filled, the next is on its way.
 
-        Nothing fills memory any more when it has ended: it waits for the thread that does, and for no answer."""
+        When this has ended, no thread writes that memory: it waits for the one that does, and for no answer."""
         coming: deque[asyncio.Task[bytes]] = deque()
-        batches = list(batches_of(parts, lambda part: self._memory.nbytes(part[0]), BATCH_BYTES))
+        batches = list(batches_of(addresses, lambda address: self._memory.nbytes(address[0]), BATCH_BYTES))
         try:
             for number, batch in enumerate(batches):
                 for after in batches[number + len(coming) : number + 2]:
                     question = self._question(order.namespace, order.tokens, after)
                     coming.append(asyncio.ensure_future(self.call(peer, question)))
                 stream = await asyncio.wait_for(coming.popleft(), max(0.0, order.until - self._clock.now()))
-                await asyncio.to_thread(self._fill_parts, stream, order, batch)
+                await asyncio.to_thread(self._fill_batch, stream, order, batch)
                 filled += batch
         finally:
             for task in coming:
                 task.cancel()
 
-    def _fill_parts(self, stream: bytes, order: RestoreOrder, parts: Sequence[Part]) -> None:
+    def _fill_batch(self, stream: bytes, order: RestoreOrder, addresses: Sequence[Address]) -> None:
         """Read a peer's records into memory. Raises `RecordError` for anything else than was asked for."""
         size, identity = self._kv.page_size, self._identity
         reader = PrefixReader(io.BytesIO(stream))
@@ -217,9 +219,9 @@ class PeerPrefixes(Source):
 
         def go_on() -> None:
             if order.cancelled:
-                raise RecordError("is waited for by nobody any more")
+                raise RecordError("is waited for by no request any more")
 
-        reader.fill(parts, self._memory, size, go_on)
+        reader.fill(addresses, self._memory, size, go_on)
 
     def _fail(self, peer: Peer, error: Exception) -> None:
         logger.info("no prefix from %s, it is computed: %r", peer.name, error)
@@ -228,45 +230,45 @@ class PeerPrefixes(Source):
     # ---------------------------------------------------------------- answering
 
     async def answer(self, question: bytes) -> bytes:
-        """The answer to a peer: the number of pages that are here, or records; b"" where they are not, or of another
-        fingerprint. Raises for what is no question."""
-        asked = json.loads(question)
-        namespace, tokens, parts = tuple(asked["namespace"]), asked["tokens"], asked.get("parts")
+        """The answer to a peer: the number of cached pages, or the records asked for; b"" where the fingerprint is
+        another. Raises for a malformed question."""
+        request = json.loads(question)
+        namespace, tokens, addresses = tuple(request["namespace"]), request["tokens"], request.get("parts")
         identity = self._identity
-        if identity is None or asked["fingerprint"] != self.fingerprint:
+        if identity is None or request["fingerprint"] != self.fingerprint:
             return b""
-        if parts is None:
+        if addresses is None:
             return b"%d" % (self._kv.peek(namespace, tokens, len(tokens)) // self._kv.page_size)
         async with self._answers:
-            notes = self._notes(namespace, tokens, [(RecordPart(part), int(place)) for part, place in parts])
+            notes = self._notes(namespace, tokens, [(RecordType(type_), int(index)) for type_, index in addresses])
             return await asyncio.to_thread(self._copy, identity, namespace, tokens, notes)
 
     def _notes(
-        self, namespace: Namespace, tokens: Sequence[int], parts: Sequence[tuple[RecordPart, int]]
-    ) -> dict[Part, Unsaved]:
-        """Notes of those of `parts` that are here, without a digest: `write_prefix` makes that."""
+        self, namespace: Namespace, tokens: Sequence[int], addresses: Sequence[tuple[RecordType, int]]
+    ) -> dict[Address, Unsaved]:
+        """Notes of those of `addresses` that this cache has, without a digest: `write_prefix` makes that."""
         kv, path = self._kv, {}
         node = kv.tree.peek(namespace, tokens, len(tokens))
         while node is not None and node.parent is not None:
             path[node.depth - 1], node = node, node.parent
-        notes: dict[Part, Unsaved] = {}
+        notes: dict[Address, Unsaved] = {}
         nbytes = 0
-        for part, place in parts:
-            node = path.get(place)
-            owner = node.twin if node is not None and part is RecordPart.WINDOW else node
-            states = kv.states if part is RecordPart.STATE else None
+        for type_, index in addresses:
+            node = path.get(index)
+            owner = node.twin if node is not None and type_ is RecordType.WINDOW else node
+            states = kv.states if type_ is RecordType.STATE else None
             snapshot = None if states is None or node is None else states.snapshot_of(node)
-            nbytes += self._memory.nbytes(part)
-            if node is None or owner is None or (states is None) is (part is RecordPart.STATE):
+            nbytes += self._memory.nbytes(type_)
+            if node is None or owner is None or (states is None) is (type_ is RecordType.STATE):
                 break
-            number = owner.page if states is None else 0 if snapshot is None else snapshot.slot
-            if not number or (notes and nbytes > BATCH_BYTES):
+            slot = owner.page if states is None else 0 if snapshot is None else snapshot.slot
+            if not slot or (notes and nbytes > BATCH_BYTES):
                 break
-            notes[part, place, number] = Unsaved(part, number, b"", b"", owner, owner.created, snapshot, states)
+            notes[type_, index, slot] = Unsaved(type_, slot, b"", b"", owner, owner.created, snapshot, states)
         return notes
 
     def _copy(
-        self, identity: Identity, namespace: Namespace, tokens: Sequence[int], notes: dict[Part, Unsaved]
+        self, identity: Identity, namespace: Namespace, tokens: Sequence[int], notes: dict[Address, Unsaved]
     ) -> bytes:  # fmt: skip
         stream = io.BytesIO()
         write_prefix(

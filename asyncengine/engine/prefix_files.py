@@ -190,7 +190,7 @@ class Prefixes:
         size, whole = self._loop.scheduler.kv.page_size, False
         try:
             proceed()
-            prefix.fill(order.places, memory, size, proceed)
+            prefix.fill(order.addresses, memory, size, proceed)
             whole = True
         finally:  # the pages go back, or are found by whoever asks from now on
             pages = len(order.tokens) // size - order.start if whole else 0

@@ -3,8 +3,8 @@ others, and the engine's loop waits for neither.
 
 `find` decides on the loop's thread whether reading is worth it: the records' bytes at the rate at which this folder was
 read when it was opened, against the tokens at the rate at which this model computes. Both are measured once, so that
-the same requests are treated alike. Only a reading that took several times as long as it should have changes the rate,
-and nobody waits for its end.
+the same requests are treated alike. Only a reading that takes several times as long as expected changes the rate, and
+no request waits for its end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncengine.kvcache.store.segments import Record, SegmentStore
 from asyncengine.scheduler.messages import PrefixLoaded
 from asyncengine.scheduler.restores import RestoreOrder, Wanted
 from asyncengine.seams import PageMemory
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 logger = logging.getLogger("asyncengine")
 
@@ -47,13 +47,13 @@ WORTH = 0.8
 """Reading is worth it if it takes less than this share of computing."""
 _PATIENCE = 3.0
 LEAST_PATIENCE = 0.1
-"""A request waits for so many times the seconds that its reading should take, and so many more."""
+"""A request waits for `_PATIENCE` times the seconds that its reading should take, and `LEAST_PATIENCE` seconds more."""
 _NICE = 5
 """Priority of the writing thread, in steps below the program's own."""
 
 
 class Rates(NamedTuple):
-    """The two rates that decide between reading and computing. None: not known, and reading is worth it."""
+    """The two rates that decide between reading and computing. None: unknown, and reading counts as worth it."""
 
     read: float | None = None
     """Bytes a second."""
@@ -83,7 +83,7 @@ class PrefixStore(Source):
         self._page_size = page_size
         self._salted, self._evicted = salted, evicted
         self._fingerprint: bytes | None = store.fingerprint
-        """None: nothing is stored or found any more, as nobody knows what other weights are called."""
+        """None: nothing is stored or found any more, for the updated weights have no known identity."""
         self._first_near: Callable[[int], int] | None = None
         """The first position that one sees in layers with window pages; None: there are none."""
         self._states = False
@@ -119,34 +119,36 @@ class PrefixStore(Source):
     # ---------------------------------------------------------------- reading
 
     def find(self, wanted: Wanted, best: Hit, answer: Callable[[Hit], None]) -> None:
+        # Walks the pages of the prompt in order: a request can only start behind pages that are all there.
         root, size = self.root(wanted.namespace) if len(self.store) else None, self._page_size
         if root is None:
             answer(best)
             return
-        known, found, total, near, nbytes = wanted.cached // size, 0, 0, 0, 0
+        cached, usable, total, near, nbytes = wanted.cached // size, 0, 0, 0, 0
         tokens = wanted.request.keys[: wanted.limit // size * size]
-        for place, (_, packed, digest) in enumerate(digests_of(root, tokens, size)):
-            if place < known:
+        for index, (_, packed, digest) in enumerate(digests_of(root, tokens, size)):
+            if index < cached:
                 continue
-            page = self.store.find(digest, RecordPart.PAGE)
+            page = self.store.find(digest, RecordType.PAGE)
             if page is None or page.tokens != packed:
                 break
             total += page.size
-            end, extra = place + 1, 0
+            end, extra = index + 1, 0
             if self._first_near is not None:
-                window = self.store.find(digest, RecordPart.WINDOW)
+                window = self.store.find(digest, RecordType.WINDOW)
                 near = 0 if window is None else near + 1
                 extra = 0 if window is None else near * window.size
-                if end - near > max(known, self._first_near(end * size) // size):
+                # a start at `end` needs every window page that it sees; those that are cached need no record
+                if end - near > max(cached, self._first_near(end * size) // size):
                     continue
             if self._states:
-                state = self.store.find(digest, RecordPart.STATE)
+                state = self.store.find(digest, RecordType.STATE)
                 if state is None:
                     continue
                 extra += state.size
-            found, nbytes = end, total + extra
-        patience = self.rates.patience((found - known) * size, nbytes)
-        answer(Hit(found, patience, self.load) if patience and found > best.pages else best)
+            usable, nbytes = end, total + extra
+        patience = self.rates.patience((usable - cached) * size, nbytes)
+        answer(Hit(usable, patience, self.load) if patience and usable > best.pages else best)
 
     def load(self, order: RestoreOrder, loaded: Loaded) -> None:
         """Read what `order` says; `loaded` is called in any case."""
@@ -169,7 +171,7 @@ class PrefixStore(Source):
                 break
             if self.store.read(header, [memoryview(bytearray(header.size))]):
                 nbytes += header.head_size + header.size
-        self.store.bytes_read -= nbytes  # nobody asked for it
+        self.store.bytes_read -= nbytes  # a measurement, not a request's reading
         seconds = time.perf_counter() - began
         return nbytes / seconds if nbytes and seconds else None
 
@@ -185,14 +187,14 @@ class PrefixStore(Source):
 
     def _copy(self, note: Unsaved) -> Unsaved | None:
         """The note with a copy of what was evicted; None: it is stored already, or too much waits to be written."""
-        size = self._memory.nbytes(note.part)
-        known = self.store.find(page_digest(note.parent, note.tokens), note.part) is not None
-        if known or self._copied - self._written + size > MOST_COPIED:
+        size = self._memory.nbytes(note.type)
+        stored = self.store.find(page_digest(note.parent, note.tokens), note.type) is not None
+        if stored or self._copied - self._written + size > MOST_COPIED:
             return None
         if note.is_intact():
             return note
         self._copied += size
-        return note._replace(copy=b"".join(self._memory.buffers(note.part, note.number)))
+        return note._replace(copy=b"".join(self._memory.buffers(note.type, note.number)))
 
     def flush(self, patience: float) -> None:
         if self._closing:
@@ -213,7 +215,7 @@ class PrefixStore(Source):
                 if not isinstance(notes, list):  # an event, of whatever kind of thread
                     notes.set()
                     continue
-                for batch in batches_of(notes, lambda note: self._memory.nbytes(note.part), _BATCH_BYTES):
+                for batch in batches_of(notes, lambda note: self._memory.nbytes(note.type), _BATCH_BYTES):
                     try:
                         self.store.append(self._records(batch))
                     except Exception:  # of no concern to any request
@@ -230,15 +232,15 @@ class PrefixStore(Source):
         """Records of the notes whose pages can be found again: the page before is stored, or will be when evicted."""
         begun: dict[bytes, None] = {}
         for note in notes:
-            known = self._evicted or note.parent in self._roots or note.parent in begun
-            if known or self.store.find(note.parent, RecordPart.PAGE) is not None:
-                size = self._memory.nbytes(note.part)
-                header = Header(self.store.fingerprint, note.parent, note.tokens, note.part, size, 0)
-                if note.part is RecordPart.PAGE:
+            findable = self._evicted or note.parent in self._roots or note.parent in begun
+            if findable or self.store.find(note.parent, RecordType.PAGE) is not None:
+                size = self._memory.nbytes(note.type)
+                header = Header(self.store.fingerprint, note.parent, note.tokens, note.type, size, 0)
+                if note.type is RecordType.PAGE:
                     begun[header.digest] = None
-                if self.store.find(header.digest, note.part) is None:
-                    held = self._memory.buffers(note.part, note.number) if note.copy is None else [note.copy]
-                    yield header, held, note.is_intact
+                if self.store.find(header.digest, note.type) is None:
+                    buffers = self._memory.buffers(note.type, note.number) if note.copy is None else [note.copy]
+                    yield header, buffers, note.is_intact
 
     # ---------------------------------------------------------------- threads
 
@@ -263,7 +265,7 @@ class PrefixStore(Source):
 
 
 class _Load:
-    """One order, shared by the reading threads: each takes the next record that nobody has taken."""
+    """One order, shared by the reading threads: each takes the next record that no other has taken."""
 
     def __init__(self, order: RestoreOrder, owner: PrefixStore, root: bytes | None, loaded: Loaded) -> None:
         self._order = order
@@ -275,17 +277,17 @@ class _Load:
         self._nbytes = 0
         self._headers: dict[int, Header] = {}
         self._root = root
-        self._failed: dict[RecordPart, int] = {}
-        """The first place of each part that could not be read."""
-        self._todo = iter(order.places)
+        self._failed: dict[RecordType, int] = {}
+        """The first page index of each type of record that could not be read."""
+        self._todo = iter(order.addresses)
 
     def work(self) -> None:
         """Read records until none is left; the last thread to end says what came of it."""
         try:
             self._read_all()
-        except Exception:  # nothing that happens here may leave somebody waiting
+        except Exception:  # whatever fails here, the request that waits must get its answer
             logger.exception("reading a stored prefix failed")
-            self._fail(RecordPart.PAGE, 0)
+            self._fail(RecordType.PAGE, 0)
         with self._lock:
             self._left -= 1
             last = not self._left
@@ -297,35 +299,35 @@ class _Load:
         with self._lock:
             if self._root is not None and not self._headers:
                 chain = digests_of(self._root, order.tokens, owner._page_size)
-                for place, (parent, packed, _) in enumerate(chain):
-                    self._headers[place] = Header(owner.store.fingerprint, parent, packed, RecordPart.PAGE, 0, 0)
+                for index, (parent, packed, _) in enumerate(chain):
+                    self._headers[index] = Header(owner.store.fingerprint, parent, packed, RecordType.PAGE, 0, 0)
         while True:
             with self._lock:
-                part, place, index = next(self._todo, (None, 0, 0))
-            if part is None:
+                type_, index, slot = next(self._todo, (None, 0, 0))
+            if type_ is None:
                 return
-            header = self._headers.get(place)
+            header = self._headers.get(index)
             if order.cancelled or self._failed or header is None:
-                self._fail(part, place)
+                self._fail(type_, index)
                 return
-            buffers = owner._memory.buffers(part, index)
-            if not owner.store.read(header._replace(part=part), buffers):  # it is not there, or not whole
-                self._fail(part, place)
+            buffers = owner._memory.buffers(type_, slot)
+            if not owner.store.read(header._replace(type=type_), buffers):  # it is not there, or not whole
+                self._fail(type_, index)
                 return
-            owner._memory.filled(part, index, buffers)
+            owner._memory.filled(type_, slot, buffers)
             with self._lock:
-                self._nbytes += owner._memory.nbytes(part)
+                self._nbytes += owner._memory.nbytes(type_)
 
-    def _fail(self, part: RecordPart, place: int) -> None:
+    def _fail(self, type_: RecordType, index: int) -> None:
         with self._lock:
-            self._failed[part] = min(place, self._failed.get(part, place))
+            self._failed[type_] = min(index, self._failed.get(type_, index))
 
     def _tell(self) -> None:
         order, failed = self._order, self._failed
         if order.late:
-            rate = self._nbytes / max(1e-3, time.monotonic() - self._begun)  # so many bytes, until it was given up
+            rate = self._nbytes / max(1e-3, time.monotonic() - self._begun)  # bytes until the request gave up
             self._owner.rates = self._owner.rates._replace(read=max(1.0, rate))
-        pages = max(0, failed.get(RecordPart.PAGE, len(order.tokens) // self._owner._page_size) - order.start)
-        if RecordPart.WINDOW in failed or (failed and order.windows):
+        pages = max(0, failed.get(RecordType.PAGE, len(order.tokens) // self._owner._page_size) - order.start)
+        if RecordType.WINDOW in failed or (failed and order.windows):
             pages = 0
         self._loaded(PrefixLoaded(order.number, pages, bool(order.slot) and not failed))

@@ -32,26 +32,26 @@ _FORKED = (
 
 
 class Process:
-    """This process's place in a line of forks, and the line of those who want to load in it."""
+    """This process's generation in a chain of forks, and its queue of model loads."""
 
     def __init__(self) -> None:
         self.generation = 0
         """The number of forks between the process that imported this and the present one."""
         self.make_room: Callable[[], bool] = lambda: False
-        """Close engines that are kept without a user, and wait for their end. False: there were none. (`shared`)"""
+        """Closes engines that are kept without a user (`shared`), and waits for their end. False: there were none."""
         self._loaded_in: int | None = None
         self._changed = threading.Condition()
         self.line: deque[LoadAttempt] = deque()
         """Loads that have their turn or wait for it, in order."""
         self.is_ending = False
-        """The program is being left: what loads is given up."""
+        """The program is exiting: loads are given up."""
         self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks either
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         self.generation += 1
-        self._changed = threading.Condition()  # whoever held the old one is not in this process
+        self._changed = threading.Condition()  # the thread that held the old lock is not in this process
         self.line = deque()
 
     def check_unforked(self, born: int) -> None:
@@ -66,7 +66,7 @@ class Process:
 
     @contextmanager
     def turn(self, attempt: LoadAttempt) -> Iterator[None]:
-        """Wait for all who came before, then load within. Blocks this thread.
+        """Wait for the loads that came before, then load within the block. Blocks this thread.
 
         Raises `WrongProcess`, and `EngineClosed` if the attempt is given up while it waits.
         """
@@ -112,7 +112,7 @@ class Process:
                 exec("raise KeyboardInterrupt")
 
     def wake(self) -> None:
-        """Have those in line look again."""
+        """Have the waiting loads check again whether it is their turn."""
         with self._changed:
             self._changed.notify_all()
 
@@ -121,7 +121,7 @@ PROCESS = Process()
 
 
 class LoadAttempt:
-    """One try to load an engine. Whoever wanted it may give it up, from any thread."""
+    """One try to load an engine, which may be given up from any thread."""
 
     def __init__(self, model: str = "", on_progress: OnProgress | None = None) -> None:
         self.model = model
@@ -146,10 +146,10 @@ class LoadAttempt:
 
 
 class FrozenHeap:
-    """Freezes what there is while engines serve.
+    """Freezes the objects that exist while engines serve.
 
     A program that has imported torch and loaded a model has half a million objects that stay. Going through them took
-    0.3 s on the host of an H200, once in some 60,000 tokens, and everybody waited. `gc.freeze` puts them out of the
+    0.3 s on the host of an H200, once in some 60,000 tokens, and every stream waited. `gc.freeze` puts them out of the
     collector's sight, as vLLM's engine does after loading. Garbage in cycles among them is collected when an engine has
     closed. A program that has frozen its objects itself is left alone, from the first time that an engine finds it so:
     finding out means counting them, a tenth of a second for a million.

@@ -1,7 +1,7 @@
 """A trace of an engine at work: its loop, the thread that launches its steps, and the kernels of these.
 
-The file is Chrome's JSON of trace events, which Perfetto opens. Operators and kernels of torch are what its own
-profiler says, on the clock of our spans. A CPU's compiled kernels are no operators: they lie in the parts of a step.
+The file is Chrome's JSON of trace events, which Perfetto opens. Operators and kernels of torch come from its own
+profiler, on the clock of our spans. A CPU's compiled kernels are no operators: they lie in the parts of a step.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from asyncengine.events import Event, StepDone
 
 MOST_STEPS = 10_000
 """Steps of one profile: its events are kept in memory, and one file of more would open nowhere."""
-LOOP_PARTS = ("apply_inbox", "schedule", "deliver", "commit")
+LOOP_METHODS = ("apply_inbox", "schedule", "deliver", "commit")
 
 
 class Profile:
-    """A recording of an engine from `start` to `stop`. An engine of which none is made pays nothing: what is timed is
-    replaced on the engine's objects, for as long as it is timed."""
+    """A recording of an engine from `start` to `stop`. An engine without one pays nothing: timed methods are replaced
+    on the engine's objects only while the recording lasts."""
 
     def __init__(self, loop: EngineLoop, steps: int, free: Callable[[], None]) -> None:
-        """`free`: called when it has stopped; until then no other may be made."""
+        """`free`: called when the recording has stopped; until then no other may be made."""
         self.done: Future[None] = Future()
         """Set once `steps` steps have retired, or the engine has ended."""
         self._over = threading.Event()
@@ -49,11 +49,11 @@ class Profile:
         """Begin, from any thread. Takes some tens of milliseconds."""
         loop, self._kernels = self._loop, _begin_kernels()
         self._undo.append(loop.hooks.add(self._hear))
-        for part in LOOP_PARTS:
-            self._time(loop, part)
+        for method in LOOP_METHODS:
+            self._time(loop, method)
         self._time(loop, "end_all", self._end)
-        for part in ("launch", *loop.runner.executor.traced_parts):
-            self._time(loop.runner.executor, part)
+        for method in ("launch", *loop.runner.executor.traced_parts):
+            self._time(loop.runner.executor, method)
         if loop.inbox.closed:
             self._end()
 
@@ -74,8 +74,8 @@ class Profile:
     def _hear(self, event: Event) -> None:
         if isinstance(event, StepDone):
             ended, number = time.time_ns(), event.step
-            said = {"rows": event.rows, "tokens": event.tokens, "running": event.running, "waiting": event.waiting}
-            self._add("b", "step", ended - int(event.seconds * 1e9), cat="steps", id=number, args=said)
+            arguments = {"rows": event.rows, "tokens": event.tokens, "running": event.running, "waiting": event.waiting}
+            self._add("b", "step", ended - int(event.seconds * 1e9), cat="steps", id=number, args=arguments)
             self._add("e", "step", ended, cat="steps", id=number)
             self._left -= 1
         if self._left == 0:
@@ -87,8 +87,8 @@ class Profile:
 
     @contextmanager
     def _before_exit(self) -> Iterator[None]:
-        """Have the program's end wait for what is done within: an interpreter that takes itself apart while torch's
-        profiler is at work crashes."""
+        """Have the program's exit wait for the block: an interpreter that is torn down while torch's profiler is at
+        work crashes."""
 
         def end() -> None:
             self._end()
@@ -101,9 +101,9 @@ class Profile:
             self._over.set()
             atexit.unregister(end)
 
-    def _add(self, kind: str, name: str, at: int, **more: Any) -> None:
-        place = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "engine"}
-        self._events.append({"ph": kind, "name": name, "ts": at, **place, **more})
+    def _add(self, phase: str, name: str, at: int, **more: Any) -> None:
+        thread = {"pid": os.getpid(), "tid": threading.get_native_id(), "cat": "engine"}
+        self._events.append({"ph": phase, "name": name, "ts": at, **thread, **more})
 
     async def run(self, folder: str | os.PathLike[str], model: str, timeout: float) -> Path:
         """Record until it is `done`, for at most `timeout` seconds, and write the trace. Raises `OSError`."""
@@ -140,9 +140,9 @@ class Profile:
         """Write the trace into `folder`, which is made if need be. Raises `OSError`."""
         trace: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms", "baseTimeNanoseconds": 0}
         if self._kernels is not None:
-            with TemporaryDirectory() as own:
-                self._kernels.export_chrome_trace(f"{own}/kernels.json")
-                trace = json.loads(Path(own, "kernels.json").read_bytes())
+            with TemporaryDirectory() as temporary:
+                self._kernels.export_chrome_trace(f"{temporary}/kernels.json")
+                trace = json.loads(Path(temporary, "kernels.json").read_bytes())
         for event in self._events:
             event["ts"] = (event["ts"] - trace["baseTimeNanoseconds"]) / 1000  # microseconds, as torch's
         trace["traceEvents"] += self._events

@@ -68,12 +68,12 @@ class QueueLimit:
             self._take(samples, tokens)
 
     async def enter_when_free(self, samples: int, tokens: int, left: Left = lambda: inf) -> bool:
-        """The same, but await a place, first come first served. Cancelling gives up the place in line.
+        """Take places as `enter` does, but wait for them, first come first served. Cancelling leaves the line.
 
-        False: `left()`, the seconds it may still wait, came to 0 before; it has left the line.
+        False: `left()`, the seconds that the caller may still wait, reached 0 before, and it has left the line.
         """
-        place = self._join_line(samples, tokens)
-        if place is None:
+        entry = self._join_line(samples, tokens)
+        if entry is None:
             return True
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle | None = None
@@ -84,36 +84,36 @@ class QueueLimit:
             if seconds > 0:
                 timer = None if seconds == inf else loop.call_later(seconds, look)
             else:
-                self._expire(place)
+                self._expire(entry)
 
         look()
         try:
-            return await finished(place.granted)
+            return await finished(entry.granted)
         except BaseException:
-            self._give_up(place)
+            self._give_up(entry)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
 
     def enter_blocking(self, samples: int, tokens: int, left: Left = lambda: inf) -> bool:
-        """The same for a plain thread."""
-        place = self._join_line(samples, tokens)
-        if place is None:
+        """Take places as `enter_when_free` does, on a plain thread."""
+        entry = self._join_line(samples, tokens)
+        if entry is None:
             return True
         try:
-            while not place.granted.done():
+            while not entry.granted.done():
                 seconds = left()
                 if seconds <= 0:
-                    self._expire(place)
-                wait([place.granted], None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
+                    self._expire(entry)
+                wait([entry.granted], None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except BaseException:  # KeyboardInterrupt
-            self._give_up(place)
+            self._give_up(entry)
             raise
-        return place.granted.result()
+        return entry.granted.result()
 
     def leave(self, samples: int, tokens: int) -> None:
-        """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
+        """Note that `samples` samples, of `tokens` prompt tokens in all, have started or ended."""
         with self._lock:
             self._take(-samples, -tokens)
             self._grant()
@@ -136,33 +136,33 @@ class QueueLimit:
             if full is None and not self.line:
                 self._take(samples, tokens)
                 return None
-            place = _QueuedSubmit(samples, tokens, promised())
-            self.line.append(place)
-            return place
+            entry = _QueuedSubmit(samples, tokens, promised())
+            self.line.append(entry)
+            return entry
 
-    def _expire(self, place: _QueuedSubmit) -> None:
-        """The time of `place` is up, unless it is out of the line already."""
+    def _expire(self, entry: _QueuedSubmit) -> None:
+        """Take `entry`, whose time is up, out of the line, if it is there still."""
         with self._lock:
-            if place in self.line:
-                self.line.remove(place)
-                self.expired += place.samples
-                place.granted.set_result(False)
+            if entry in self.line:
+                self.line.remove(entry)
+                self.expired += entry.samples
+                entry.granted.set_result(False)
                 self._grant()
 
-    def _give_up(self, place: _QueuedSubmit) -> None:
-        """The caller in line at `place` waits no more."""
+    def _give_up(self, entry: _QueuedSubmit) -> None:
+        """Take `entry`, whose caller has left, out of the line, and give back places that it was granted."""
         with self._lock:
-            if place in self.line:
-                self.line.remove(place)
-            elif place.granted.exception() is None and place.granted.result():
-                self._take(-place.samples, -place.tokens)
+            if entry in self.line:
+                self.line.remove(entry)
+            elif entry.granted.exception() is None and entry.granted.result():
+                self._take(-entry.samples, -entry.tokens)
             self._grant()
 
     def _grant(self) -> None:
         while self.line and self._full(self.line[0].samples, self.line[0].tokens) is None:
-            place = self.line.popleft()
-            self._take(place.samples, place.tokens)
-            place.granted.set_result(True)
+            entry = self.line.popleft()
+            self._take(entry.samples, entry.tokens)
+            entry.granted.set_result(True)
 
     def _take(self, samples: int, tokens: int) -> None:
         self.waiting += samples
@@ -182,7 +182,7 @@ class QueueLimit:
 
 
 def _over(taken: int, more: int, limit: int | None) -> bool:
-    """Is `limit` broken by `more` on top of `taken`? A limit of 0 lets one request at a time be on its way in."""
+    """Whether `more` on top of `taken` breaks `limit`. A limit of 0 admits one request at a time."""
     if limit is None:
         return False
     return taken > 0 if limit == 0 else taken + more > limit
@@ -225,16 +225,16 @@ class ServingLoop:
         """Called before `run`: no other code will use the event loop that it runs on."""
 
     async def run(self) -> None:
-        """Serve until drained. Never raises but for cancellation: what kills the loop is told to every stream."""
+        """Serve until drained. Raises only cancellation: an error that kills the loop is passed on to every stream."""
         raise NotImplementedError
 
     def end_early(self, message: StopText | Abort) -> None:
-        """Delivery has ended a stream by itself. The loop hears of it before it does anything else for it."""
+        """Take note that delivery has ended a stream by itself, before the loop does more for its request."""
         self.let_go(message.ticket)
         self.inbox.post(message)
 
     def let_go(self, ticket: int) -> None:
-        """Whatever ended it, the request waits for nothing and uses nothing any more."""
+        """Cancel the grammar and release the adapter of a request that has ended."""
         if self.grammars is not None:
             self.grammars.cancel(ticket)
         if self.adapters is not None:
@@ -242,9 +242,9 @@ class ServingLoop:
 
     def start_drain(self, drain: Drain) -> None:
         """Take no more requests. Closing again may shorten a drain, not lengthen it."""
-        deadlines = [each.deadline for each in (self._drain, drain) if each is not None and each.deadline is not None]
+        deadlines = [one.deadline for one in (self._drain, drain) if one is not None and one.deadline is not None]
         self._drain = Drain(min(deadlines, default=None))
-        self.queue_limit.close()  # those in line for a place are refused like newcomers
+        self.queue_limit.close()  # callers in line for a place are refused like new ones
 
     def finished(self) -> dict[str, int]:
         """Samples that have ended, by reason, with those whose time was up in line for the queue."""
@@ -254,13 +254,13 @@ class ServingLoop:
         return finished
 
     def end_all(self) -> None:
-        """Tell everybody that it has ended, and refuse what comes now."""
+        """Fail every open request, and refuse those that come later."""
         self.queue_limit.close()
         unopened = [message.ticket for message in self.inbox.close() if isinstance(message, RequestSpec)]
         self.delivery.fail_all(self.make_failure, unopened)
-        for part in (self.grammars, self.adapters):
-            if part is not None:
-                part.close()
+        for service in (self.grammars, self.adapters):
+            if service is not None:
+                service.close()
 
     def make_failure(self) -> Exception:
         """The error of requests that are left when it has ended."""

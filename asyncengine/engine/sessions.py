@@ -44,9 +44,9 @@ class ToolWaits:
         with self._lock:
             _remember(self._called, session, (now, tuple(tools)))
             waits = [self.seconds.get(tool) for tool in tools]
-        known = [seconds for seconds in waits if seconds is not None]
-        if len(known) == len(waits):  # they may run side by side
-            self._loop.inbox.post(SessionEvent(session, "waiting", now, max(known)))
+        measured = [seconds for seconds in waits if seconds is not None]
+        if len(measured) == len(waits):  # tools may run side by side: the slowest decides
+            self._loop.inbox.post(SessionEvent(session, "waiting", now, max(measured)))
 
     def _returned(self, session: str) -> float | None:
         with self._lock:

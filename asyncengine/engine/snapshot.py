@@ -27,8 +27,8 @@ def snapshot(loop: EngineLoop, adapters: AdapterRegistry | None, started_at: flo
     tables = [table for r in running if (table := r.table) is not None]
     speculation = None
     if (guesses := scheduler.speculation) is not None:
-        known = guesses.rows, guesses.drafted, guesses.accepted, tuple(guesses.by_position), *guesses.by_model
-        speculation = SpeculationStats(*known)
+        figures = guesses.rows, guesses.drafted, guesses.accepted, tuple(guesses.by_position), *guesses.by_model
+        speculation = SpeculationStats(*figures)
     return EngineStats(
         requests={
             "waiting": scheduler.num_waiting,
@@ -69,18 +69,18 @@ def list_requests(loop: ServingLoop) -> tuple[RequestInfo, ...]:
     drafting = {} if scheduler.roster.drafts is None else scheduler.roster.drafts.requests
     listed = []
     for request in list(scheduler.requests.values()):
-        spec, own = request.spec, drafting.get(request.ticket)
-        guesses = (0, 0) if own is None else own.guesses
+        spec, draft_state = request.spec, drafting.get(request.ticket)
+        guesses = (0, 0) if draft_state is None else draft_state.guesses
         state = "suspended" if request.suspended else request.state.value
         counts = request.cached_tokens, request.num_computed, request.num_output, spec.max_total - spec.prompt_len
         why, age, adapter = _waits_for(request, scheduler), now - spec.arrival, spec.options.adapter
-        of_it = spec.request_id, spec.index, state, why, age, adapter, spec.prompt_len
-        listed.append(RequestInfo(*of_it, *counts, *guesses, request.preemptions))
+        facts = spec.request_id, spec.index, state, why, age, adapter, spec.prompt_len
+        listed.append(RequestInfo(*facts, *counts, *guesses, request.preemptions))
     return tuple(listed)
 
 
 def _waits_for(request: Request, scheduler: Scheduler) -> str:
-    """The thing that a request lacks to run, by what the scheduler would ask next."""
+    """The resource that a request lacks to run, in the order in which the scheduler checks them."""
     roster, kv = scheduler.roster, scheduler.kv
     if request.suspended:
         return "its reader, who has not taken what there is"

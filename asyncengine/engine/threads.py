@@ -49,7 +49,7 @@ def _begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T
 
 
 def promised() -> Future[Any]:
-    """A future that nobody who waits for it can cancel."""
+    """A future that its waiters cannot cancel."""
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()
     return done
@@ -64,8 +64,8 @@ def finished_blocking(work: Future[T]) -> T:
 
 
 async def finished(work: Future[T]) -> T:
-    """Await what another thread does. If the engine closes under it that raises `EngineClosed`; cancelling the caller
-    cancels what has not begun."""
+    """Await the work of another thread. Raises `EngineClosed` if the engine closes meanwhile; cancelling the caller
+    cancels work that has not begun."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[T] = loop.create_future()
 
@@ -94,16 +94,17 @@ def _copy(done: Future[T], waiter: asyncio.Future[T]) -> None:
 
 @contextlib.contextmanager
 def interrupts_postponed() -> Iterator[None]:
-    """Within, Ctrl-C waits: what it left half done would be lost for everybody. Only the main thread hears of it."""
+    """Postpone Ctrl-C to the end of the block: work that it left half done would be lost for every request. Only the
+    main thread gets the signal."""
     before = _signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(before):  # it is ignored, ends the process or is heard by another language's code
+    if not callable(before):  # the signal is ignored, ends the process or is handled outside of Python
         yield
         return
-    came: list[Any] = []
-    _signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    interrupts: list[Any] = []
+    _signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
     try:
         yield
     finally:
         _signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
+        if interrupts:
+            before(*interrupts[0])

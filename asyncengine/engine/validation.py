@@ -120,7 +120,7 @@ class RequestValidator:
             raise InvalidParameter(name, "is empty, and this model's tokenizer adds nothing to it")
         if max(ids) >= vocab or min(ids) < 0:
             limit = f"must be token ids between 0 and {vocab - 1}: others are out of vocabulary"
-            raise InvalidParameter(name, limit, next(each for each in ids if not 0 <= each < vocab))
+            raise InvalidParameter(name, limit, next(token for token in ids if not 0 <= token < vocab))
         if pooled.skip >= len(ids):
             raise InvalidParameter(name, f"is all prompt ({pooled.skip} tokens), which this model leaves out")
         return RequestSpec(
@@ -268,9 +268,9 @@ class RequestValidator:
         return stream
 
     def _resolve(self, params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Fill in what the caller left open: from `defaults`, else the neutral value.
+        """Fill in parameters that the caller left open: from `defaults`, else with neutral values.
 
-        As in Hugging Face `generate`, `do_sample: false` in it means greedy, whatever temperature stands beside it.
+        As in Hugging Face `generate`, `do_sample: false` in `defaults` means greedy, whatever its temperature.
         """
         changes: dict[str, Any] = {}
         temperature = params.temperature
@@ -326,7 +326,7 @@ class RequestValidator:
             vocab = self.info.vocab_size
             if not all(type(token) is int and 0 <= token < vocab for token in tokens):
                 raise InvalidParameter("prediction", f"must be a text or token ids below {vocab}", prediction)
-        return tokens[: self.info.max_model_len]  # no answer gets further
+        return tokens[: self.info.max_model_len]  # no answer is longer
 
     def _bad_words(self, params: SamplingParams) -> BadWords:
         """The tokens of `bad_words`, around any grammar."""
@@ -395,7 +395,7 @@ class RequestValidator:
 
 
 def _check_images(params: SamplingParams, images: tuple[ImageSpan, ...], prompt_len: int) -> None:
-    """Refuse what is not defined where a picture stands. Raises `InvalidParameter`."""
+    """Refuse options that are undefined for prompts with pictures. Raises `InvalidParameter`."""
     if params.prompt_logprobs:
         raise InvalidParameter("prompt_logprobs", "cannot be had of a prompt with pictures")
     if images[-1].end == prompt_len:
@@ -434,10 +434,10 @@ def forked(params: SamplingParams | None, n: int) -> Iterator[SamplingParams]:
 
 
 def _plain_id(token: Any) -> Any:
-    """A token id of any kind of integer (numpy's, torch's) as an `int`; anything else as it is."""
+    """A token id of any integer type (numpy's, torch's) as an `int`; any other value unchanged."""
     if type(token) is int or isinstance(token, bool):
         return token
     try:
         return operator.index(token)
-    except (TypeError, ValueError, RuntimeError):  # torch raises what it likes
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for tensors of several elements
         return token

@@ -17,7 +17,7 @@ from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import STRATEGIES, Lookback, Namespace, Node, Window
 from asyncengine.kvcache.states import Snapshot, StateCounts, StateGroup
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 if TYPE_CHECKING:
     from asyncengine.kvcache.saving import SaveLog
@@ -284,15 +284,15 @@ class KVCache:
         """Whether there is such a pin. From any thread: what was copied of its pages before this is True is whole."""
         return number in self._pinned
 
-    def pinned(self, number: int) -> tuple[Namespace, int, list[tuple[RecordPart, int, int]]]:
+    def pinned(self, number: int) -> tuple[Namespace, int, list[tuple[RecordType, int, int]]]:
         """(namespace, number of pages, where their memory is) of a pin; the last as (part, index of the page in the
         prefix, index in the pool). From any thread. Raises `KeyError` where there is no such pin any more."""
         table, snapshot = self._pinned[number]
-        places = [(RecordPart.PAGE, *each) for each in table.numbered(0)]
+        places = [(RecordType.PAGE, *each) for each in table.numbered(0)]
         if table.window is not None:
-            places += [(RecordPart.WINDOW, *each) for each in table.window.numbered(0)]
+            places += [(RecordType.WINDOW, *each) for each in table.window.numbered(0)]
         if snapshot is not None:
-            places.append((RecordPart.STATE, table.num_shared - 1, snapshot.slot))
+            places.append((RecordType.STATE, table.num_shared - 1, snapshot.slot))
         return table.namespace, table.num_shared, places
 
     @property

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncengine.kvcache.radix_tree import Namespace, Node
 from asyncengine.kvcache.states import Snapshot, StateGroup
 from asyncengine.kvcache.store.record import pack_tokens, page_digest
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 if TYPE_CHECKING:
     from asyncengine.kvcache.kv_cache import KVCache
@@ -29,7 +29,7 @@ MOST_UNSAVED = 2**16
 class Unsaved(NamedTuple):
     """A page, window page or state that may be copied, by its number in the memory of its part."""
 
-    part: RecordPart
+    type: RecordType
     number: int
     parent: bytes
     """Digest of the page before it."""
@@ -63,7 +63,7 @@ class SaveLog:
         if evicted:
             kv.tree.evicting.append(self._note_all)
             if kv.windows is not None:
-                kv.windows.tree.evicting.append(lambda node: self._note(RecordPart.WINDOW, node.page, node, node))
+                kv.windows.tree.evicting.append(lambda node: self._note(RecordType.WINDOW, node.page, node, node))
         if kv.states is not None:
             setattr(kv.states, "evicting" if evicted else "hanging", self._note_state)
 
@@ -86,21 +86,21 @@ class SaveLog:
             self._note_state(snapshot)
 
     def _note_state(self, snapshot: Snapshot) -> None:
-        self._note(RecordPart.STATE, snapshot.slot, snapshot.node, snapshot.node, snapshot)
+        self._note(RecordType.STATE, snapshot.slot, snapshot.node, snapshot.node, snapshot)
 
     def _note_page(self, node: Node) -> None:
         """Note the page of `node` and its window page, where they are new."""
-        for part, owner in ((RecordPart.PAGE, node), (RecordPart.WINDOW, node.twin)):
+        for type_, owner in ((RecordType.PAGE, node), (RecordType.WINDOW, node.twin)):
             if owner is not None and owner.page and owner.noted != owner.created:
                 owner.noted = owner.created
-                self._note(part, owner.page, node, owner)
+                self._note(type_, owner.page, node, owner)
 
-    def _note(self, part: RecordPart, number: int, node: Node, owner: Node, snapshot: Snapshot | None = None) -> None:
+    def _note(self, type_: RecordType, number: int, node: Node, owner: Node, snapshot: Snapshot | None = None) -> None:
         parent = None if node.parent is None else self._digest(node.parent)
         if parent is not None:
             states = None if snapshot is None else self._states
             self._notes.append(
-                Unsaved(part, number, parent, pack_tokens(node.tokens), owner, owner.created, snapshot, states)
+                Unsaved(type_, number, parent, pack_tokens(node.tokens), owner, owner.created, snapshot, states)
             )
 
     def _digest(self, node: Node) -> bytes | None:
@@ -117,6 +117,6 @@ class SaveLog:
             digest = node.digest
         if digest is None:
             return None
-        for each in reversed(path):
-            digest = each.digest = page_digest(digest, pack_tokens(each.tokens))
+        for page in reversed(path):
+            digest = page.digest = page_digest(digest, pack_tokens(page.tokens))
         return digest

@@ -20,7 +20,7 @@ from asyncengine.kvcache.kv_cache import TableAndTokens
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.scheduler.messages import ImportPrefix, PrefixFound, PrefixLoaded
 from asyncengine.scheduler.request import Request, RequestState
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 MOST_TRIES = 3
 """Readings that a request waits for, at most: one that shares its beginning with several others may find more behind
@@ -66,12 +66,13 @@ class RestoreOrder:
     """Number of the `ImportPrefix` that it answers; 0: requests wait for it."""
 
     @property
-    def places(self) -> list[tuple[RecordPart, int, int]]:
-        """All that is to be filled: (part, place of its page, number in the memory of that part)."""
-        places = [(RecordPart.WINDOW, *each) for each in self.windows]
+    def addresses(self) -> list[tuple[RecordType, int, int]]:
+        """All that is to be filled: (type of record, index of its page in the prefix, index in the memory of that
+        type)."""
+        addresses = [(RecordType.WINDOW, *page) for page in self.windows]
         if self.slot:
-            places.append((RecordPart.STATE, self.pages[-1][0], self.slot))
-        return places + [(RecordPart.PAGE, *each) for each in self.pages]
+            addresses.append((RecordType.STATE, self.pages[-1][0], self.slot))
+        return addresses + [(RecordType.PAGE, *page) for page in self.pages]
 
     def leave(self, *, late: bool = False) -> None:
         """No request waits for it any more: it may end early, unless it is an import."""

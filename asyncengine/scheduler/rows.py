@@ -7,7 +7,7 @@ from typing import NamedTuple
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.request import Request
-from asyncengine.step import Batch, ConstrainedToken, RecordPart, Row, WindowPages
+from asyncengine.step import Batch, ConstrainedToken, RecordType, Row, WindowPages
 
 
 class InFlight(NamedTuple):
@@ -38,7 +38,7 @@ class Plan:
         self.threshold = threshold
         self.rows: dict[int, Row] = {}
         """Rows by ticket, in the order in which they were planned."""
-        self.copies: dict[int, list[tuple[RecordPart, int, int]]] = {}
+        self.copies: dict[int, list[tuple[RecordType, int, int]]] = {}
         """`Batch.copies` by the ticket whose row reads the copy."""
 
     def grant(self, wanted: int, whole: bool = False) -> int:
@@ -121,11 +121,11 @@ def can_copy(source: PageTable, table: PageTable) -> bool:
     return not place or source.pages[place - 1 : place] == table.pages[place - 1 : place]
 
 
-def copied(source: PageTable, table: PageTable) -> list[tuple[RecordPart, int, int]]:
+def copied(source: PageTable, table: PageTable) -> list[tuple[RecordType, int, int]]:
     """`Batch.copies` by which the first page of `table` behind its shared ones becomes one of `source`."""
-    place, found = table.num_shared, [(RecordPart.PAGE, source, table)]
+    place, found = table.num_shared, [(RecordType.PAGE, source, table)]
     if source.window is not None and table.window is not None:
-        found.append((RecordPart.WINDOW, source.window, table.window))
+        found.append((RecordType.WINDOW, source.window, table.window))
     return [(part, one.pages[place - one.first], own.pages[place - own.first]) for part, one, own in found]
 
 

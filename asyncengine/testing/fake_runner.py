@@ -26,7 +26,7 @@ from asyncengine.step import (
     Batch,
     ConstrainedToken,
     FinishedStep,
-    RecordPart,
+    RecordType,
     Row,
     StepResult,
     TokenLogprob,
@@ -282,7 +282,7 @@ class FakeExecutor(Executor):
     def _write(self, batch: Batch) -> None:
         """All rows write before any reads, as one forward pass does layer by layer."""
         for part, source, page in batch.copies:
-            memory = self.memory if part is RecordPart.PAGE else self.window_memory
+            memory = self.memory if part is RecordType.PAGE else self.window_memory
             memory[page] = list(memory[source])
         written: dict[tuple[int, int], int] = {}
         near: dict[tuple[int, int], int] = {}

@@ -18,7 +18,7 @@ from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Message, ResetPrefixCache, Resume, SessionEvent, StopText, Suspend
-from asyncengine.step import Batch, RecordPart, Row, StepResult
+from asyncengine.step import Batch, RecordType, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 from asyncengine.testing.fake_runner import content, fake_vector
 
@@ -304,8 +304,8 @@ class Life:
         size = self.config.page_size
         copied = {copy[::2] for copy in batch.copies}
         for earlier in self.in_flight:
-            named = {(RecordPart.PAGE, page) for row in earlier.rows for page in row.pages}
-            named |= {(RecordPart.WINDOW, page) for row in earlier.rows if row.window for page in row.window.pages}
+            named = {(RecordType.PAGE, page) for row in earlier.rows for page in row.pages}
+            named |= {(RecordType.WINDOW, page) for row in earlier.rows if row.window for page in row.window.pages}
             assert copied.isdisjoint(named), f"step {batch.step} copies onto pages that a step in flight names"
         for flying in (row for earlier in self.in_flight for row in earlier.rows):
             named = set(flying.pages[: -(-(flying.start + flying.num_scheduled) // size)])

@@ -21,7 +21,7 @@ _DONE = Chunk("", [], "stop")
 
 class TextBatch:
     """Requests of one call that wait for vectors. Their consumer waits at a mailbox and is woken once: when all vectors
-    are there, or at the first that will not come."""
+    are there, or at the first one that fails."""
 
     __slots__ = ("_indices", "cached_tokens", "failure", "fault", "first", "mailbox", "num_tokens", "specs", "vectors")
 

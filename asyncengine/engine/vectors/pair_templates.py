@@ -75,12 +75,12 @@ def _from_chat_template(tokenizer: TextTokenizer, name: str, prompt: str | None)
         shown = tokenizer.render_chat(chat, add_generation_prompt=True)
     except InvalidParameter as error:
         raise UnsupportedModel(f"{name}: its chat template takes no query and document: {error}") from None
-    before, found, rest = shown.partition(_QUERY)
-    between, also, behind = rest.partition(_DOCUMENT)
-    if not found or not also or any(text in part for text in _BOTH for part in (before, between, behind)):
+    before, has_query, rest = shown.partition(_QUERY)
+    between, has_document, behind = rest.partition(_DOCUMENT)
+    if not has_query or not has_document or any(text in piece for text in _BOTH for piece in (before, between, behind)):
         raise UnsupportedModel(f"{name}: its chat template does not have a query and then a document, once each")
     # Text that may be encoded together with the pair stays beside it: only special tokens always stand alone.
-    marks = [mark for each in sorted(tokenizer.table.special_ids) if (mark := tokenizer.table.token_text(each))]
+    marks = [mark for token in sorted(tokenizer.table.special_ids) if (mark := tokenizer.table.token_text(token))]
     ends = max((before.rindex(mark) + len(mark) for mark in marks if mark in before), default=0)
     begins = min((behind.index(mark) for mark in marks if mark in behind), default=0)
     first, last = (tokenizer.encode(text, add_special_tokens=False) for text in (before[:ends], behind[begins:]))

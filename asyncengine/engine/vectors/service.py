@@ -72,7 +72,7 @@ class VectorModel:
 class VectorCall(Generic[Answer]):
     """One checked call, and its results so far."""
 
-    kind: Task
+    task: Task
     items: Sequence[Item]
     name: str
     """The parameter that `items` came in ("texts"), for error messages."""
@@ -177,7 +177,7 @@ class VectorService:
             raise InvalidParameter("instruction", f"is nothing that {self._info.name} reads", instruction)
         if template is None:
             query = self._prompt(None, None) + query
-        pairs = [(query, each) if template is None else template.pair(query, each, instruction) for each in documents]
+        pairs = [(query, text) if template is None else template.pair(query, text, instruction) for text in documents]
 
         def finish(call: VectorCall[Ranking]) -> Ranking:
             scores = [row[0] for row in self._scores(call, activation)]
@@ -193,7 +193,7 @@ class VectorService:
         template, labels = self.model.template, self.model.spec.labels
 
         def read(text: Any) -> Item | None:
-            if isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(each, str) for each in text):
+            if isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(half, str) for half in text):
                 return (text[0], text[1]) if template is None else template.pair(text[0], text[1], None)
             return text if isinstance(text, str) and template is None else None
 
@@ -234,7 +234,7 @@ class VectorService:
         return prompts[name]
 
     def _call(
-        self, kind: Task, items: Sequence[Item], name: str, truncate: bool, options: RequestOptions,
+        self, task: Task, items: Sequence[Item], name: str, truncate: bool, options: RequestOptions,
         finish: Callable[[VectorCall[Answer]], Answer],
     ) -> VectorCall[Answer]:  # fmt: skip
         """A call submitted now, with a request id of its own if it has none. Raises `AdapterNotFound`."""
@@ -244,7 +244,7 @@ class VectorService:
         self._validator.check_adapter(options.adapter)
         label = options.request_id or f"req-{secrets.token_hex(8)}"
         vectors = np.zeros((len(items), self.model.width), dtype=np.float32)
-        return VectorCall(kind, items, name, options, label, self._client.loop.clock.now(), vectors, finish, truncate)
+        return VectorCall(task, items, name, options, label, self._client.loop.clock.now(), vectors, finish, truncate)
 
     # ---------------------------------------------------------------- calls, computed
 
@@ -322,7 +322,7 @@ class VectorService:
             if loop.hooks:
                 adapter, seconds = call.request_options.adapter, loop.clock.now() - call.submitted
                 counts = len(call.items), call.prompt_tokens, call.cached_tokens, seconds
-                loop.hooks.emit(VectorsDone(call.label, call.kind, adapter, *counts, call.dimensions, failure))
+                loop.hooks.emit(VectorsDone(call.label, call.task, adapter, *counts, call.dimensions, failure))
 
     def _post(self, batch: TextBatch, posted: deque[TextBatch], entered: bool, alone: bool = False) -> None:
         """Post and note a batch, in one synchronous stretch: no cancellation can come between the two."""
@@ -404,7 +404,7 @@ def _text_or_ids(text: Any) -> Item | None:
     if isinstance(text, str):
         return text
     try:
-        return None if isinstance(text, (bytes, Mapping)) else TokenIds(operator.index(each) for each in text)
+        return None if isinstance(text, (bytes, Mapping)) else TokenIds(operator.index(token) for token in text)
     except TypeError:
         return None
 

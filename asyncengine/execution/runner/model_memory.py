@@ -35,7 +35,7 @@ from asyncengine.execution.runner.draft_model import DraftModel
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.options import WeightSource
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 # Other weights for a live decoder: a checkpoint, or tensors by name, of the model that it is.
 
@@ -199,9 +199,9 @@ class CpuPageMemory:
         self._whole = [*(pool.memory for pool in pools), *(each.memory for each in slots)]
         sizes = [(pool.page_bytes, pool.pieces * (parts if pool.divided else 1), pool.of_windows) for pool in pools]
         self.layout = f"{layout} {sizes} {[each.shape for each in slots]}"
-        self._pools: dict[RecordPart, list[_Pool]] = {part: [] for part in RecordPart}
+        self._pools: dict[RecordType, list[_Pool]] = {part: [] for part in RecordType}
         for pool in pools:
-            part = RecordPart.WINDOW if pool.of_windows else RecordPart.PAGE
+            part = RecordType.WINDOW if pool.of_windows else RecordType.PAGE
             firsts = [number * pool.stride for number in range(pool.pieces)]
             ranks = range(parts if pool.divided else 1)
             pieces = [(rank, first, pool.page_bytes) for rank in ranks for first in firsts]
@@ -209,26 +209,26 @@ class CpuPageMemory:
         for each in slots:
             ends, ranks = [*accumulate(each.sizes, initial=0)], range(parts if each.divided else 1)
             pieces = [(rank, first, end - first) for first, end in pairwise(ends) for rank in ranks]
-            self._pools[RecordPart.STATE].append(_Pool(self._views(each.memory), ends[-1], pieces, each.divided))
+            self._pools[RecordType.STATE].append(_Pool(self._views(each.memory), ends[-1], pieces, each.divided))
 
     def _views(self, memory: torch.Tensor) -> list[memoryview]:
         own = [memory] if self._shared is None else self._shared.of_all(memory)
         return [each.detach().reshape(-1).view(torch.uint8).numpy().data for each in own]
 
-    def nbytes(self, part: RecordPart) -> int:
+    def nbytes(self, part: RecordType) -> int:
         return sum(pool.nbytes for pool in self._pools[part])
 
-    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+    def buffers(self, part: RecordType, index: int) -> Sequence[memoryview]:
         return [piece for pool in self._pools[part] for piece in pool.page(index)]
 
-    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
+    def filled(self, part: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
         """The memory itself was filled; copies of other processes follow."""
         for pool in self._pools[part]:
             for rank in range(1, 1 if pool.divided else len(pool.views)):
                 for piece, copy in zip(pool.page(index), pool.page(index, rank), strict=True):
                     copy[:] = piece
 
-    def copy(self, copies: Sequence[tuple[RecordPart, int, int]]) -> None:
+    def copy(self, copies: Sequence[tuple[RecordType, int, int]]) -> None:
         """Make the copies of pages that a step begins with."""
         for part, source, page in copies:
             for pool in self._pools[part]:

@@ -2,7 +2,7 @@
 
 A record is a head and a payload. All numbers are little-endian:
 
-    4s  magic "AEKV"          H   version of the format      H   part: 1 page, 2 window page, 3 state, 4 about
+    4s  magic "AEKV"          H   version of the format      H   type: 1 page, 2 window page, 3 state, 4 about
     I   words of tokens n     I   CRC-32 of the payload      Q   bytes of the payload
     32s fingerprint           32s digest of the parent       n i (int32) tokens of this page
     I   CRC-32 of all of the head before it
@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 VERSION = 1
 _HEAD = struct.Struct("<4sHHIIQ32s32s")
@@ -69,7 +69,7 @@ class Header(NamedTuple):
     """Digest of the page before, 32 bytes."""
     tokens: bytes
     """Tokens of the page, as `pack_tokens` packs them."""
-    part: RecordPart
+    type: RecordType
     size: int
     """Bytes of the payload."""
     checksum: int
@@ -100,7 +100,7 @@ class Header(NamedTuple):
     def pack(self) -> bytes:
         """The head of the record."""
         count, fields = len(self.tokens) // 4, (self.fingerprint, self.parent)
-        head = _HEAD.pack(MAGIC, VERSION, self.part, count, self.checksum, self.size, *fields) + self.tokens
+        head = _HEAD.pack(MAGIC, VERSION, self.type, count, self.checksum, self.size, *fields) + self.tokens
         return head + _CRC.pack(zlib.crc32(head))
 
     @classmethod
@@ -109,7 +109,7 @@ class Header(NamedTuple):
         view = memoryview(data)
         if len(view) - offset < _HEAD.size:
             raise RecordError("the head of a record is cut off")
-        magic, version, part, count, check, size, fingerprint, parent = _HEAD.unpack_from(view, offset)
+        magic, version, number, count, check, size, fingerprint, parent = _HEAD.unpack_from(view, offset)
         if magic != MAGIC or version != VERSION:
             raise RecordError(f"not a record of format {VERSION}")
         end = offset + _HEAD.size + 4 * count
@@ -117,10 +117,10 @@ class Header(NamedTuple):
             raise RecordError("the tokens of a record are cut off")
         if _CRC.unpack_from(view, end)[0] != zlib.crc32(view[offset:end]):
             raise RecordError("the head of a record is damaged")
-        if part not in tuple(RecordPart):
-            raise RecordError(f"a record of unknown part {part}")
+        if number not in tuple(RecordType):
+            raise RecordError(f"a record of unknown type {number}")
         tokens = bytes(view[offset + _HEAD.size : end])
-        return cls(fingerprint, parent, tokens, RecordPart(part), size, check), end + _CRC.size
+        return cls(fingerprint, parent, tokens, RecordType(number), size, check), end + _CRC.size
 
 
 def fingerprint_of(identity: Identity) -> bytes:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from asyncengine.kvcache.store.disk import Disk, opened
 from asyncengine.kvcache.store.record import MAGIC, Buffer, Header, RecordError, StoreCounts, checksum
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 logger = logging.getLogger("asyncengine")
 
@@ -83,7 +83,7 @@ class SegmentStore:
         self._disk, self._folder = disk, folder
         self._prefix = fingerprint.hex()[:32]
         self._segment_bytes = max(1, min(_SEGMENT, budget // 8))
-        self._entries: dict[tuple[bytes, RecordPart], Entry] = {}
+        self._entries: dict[tuple[bytes, RecordType], Entry] = {}
         self._active: _Active | None = None
         self._failed_in_a_row = 0
         self._lock = self._take_lock()
@@ -101,9 +101,9 @@ class SegmentStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, digest: bytes, part: RecordPart) -> Header | None:
+    def find(self, digest: bytes, record_type: RecordType) -> Header | None:
         """Header of the record of a page's digest, as far as is known without reading it."""
-        entry = self._entries.get((digest, part))
+        entry = self._entries.get((digest, record_type))
         return None if entry is None else entry.header
 
     def newest(self, count: int) -> list[Header]:
@@ -120,7 +120,7 @@ class SegmentStore:
     def read(self, expected: Header, buffers: Sequence[memoryview]) -> bool:
         """Fill `buffers` with the payload of the record of `expected`. False: it is not there, or not whole; then the
         buffers hold anything, and it is not found again."""
-        key = expected.digest, expected.part
+        key = expected.digest, expected.type
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -160,7 +160,7 @@ class SegmentStore:
     def _stage(self, record: Record) -> bool:
         """Write a record behind the last one, without an entry in the index."""
         header, buffers, is_intact = record
-        if self._lock is None or (header.digest, header.part) in self._entries:
+        if self._lock is None or (header.digest, header.type) in self._entries:
             return False
         header = header._replace(fingerprint=self.fingerprint, checksum=checksum(buffers))
         head = header.pack()
@@ -189,7 +189,7 @@ class SegmentStore:
         self.bytes_written += active.end - active.data_end + len(entries)
         active.data_end, active.index_end = active.end, active.index_end + len(entries)
         for entry in active.staged:
-            self._entries[entry.header.digest, entry.header.part] = entry
+            self._entries[entry.header.digest, entry.header.type] = entry
         active.staged = []
 
     def _segment_for(self, size: int) -> _Active:
@@ -327,7 +327,7 @@ class SegmentStore:
         data_end = index_end = 0
         for entry, place in entries_of(number, data):
             if entry.header.fingerprint == self.fingerprint and entry.end <= most:
-                self._entries[entry.header.digest, entry.header.part] = entry
+                self._entries[entry.header.digest, entry.header.type] = entry
                 data_end, index_end = max(data_end, entry.end), place.stop
         return number, data_end, index_end
 

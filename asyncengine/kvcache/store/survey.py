@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncengine.kvcache.store.disk import Disk, opened
 from asyncengine.kvcache.store.record import checksum
 from asyncengine.kvcache.store.segments import NAME, Entry, entries_of, read_whole
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def _survey_segment(disk: Disk, path: str, model: ModelRecords, verify: bool) ->
             whole += len(place)
             if entry.end > size or (verify and not _is_whole(disk, data, entry)):
                 model.damaged += 1
-            elif entry.header.part is RecordPart.PAGE:
+            elif entry.header.type is RecordType.PAGE:
                 model.tokens += entry.header.num_tokens
         if whole < len(written) and not model.being_written:  # else the end may be about to be written
             model.damaged += 1

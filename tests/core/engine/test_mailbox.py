@@ -19,7 +19,7 @@ from support.long import TIMES
 from asyncengine import SamplingParams
 from asyncengine.engine import mailbox as mailbox_module
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.mailbox import MANY, TOGETHER, Mailbox, Waiter, wake_all
+from asyncengine.engine.mailbox import MAX_WOKEN, WAKE_TOKENS, Mailbox, Waiter, wake_all
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Chunk, LogprobEntry
 from asyncengine.stream import TokenStream
@@ -28,14 +28,14 @@ from asyncengine.testing.world import World, simulate
 
 def test_tokens_that_wait_are_one_chunk() -> None:
     mailbox = Mailbox()
-    for token in range(MANY + 3):
+    for token in range(WAKE_TOKENS + 3):
         mailbox.put_token(f"{token} ", token, 0)
     first, second = mailbox.take()
-    assert first.token_ids == list(range(MANY))
-    assert second.token_ids == [MANY, MANY + 1, MANY + 2]
-    assert first.text + second.text == "".join(f"{token} " for token in range(MANY + 3))
+    assert first.token_ids == list(range(WAKE_TOKENS))
+    assert second.token_ids == [WAKE_TOKENS, WAKE_TOKENS + 1, WAKE_TOKENS + 2]
+    assert first.text + second.text == "".join(f"{token} " for token in range(WAKE_TOKENS + 3))
     mailbox.put_token("a", 1, 0)
-    assert first.token_ids == list(range(MANY)), "what was taken is the reader's"
+    assert first.token_ids == list(range(WAKE_TOKENS)), "what was taken is the reader's"
     assert [chunk.token_ids for chunk in mailbox.take()] == [[1]]
 
 
@@ -52,7 +52,7 @@ def test_what_is_more_than_a_token_or_of_another_sample_stands_by_itself() -> No
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("many", [1, 3, MANY])
+@pytest.mark.parametrize("many", [1, 3, WAKE_TOKENS])
 async def test_a_reader_is_woken_for_so_many_tokens_or_the_end(many: int) -> None:
     mailbox = Mailbox()
     assert mailbox.announce(many) is not None
@@ -180,7 +180,7 @@ def _read_across_threads(world: World, reader: str, found: list[int]) -> None:
 @pytest.mark.parametrize("foreign", [False, True])
 async def test_timers_run_while_many_readers_are_woken(foreign: bool) -> None:
     loop = asyncio.get_running_loop()
-    waiters = [loop.create_future() for _ in range(3 * TOGETHER + 5)]
+    waiters = [loop.create_future() for _ in range(3 * MAX_WOKEN + 5)]
     turn, woken = 0, list[tuple[int, int]]()
 
     def next_turn() -> None:
@@ -201,4 +201,4 @@ async def test_timers_run_while_many_readers_are_woken(foreign: bool) -> None:
         wake_all(waiters)
     await asyncio.gather(*readers)
     assert [number for _, number in woken] == list(range(len(waiters)))
-    assert max(Counter(turn for turn, _ in woken).values()) == TOGETHER
+    assert max(Counter(turn for turn, _ in woken).values()) == MAX_WOKEN

@@ -20,7 +20,7 @@ from asyncengine.engine.prefix_sources import Hit
 from asyncengine.outputs import Completion
 from asyncengine.request_spec import Peer
 from asyncengine.scheduler.restores import Wanted
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 from asyncengine.testing.leaks import assert_nothing_held
 
 SIZE = 4
@@ -255,7 +255,7 @@ async def test_a_page_that_leaves_the_cache_while_it_is_copied_is_not_sent(monke
         buffers = FakePageMemory.buffers
         evicted = []
 
-        def evicting(self: FakePageMemory, part: RecordPart, index: int) -> Any:
+        def evicting(self: FakePageMemory, part: RecordType, index: int) -> Any:
             if self._executor is pair.there.core.loop.runner.executor and not evicted:  # type: ignore[attr-defined]
                 evicted.extend(kv.tree.evict(FULL + 1))
                 kv.pool.give(evicted)

@@ -18,7 +18,7 @@ from asyncengine import AsyncEngine, EngineClosed, InvalidParameter, RequestFail
 from asyncengine.engine.prefix_files import Prefixes
 from asyncengine.outputs import Completion
 from asyncengine.scheduler.messages import ImportPrefix, Message, PinPrefix, PrefixFound, PrefixLoaded, UnpinPrefix
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
 
@@ -35,7 +35,7 @@ class Memory(FakePageMemory):
         self.waiting = executor.waiting
         self.copied = 0
 
-    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+    def buffers(self, part: RecordType, index: int) -> Sequence[memoryview]:
         self.copied += 1
         if self.copied == 2:
             self.waiting.set()

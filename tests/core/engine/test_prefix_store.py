@@ -23,7 +23,7 @@ from asyncengine.kvcache.store.record import Header, digests_of
 from asyncengine.kvcache.store.segments import SegmentStore
 from asyncengine.outputs import Completion
 from asyncengine.scheduler.restores import Wanted
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 from asyncengine.testing import FakeExecutor
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.testing.replay import Recording, replay
@@ -252,8 +252,8 @@ def test_a_reading_of_windows_needs_those_in_sight() -> None:
     root = prefixes.root(("", ""))
     assert root is not None
     for place, (parent, packed, _) in enumerate(digests_of(root, PROMPT, SIZE)):
-        for part in (RecordPart.PAGE, RecordPart.WINDOW):
-            if part is RecordPart.PAGE or place in (2, 3, 5):
+        for part in (RecordType.PAGE, RecordType.WINDOW):
+            if part is RecordType.PAGE or place in (2, 3, 5):
                 store.append([(Header(FINGERPRINT, parent, packed, part, 3, 0), [b"abc"], lambda: True)])
     # behind page 4 one sees pages 2 and 3; behind page 6, pages 3 to 5, of which the fourth is missing
     found: list[Hit] = []

@@ -15,7 +15,7 @@ from asyncengine.execution.attention.torch_paged import TorchPagedBackend
 from asyncengine.execution.device import shared_gather
 from asyncengine.execution.layers.states import StatePools, StateSpec
 from asyncengine.execution.runner.model_memory import CpuPageMemory
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 pytestmark = pytest.mark.skipif(shared_gather.missing() is not None, reason=str(shared_gather.missing()))
 CPU, TYPE = torch.device("cpu"), torch.float32
@@ -33,7 +33,7 @@ def test_a_page_is_what_all_ranks_have_of_it() -> None:
     plain = TorchPagedBackend([SPEC, replace(SPEC, index=1)], 5, 4, TYPE, CPU)
     alone = CpuPageMemory(plain.page_pools(), StatePools(STATES, 3, TYPE, CPU), "torch")
     assert memory.layout == alone.layout
-    for part, index in ((RecordPart.PAGE, 3), (RecordPart.STATE, 2)):
+    for part, index in ((RecordType.PAGE, 3), (RecordType.STATE, 2)):
         given, buffers = [], memory.buffers(part, index)
         assert [len(each) for each in buffers] == [len(each) for each in alone.buffers(part, index)]
         assert sum(len(each) for each in buffers) == memory.nbytes(part) == alone.nbytes(part)
@@ -64,13 +64,13 @@ def test_a_state_of_several_ranks_has_the_bytes_of_one() -> None:
     assert memory.layout == alone.layout
     for pool in (*whole.recurrent, *whole.windows):
         pool[2] = torch.arange(1, pool[2].numel() + 1).view(pool[2].shape)
-    buffers, given = memory.buffers(RecordPart.STATE, 2), b"".join(alone.buffers(RecordPart.STATE, 2))
-    assert sum(len(each) for each in buffers) == memory.nbytes(RecordPart.STATE) == len(given)
+    buffers, given = memory.buffers(RecordType.STATE, 2), b"".join(alone.buffers(RecordType.STATE, 2))
+    assert sum(len(each) for each in buffers) == memory.nbytes(RecordType.STATE) == len(given)
     begin = 0
     for buffer in buffers:
         buffer[:] = given[begin : begin + len(buffer)]
         begin += len(buffer)
-    memory.filled(RecordPart.STATE, 2, buffers)
+    memory.filled(RecordType.STATE, 2, buffers)
     for rank, channels in enumerate(([0, 1, 2, 3, 8], [4, 5, 6, 7, 9])):
         assert torch.equal(states[rank].recurrent[0], whole.recurrent[0][:, 2 * rank : 2 * rank + 2])
         assert torch.equal(states[rank].windows[0], whole.windows[0][:, :, channels])

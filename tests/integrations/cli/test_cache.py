@@ -12,7 +12,7 @@ from asyncengine.integrations.cli.main import main
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.record import Header, digests_of, root_digest
 from asyncengine.kvcache.store.segments import SegmentStore
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 MODELS = (b"f" * 32, b"g" * 32)
 
@@ -21,7 +21,7 @@ def fill(folder: Path, fingerprint: bytes, count: int = 5) -> SegmentStore:
     """A store that is open, with `count` pages of two tokens, of 1,000 bytes each."""
     store = SegmentStore(SystemDisk(), str(folder), fingerprint, 10**6)
     pages = digests_of(root_digest(fingerprint, ("", "")), range(2 * count), 2)
-    headers = [Header(fingerprint, parent, tokens, RecordPart.PAGE, 1000, 0) for parent, tokens, _ in pages]
+    headers = [Header(fingerprint, parent, tokens, RecordType.PAGE, 1000, 0) for parent, tokens, _ in pages]
     assert (
         store.append([(header, [bytes([place]) * 1000], lambda: True) for place, header in enumerate(headers)]) == count
     )

@@ -12,7 +12,7 @@ from support.data import cases_of
 
 from asyncengine.kvcache.store.prefix_stream import PrefixReader, write_prefix
 from asyncengine.kvcache.store.record import RecordError
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 ROWS: dict[str, Any] = cases_of(__file__)
 
@@ -20,10 +20,10 @@ SIZE = 4
 TOKENS = list(range(5, 17))
 IDENTITY = {"model weights": "w" * 64, "dtype": "float32", "page size": "4"}
 NAMESPACE = ("", "")
-SIZES = {RecordPart.PAGE: 24, RecordPart.WINDOW: 10, RecordPart.STATE: 7}
+SIZES = {RecordType.PAGE: 24, RecordType.WINDOW: 10, RecordType.STATE: 7}
 PLACES = [
-    (RecordPart.PAGE, 0, 3), (RecordPart.PAGE, 1, 5), (RecordPart.PAGE, 2, 4), (RecordPart.WINDOW, 2, 1),
-    (RecordPart.STATE, 2, 2),
+    (RecordType.PAGE, 0, 3), (RecordType.PAGE, 1, 5), (RecordType.PAGE, 2, 4), (RecordType.WINDOW, 2, 1),
+    (RecordType.STATE, 2, 2),
 ]  # fmt: skip
 
 
@@ -36,14 +36,14 @@ class Memory:
         rng = random.Random(seed)
         self.data = {part: [bytearray(rng.randbytes(size)) for _ in range(9)] for part, size in SIZES.items()}
 
-    def nbytes(self, part: RecordPart) -> int:
+    def nbytes(self, part: RecordType) -> int:
         return SIZES[part]
 
-    def buffers(self, part: RecordPart, index: int) -> Sequence[memoryview]:
+    def buffers(self, part: RecordType, index: int) -> Sequence[memoryview]:
         data = memoryview(self.data[part][index])
         return [data[:5], data[5:]]
 
-    def filled(self, part: RecordPart, index: int, buffers: Sequence[memoryview]) -> None:
+    def filled(self, part: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
         assert b"".join(buffers) == self.data[part][index]
 
 
@@ -55,7 +55,7 @@ def written(memory: Memory, intact: int = 99) -> bytes:
     return stream.getvalue()
 
 
-def read(data: bytes | bytearray, places: list[tuple[RecordPart, int, int]], memory: Memory) -> None:
+def read(data: bytes | bytearray, places: list[tuple[RecordType, int, int]], memory: Memory) -> None:
     reader = PrefixReader(io.BytesIO(data))
     reader.check(IDENTITY, NAMESPACE, SIZE)
     assert reader.tokens == TOKENS
@@ -104,7 +104,7 @@ def test_reading_ends_when_it_is_given_up() -> None:
 
 def test_records_of_another_layout_are_refused_before_memory_is_touched() -> None:
     class Wider(Memory):
-        def nbytes(self, part: RecordPart) -> int:
+        def nbytes(self, part: RecordType) -> int:
             return SIZES[part] + 1
 
     with pytest.raises(RecordError, match="does not belong"):

@@ -18,13 +18,13 @@ from asyncengine.kvcache.store.record import (
     root_digest,
     write_record,
 )
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 
 FINGERPRINT = bytes(range(32))
 ROOT = root_digest(FINGERPRINT, ("adapter", ""))
 
 
-def make_record(tokens: list[int], buffers: list[bytes], part: RecordPart = RecordPart.PAGE) -> bytes:
+def make_record(tokens: list[int], buffers: list[bytes], part: RecordType = RecordType.PAGE) -> bytes:
     size, check = sum(map(len, buffers)), checksum(buffers)
     header = Header(FINGERPRINT, ROOT, pack_tokens(tokens), part, size, check)
     file = io.BytesIO()
@@ -44,13 +44,13 @@ def read(file: bytes | bytearray) -> list[tuple[Header, bytes]]:
 
 def test_records_are_read_as_they_were_written() -> None:
     buffers = [b"keys", b"", b"values"]
-    file = make_record([1, -2, 2**31 - 1], buffers) + make_record([4], [b""], RecordPart.STATE)
+    file = make_record([1, -2, 2**31 - 1], buffers) + make_record([4], [b""], RecordType.STATE)
     (first, payload), (second, nothing) = read(file)
     assert payload == b"keysvalues"
     assert nothing == b""
     assert first.tokens == pack_tokens([1, -2, 2**31 - 1])
-    assert (first.fingerprint, first.parent, first.part) == (FINGERPRINT, ROOT, RecordPart.PAGE)
-    assert second.part is RecordPart.STATE
+    assert (first.fingerprint, first.parent, first.type) == (FINGERPRINT, ROOT, RecordType.PAGE)
+    assert second.type is RecordType.STATE
     assert first.digest == page_digest(ROOT, first.tokens)
 
 

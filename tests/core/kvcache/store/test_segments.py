@@ -14,7 +14,7 @@ from asyncengine.kvcache.store import segments
 from asyncengine.kvcache.store.disk import SystemDisk
 from asyncengine.kvcache.store.record import Header, digests_of, root_digest
 from asyncengine.kvcache.store.segments import Record, SegmentStore
-from asyncengine.step import RecordPart
+from asyncengine.step import RecordType
 from asyncengine.testing.world import ProcessDied, VirtualDisk
 
 FINGERPRINT, OTHER = b"f" * 32, b"g" * 32
@@ -24,7 +24,7 @@ ROOT = root_digest(FINGERPRINT, ("", ""))
 def headers(count: int, first: int = 0) -> list[Header]:
     """Headers of a chain of pages of one token."""
     found = digests_of(ROOT, range(first, first + count), 1)
-    return [Header(FINGERPRINT, parent, tokens, RecordPart.PAGE, 0, 0) for parent, tokens, _ in found]
+    return [Header(FINGERPRINT, parent, tokens, RecordType.PAGE, 0, 0) for parent, tokens, _ in found]
 
 
 def record(header: Header, payload: bytes, intact: Callable[[], bool] = lambda: True) -> Record:
@@ -34,7 +34,7 @@ def record(header: Header, payload: bytes, intact: Callable[[], bool] = lambda: 
 
 def read(store: SegmentStore, header: Header) -> bytes | None:
     """The payload that is found for `header`."""
-    known = store.find(header.digest, header.part)
+    known = store.find(header.digest, header.type)
     if known is None:
         return None
     payload = bytearray(known.size)

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from asyncengine.execution.layers.rotary import Angles
-from asyncengine.execution.layers.step import AdapterRecords, StepContext
+from asyncengine.execution.layers.step import NO_IMAGES, AdapterRecords, StepContext, Traces
 from asyncengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ what the output layer reads [T, width]."""
 class RecordedLayers:
     """The layers of one model. Used by one thread at a time."""
 
-    def __init__(self, run: Run, keeps_states: bool, paths: tuple[str, ...]) -> None:
-        """`run`: all layers. `paths`: of their products, as adapters name them."""
-        self._run, self._keeps_states, self._paths = run, keeps_states, paths
+    def __init__(self, run: Run, keeps_states: bool, paths: tuple[str, ...], ends: bool = True) -> None:
+        """`run`: all layers. `paths`: of their products, as adapters name them. `ends`: the model's last layer is among
+        them, of whose results not all rows may be wanted."""
+        self._run, self._keeps_states, self._paths, self._ends = run, keeps_states, paths, ends
         self._arena: recording.Arena | None = None
         self.records: dict[tuple[Any, ...], tuple[recording.Record, torch.Tensor]] = {}
         """Records and their results, by the number of tokens, whether rows have adapters, and which angles scale
@@ -82,6 +83,19 @@ class RecordedLayers:
         record, out = known
         record.replay(values)
         return out.clone()
+
+    def run(
+        self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None,
+        rows: torch.Tensor | None, kept: list[torch.Tensor] | Traces | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Run a decoder's layers (`Decoder.run_layers`) by a record, or one by one where no record gives the same."""
+        x = None
+        # with adapters, the last feed-forward part has its rows' own
+        if kept is None and not (step.images or NO_IMAGES).deep and (rows is None or step.adapters is None):
+            x = self(h, step, angles, vectors)
+        if x is None:
+            return self._run(h, step, angles, vectors, rows, kept)
+        return x.index_select(0, rows) if rows is not None and self._ends else x
 
     def _recorder(self, inputs: Sequence[torch.Tensor]) -> recording.Recorder:
         from asyncengine.kernels.api import recording

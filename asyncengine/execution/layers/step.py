@@ -129,8 +129,13 @@ class Traces:
         return h
 
     def append(self, h: torch.Tensor) -> None:
-        """Take the stream [T, width] before the next layer, or behind the last layer the normed one."""
+        """Take the stream [T, width] before the next layer, or behind the last."""
         self.stream.append(h if len(self.stream) in self.layers else h.new_empty(0))
+
+    def end(self, hidden: torch.Tensor) -> None:
+        """Take the final norm [T, width] of the stream behind the last layer in that one's place, as transformers."""
+        self.stream.pop()
+        self.append(hidden)
 
     def of(self, params: SamplingParams, first: int, end: int) -> torch.Tensor:
         """[tokens, layers, ...] of the tokens from `first` up to `end`, as a request with `params` asks for it."""
@@ -196,6 +201,47 @@ class StepContext:
         """
         if self.routes is not None:
             self.routes.extend(mixture.chosen(residual, x) for mixture in mixtures())
+
+
+class StreamHooks:
+    """The changes of one step to the residual stream [T, width] between layers, and the copies that it keeps of it."""
+
+    def __init__(self, step: StepContext, kept: list[torch.Tensor] | Traces | None, taps: Sequence[int]) -> None:
+        self._images, self._traces = step.images or NO_IMAGES, step.traces
+        self._kept, self._taps = kept, taps
+        self._streams: list[torch.Tensor] = []
+
+    @classmethod
+    def of(cls, step: StepContext, kept: list[torch.Tensor] | Traces | None, taps: Sequence[int]) -> StreamHooks | None:
+        """The hooks of a step; None if it leaves the stream alone. `kept` takes the stream before each layer and behind
+        the last; `taps`: layers before which a head reads it, their number for behind the last."""
+        deep = step.images is not None and step.images.deep
+        steered = step.traces is not None and step.traces.added
+        return None if kept is None and not taps and not deep and not steered else cls(step, kept, taps)
+
+    def keep(self, layer: int, h: torch.Tensor) -> None:
+        """Keep the stream before a layer."""
+        if self._kept is not None:
+            self._kept.append(h)
+        if layer in self._taps:
+            self._streams.append(h)
+
+    def add(
+        self, layer: int, h: torch.Tensor, x: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the stream behind a layer, its norm), of what the layer gave, with what pictures and requests add."""
+        stream, images, traces = h, self._images, self._traces
+        if images.tokens is not None and layer < len(images.deep):
+            stream = stream.index_add(0, images.tokens, images.deep[layer])
+        if traces is not None and layer + 1 in traces.added:
+            stream = traces.steered(stream, layer + 1)
+        if stream is not h:
+            x = stream if norm is None else norm(stream)
+        return stream, x
+
+    def beside(self, x: torch.Tensor, joined: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """x [T, width] with the streams of `taps` beside it, if there are any."""
+        return joined(x, *self._streams) if self._streams else x
 
 
 class CausalLM(ABC):

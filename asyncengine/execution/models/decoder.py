@@ -23,7 +23,6 @@ from asyncengine.execution.layers.basic import (
     Linear,
     LMHead,
     NormConfig,
-    Part,
     named_norm,
 )
 from asyncengine.execution.layers.latent_attention import LatentAttentionConfig
@@ -33,10 +32,11 @@ from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
-from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext, Traces
+from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext, StreamHooks, Traces
 from asyncengine.execution.layers.stored import TensorSlot, nbytes_of
 from asyncengine.execution.layers.weight_forms import WeightForm
-from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead, plan_layers
+from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead
+from asyncengine.execution.models.decoder_plan import plan_decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,18 @@ class DecoderConfig:
     aliases: tuple[tuple[str, str], ...] = ()
     """(a tensor's name, another one) that checkpoints may have instead (OLMo Hybrid)."""
     ignored: tuple[str, ...] = field(default=())
-    """Regular expressions of tensors that checkpoints of this family have and nobody needs."""
+    """Regular expressions of tensors that checkpoints of this family have and no layer needs."""
+
+    @property
+    def outer_width(self) -> int:
+        """Numbers of an embedding, and of what the output layer reads."""
+        return self.embedding_width or self.width
+
+    @property
+    def input_vocab_size(self) -> int:
+        """Token ids are below it."""
+        sizes = (self.vocab_size,) if self.layer_inputs is None else (self.vocab_size, self.layer_inputs.vocab_size)
+        return min(sizes)
 
 
 class Decoder(CausalLM):
@@ -117,58 +128,51 @@ class Decoder(CausalLM):
     def __init__(self, config: DecoderConfig, options: LayerOptions, max_model_len: int) -> None:
         self.config, self.options, self.max_model_len = config, options, max_model_len
         self.dtype, self.device = options.dtype, options.device
-        self.vocab_size = self.input_vocab_size = config.vocab_size
-        outer, every = config.embedding_width or config.width, options
-        options = every.at(None)
+        self.vocab_size, self.input_vocab_size = config.vocab_size, config.input_vocab_size
+        self.plan = plan = plan_decoder(
+            config, None if options.stage is None else options.stage.run,
+            kernels=options.kernels.name, sharded=options.ranks is not None,
+        )  # fmt: skip
+        outside, outer = options.at(None), config.outer_width
         self.head = LMHead(
-            options, config.head, config.vocab_size, outer, bias=config.head_bias,
+            outside, config.head, config.vocab_size, outer, bias=config.head_bias,
             tied=config.embedding if config.tied else None,
         )  # fmt: skip
         self.embedding = Embedding(
-            options, config.embedding, config.vocab_size, outer, config.embedding_scale,
+            outside, config.embedding, config.vocab_size, outer, config.embedding_scale,
             self.head if config.tied else None,
         )  # fmt: skip
-        self.projections: list[Linear] = []
+        self.projections = [Linear(outside, [part], inputs) for part, inputs in plan.projections]
         """From embeddings to the layers and back, where their widths differ."""
-        if outer != config.width:
-            self.projections = [
-                Linear(options, [Part(config.project_in, config.width)], outer),
-                Linear(options, [Part(config.project_out, outer)], config.width),
-            ]
-        self.embedding_norm = named_norm(options, config.norm, config.embedding_norm, config.width)
+        self.embedding_norm = named_norm(outside, config.norm, config.embedding_norm, config.width)
         self.inputs: LayerInputs | None = None
         if config.layer_inputs is not None:
-            self.inputs = LayerInputs(options, config.layer_inputs, config.norm, len(config.layers), config.width)
-            self.input_vocab_size = min(config.vocab_size, config.layer_inputs.vocab_size)
+            self.inputs = LayerInputs(outside, config.layer_inputs, config.norm, len(config.layers), config.width)
         self.positions: Embedding | None = None
         if config.positions is not None:
             rows = config.max_positions + config.position_offset
-            self.positions = Embedding(options, config.positions, rows, config.width)
-        self.plan = plan = plan_layers(config, None if options.stage is None else options.stage.run)
+            self.positions = Embedding(outside, config.positions, rows, config.width)
         self.layers = [
-            DecoderLayer(every.at(index), config, layer, index, plan.pools[index], plan.states[index])
+            DecoderLayer(options.at(index), config, layer, index, plan.pools[index], plan.states[index])
             for index, layer in enumerate(config.layers)
         ]
-        self.norm = named_norm(options, config.norm, config.final_norm, config.width)
-        self._following = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
-        if not plan.is_last and not plan.carries_norms:
-            self._following[plan.run[-1]] = None  # the next stage's
+        self.norm = named_norm(outside, config.norm, config.final_norm, config.width)
+        norms = [*(layer.before_attention for layer in self.layers[1:]), self.norm]
+        self._following = [norm if index in plan.normed else None for index, norm in enumerate(norms)]
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
-        self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
+        self._unrotated = Angles(outside.zeros(1, 0), outside.zeros(1, 0), "halves")
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
         self.specs = [own.spec for own in attentions if own.config.keys_of is None]
         self.mtp: MTPHead | None = None
         if config.mtp is not None:
-            self.mtp = config.mtp.build(options, config, len(self.specs), self.head.weight, max_model_len)
+            self.mtp = config.mtp.build(outside, config, len(self.specs), self.head.weight, max_model_len)
             self.specs.append(self.mtp.attention.spec)
-        self._taps = () if config.mtp is None else config.mtp.taps
         self.states = [layer.state.spec for layer in self.layers if layer.state is not None]
         self.recorded: RecordedLayers | None = None
         """Short steps in one call, where compiled kernels make all products."""
-        whole = all(layer.compiled for layer in self.layers)
-        if options.kernels.name == "compiled" and whole and options.ranks is None and not plan.carries_norms:
+        if plan.records and all(layer.compiled for layer in self.layers):
             paths = tuple(linear.path for index in plan.run for linear in self.layers[index].linears())
-            self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths)
+            self.recorded = RecordedLayers(self._through_layers, bool(self.states), paths, ends=plan.is_last)
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending; there may be none) of ids [T]."""
@@ -184,17 +188,24 @@ class Decoder(CausalLM):
         takes, without rows, what a head reads of other layers (`MTPHead.features`); `kept` the stream before each
         layer, and behind the last."""
         traces = step.traces
-        # of all tokens, wanted or not
-        if traces is not None and (traces.layers or traces.added) and kept is not traces:
-            hidden = self.hidden_states(ids, step, None, streams, traces)
-            traces.append(hidden)
+        if traces is not None and (traces.layers or traces.added):  # of all tokens, wanted or not
+            hidden = self._hidden_states(ids, step, None, streams, traces)
+            traces.end(hidden)
             return hidden if rows is None else hidden.index_select(0, rows)
         if step.routes is not None and rows is not None and not len(rows):
-            return self.hidden_states(ids, step, kept=kept)[:0]  # routers of the last layer are wanted all the same
-        made, width = self.run_layers(*self.embedded(ids, step), step, rows, kept), self.config.width
-        if self._taps and streams is not None:
-            streams.append(made[:, width:].contiguous())
-        return self.projected(made[:, :width].contiguous() if self._taps else made, step, rows)
+            # routers of the last layer are wanted all the same
+            return self._hidden_states(ids, step, None, None, kept)[:0]
+        return self._hidden_states(ids, step, rows, streams, kept)
+
+    def _hidden_states(
+        self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None, streams: list[torch.Tensor] | None,
+        kept: list[torch.Tensor] | Traces | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same for these rows alone."""
+        x, width = self.run_layers(*self.embedded(ids, step), step, rows, kept), self.config.width
+        if self.plan.taps and streams is not None:
+            streams.append(x[:, width:].contiguous())
+        return self.projected(x[:, :width].contiguous() if self.plan.taps else x, step, rows)
 
     def embedded(self, ids: torch.Tensor, step: StepContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(what the first layer reads [T, width], the vectors of `LayerInputs`), of int64 ids [T]."""
@@ -218,15 +229,10 @@ class Decoder(CausalLM):
         """The result [T, width] of this process's layers, of what the first of them reads; behind the last layer of
         all, its final norm, of `rows` only, if given; without rows, streams before other layers beside it, if a head
         reads them. Not `recorded`: layers are called one by one."""
-        images = step.images or NO_IMAGES
-        angles = [*(rotary(step.positions, images.axes) for rotary in self.rotary), self._unrotated]
-        plain = recorded and not images.deep and kept is None
-        # with adapters, the last feed-forward part has its rows' own
-        if self.recorded is not None and plain and (rows is None or step.adapters is None):
-            x = self.recorded(h, step, angles, vectors)
-            if x is not None:
-                return x.index_select(0, rows) if rows is not None and self.plan.is_last else x
-        return self._through_layers(h, step, angles, vectors, rows, kept)
+        axes = None if step.images is None else step.images.axes
+        angles = [*(rotary(step.positions, axes) for rotary in self.rotary), self._unrotated]
+        run = self._through_layers if self.recorded is None or not recorded else self.recorded.run
+        return run(h, step, angles, vectors, rows, kept)
 
     def projected(self, x: torch.Tensor, step: StepContext, rows: torch.Tensor | None) -> torch.Tensor:
         """The rows that the output layer reads, of those behind the final norm: all, or `rows`."""
@@ -239,43 +245,34 @@ class Decoder(CausalLM):
         rows: torch.Tensor | None = None, kept: list[torch.Tensor] | Traces | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The same as `run_layers`, layer by layer."""
-        images = step.images or NO_IMAGES
-        pictured, deep = images.tokens, images.deep
-        plan, run = self.plan, self.plan.run
-        first = self.layers[run.start].before_attention
-        unread = rows is not None and not len(rows)
-        if unread and run.start > plan.last_kept:
+        plan, unread = self.plan, rows is not None and not len(rows)
+        if unread and plan.run.start > plan.last_kept:
             return h.new_empty(0, self.head.inputs)
-        if plan.carries_norms and run.start:
-            h, x = (part.contiguous() for part in h.chunk(2, dim=-1))
-        else:
-            x = h if first is None else first(h)
-        streams: list[torch.Tensor] = []
-        for index in run:
-            layer, layer_angles = self.layers[index], angles[plan.rotaries[index]]
+        h, x = self._begin(h)
+        hooks = StreamHooks.of(step, kept, plan.taps if rows is None else ())
+        for index in plan.run:
+            layer, layer_angles, following = self.layers[index], angles[plan.rotaries[index]], self._following[index]
             if unread and index == plan.last_kept:  # kernels of a GPU refuse to be launched for no rows
                 layer.mix(x, step, layer_angles)
                 return h.new_empty(0, self.head.inputs)
+            if hooks is not None:
+                hooks.keep(index, h)
             wanted = rows if index + 1 == len(self.layers) else None
-            following, own = self._following[index], None if vectors is None else vectors[:, index]
-            if kept is not None:
-                kept.append(h)
-            if index in self._taps:
-                streams.append(h)
-            h, x = layer(h, x, step, layer_angles, following, wanted, own)
-            if pictured is not None and index < len(deep):
-                h = h.index_add(0, pictured, deep[index])
-                x = h if following is None else following(h)
-            if step.traces is not None and index + 1 in step.traces.added:
-                h = step.traces.steered(h, index + 1)
-                x = h if following is None else following(h)
-        if kept is not None and kept is not step.traces:  # of these the norm is meant
-            kept.append(h)
-        if len(self.layers) in self._taps:
-            streams.append(h)
-        if streams and rows is None:
-            return self.options.kernels.joined(x, *streams)
-        return torch.cat([h, x], dim=-1) if plan.carries_norms and not plan.is_last else x
+            h, x = layer(h, x, step, layer_angles, following, wanted, None if vectors is None else vectors[:, index])
+            if hooks is not None:
+                h, x = hooks.add(index, h, x, following)
+        if hooks is not None:
+            hooks.keep(len(self.layers), h)
+            x = hooks.beside(x, self.options.kernels.joined)
+        return torch.cat([h, x], dim=-1) if plan.hands_on_norms else x
+
+    def _begin(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the stream before this process's first layer, its norm), of what `embedded` or the stage before gave."""
+        if self.plan.reads_norms:
+            stream, normed = h.chunk(2, dim=-1)
+            return stream.contiguous(), normed.contiguous()
+        first = self.layers[self.plan.run.start].before_attention
+        return h, h if first is None else first(h)
 
     @property
     def carried(self) -> tuple[int, tuple[int, ...]]:
@@ -421,7 +418,7 @@ class PooledDecoder(CausalLM):
         self.decoder, self.specs, self.states = decoder, decoder.specs, decoder.states
         self.input_vocab_size, self.vocab_size = decoder.input_vocab_size, decoder.vocab_size
         self.dtype, self.device = decoder.dtype, decoder.device
-        self.width = 1 if tokens else decoder.config.embedding_width or decoder.config.width
+        self.width = 1 if tokens else decoder.config.outer_width
         self._tokens = list(tokens)
 
     @property

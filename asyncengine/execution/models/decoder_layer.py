@@ -1,14 +1,13 @@
 """One layer of a decoder, or of an encoder: what mixes tokens, and a feed-forward part, around a residual stream; and a
 head of such layers that predicts further tokens.
 
-Which cache each layer reads, which rotation it has, and which of them are computed here, is a decoder's `LayerPlan`.
+Which cache each layer reads, which rotation it has, and which of them are computed here, is in the `DecoderPlan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,49 +163,6 @@ class DecoderLayer:
     def mixtures(self) -> list[SparseMLP | SideExperts]:
         """Its mixtures of experts, whose weights are no linears."""
         return [part for part in (self.mlp, self.side) if isinstance(part, (SparseMLP, SideExperts))]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """The consequences, by layer, of a decoder's configuration and of the stage of a pipeline; no tensor is asked."""
-
-    pools: tuple[int, ...]
-    """The index of the keys and values that a layer attends to in the attention backend."""
-    states: tuple[int, ...]
-    """The number of layers before it that keep a recurrent state."""
-    rotaries: tuple[int, ...]
-    """The index of its rotary embedding; the one behind the last: none."""
-    run: range
-    """The layers that are computed in this process."""
-    last_kept: int
-    """The last layer whose keys, values or states later steps read."""
-    carries_norms: bool
-    """Stages hand on the stream and its norm: a layer norm is of a sum before that is rounded."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the last layer of all is computed here."""
-        return self.run.stop == len(self.pools)
-
-
-def plan_layers(config: DecoderConfig, stage: range | None = None) -> LayerPlan:
-    """The plan of all layers in one process, or of those in `stage` where a pipeline divides them."""
-    pools: list[int] = []
-    taken = 0
-    for layer in config.layers:
-        source = None if layer.attention is None else layer.attention.keys_of
-        pools.append(taken if source is None else pools[source])
-        taken += layer.attention is not None and source is None
-    rotary = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
-    keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
-    return LayerPlan(
-        pools=tuple(pools),
-        states=tuple(accumulate((layer.state is not None for layer in config.layers[:-1]), initial=0)),
-        rotaries=tuple(len(config.rotary) if index is None else index for index in rotary),
-        run=range(len(config.layers)) if stage is None else stage,
-        last_kept=max(index for index, kept in enumerate(keeps) if kept),
-        carries_norms=stage is not None and config.norm.kind != "rms",
-    )
 
 
 # The head of a checkpoint that predicts the token after the next one (multi-token prediction, Gloeckle et al. 2024).

@@ -18,8 +18,8 @@ from numba.core import cgutils
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_softmax import exp2
 from asyncengine.kernels.cpu.calls import address_of, call, name_of, team_kernel
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
+from asyncengine.kernels.cpu.jit import array, inline, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, number_of, size_of
 
@@ -28,7 +28,7 @@ _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 """Abramowitz and Stegun 7.1.26, off by 8e-8 at most."""
 
 
-@emitted(INT64, INT64, KIND)
+@emitted(INT64, INT64, TAG)
 def gelu_row(builder: Any, address: Any, width: Any, kind: Any) -> None:
     """GELU of so many numbers in place, whole vectors of them."""
     with cgutils.for_range(builder, builder.udiv(width, LONG(LANES))) as loop:
@@ -68,7 +68,7 @@ def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
     out = torch.empty((*outer, width), dtype=both.dtype)
     rows = out.numel() // width
     code = gate_code(activation, both.dtype)
-    gate(both.data_ptr(), out.data_ptr(), rows, width, code, kind_of(both.dtype), use_team())
+    gate(both.data_ptr(), out.data_ptr(), rows, width, code, tag_of(both.dtype), use_team())
     return out
 
 
@@ -91,7 +91,7 @@ def in_place(name: str, parameters: torch.Tensor | None = None) -> Callable[[tor
 def _activated(activation: int, parameters: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     width, own = x.shape[-1], 0 if parameters is None else parameters.data_ptr()
-    activate(x.data_ptr(), x.numel() // width, width, activation, own, kind_of(x.dtype), use_team())
+    activate(x.data_ptr(), x.numel() // width, width, activation, own, tag_of(x.dtype), use_team())
     return x
 
 
@@ -104,7 +104,7 @@ def gate_code(activation: int, dtype: torch.dtype) -> int:
 @cache
 def _name_of_gate(activation: int, dtype: torch.dtype) -> str:
     rows = gate_by_gelu_tanh if activation == _GELU_TANH else gate_by_gelu
-    return name_of(rows, (*(numba.types.int64,) * 5, numba.typeof(kind_of(dtype))))
+    return name_of(rows, (*(numba.types.int64,) * 5, numba.typeof(tag_of(dtype))))
 
 
 def activation_id(between: object) -> int | None:

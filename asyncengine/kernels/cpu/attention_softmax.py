@@ -14,7 +14,7 @@ from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.attention_tiles import BLOCK
-from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, TAG, emitted
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, WORDS, load, store
 
 LOG2E = 1.4426950408889634
@@ -34,7 +34,7 @@ def softcap(builder: Any, scores: Any, scale: Any, cap: Any) -> None:
         store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, own, FLOATS), ratio)), back), own)
 
 
-@emitted(*[INT64] * 5, FLOAT32, *[INT64] * 3, KIND)
+@emitted(*[INT64] * 5, FLOAT32, *[INT64] * 3, TAG)
 def softmax(
     builder: Any, there: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any,
     decay: Any, operand: Any,
@@ -122,7 +122,7 @@ def _magnitude(builder: Any, numbers: Any, count: Any) -> Any:
     return builder.bitcast(_reduce(builder, [builder.load(largest)], _more), FLOAT)
 
 
-@emitted(INT64, INT64, KIND)
+@emitted(INT64, INT64, TAG)
 def spread_lanes(builder: Any, source: Any, out: Any, kind: Any) -> None:
     """out, float32, = sixteen numbers times Hadamard's matrix, by turns of sums and differences of neighbours."""
     numbers = vectors.read(builder, source, kind)
@@ -138,7 +138,7 @@ def _more(builder: Any, left: Any, right: Any) -> Any:
     return builder.select(builder.icmp_unsigned(">", left, right), left, right)
 
 
-@emitted(INT64, FLOAT32, INT64, INT64, KIND)
+@emitted(INT64, FLOAT32, INT64, INT64, TAG)
 def store_scaled(builder: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> None:
     """out = values * factor, for `count` float32, a multiple of sixteen; `out` is of `kind`."""
     by = vectors.splat(builder, factor)

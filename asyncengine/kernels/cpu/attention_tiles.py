@@ -31,7 +31,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LONG, WORD, load, store
 
 BLOCK = 128
@@ -49,13 +49,13 @@ _LANES_OF = {numba.typeof(zero): lanes for lanes, zero in LANES.items()}
 _HALF, _FLOAT32, _SHORT = numba.types.uint16, numba.types.float32, numba.types.int16
 
 
-@emitted(KIND, KIND, result=INT64)
+@emitted(TAG, TAG, result=INT64)
 def stored_size(builder: Any, kind: Any, operand: Any) -> Any:
     """Bytes of a number in the pool."""
     return LONG(1 if operand == _SHORT else kind.bitwidth // 8)
 
 
-@emitted(*[INT64] * 7, KIND, KIND, KIND)
+@emitted(*[INT64] * 7, TAG, TAG, TAG)
 def scores(
     builder: Any, rows: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any,
     lanes: Any, operand: Any,
@@ -89,7 +89,7 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
     Behind `decay`, [rows] numbers say what 1 of whole weights stands for.
     """
 
-    @emitted(*[INT64] * 11, KIND, KIND, KIND)
+    @emitted(*[INT64] * 11, TAG, TAG, TAG)
     def sum_values(
         builder: Any, rows: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any,
         column: Any, out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
@@ -107,7 +107,7 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
     return sum_values
 
 
-@emitted(INT64, INT64, INT64, KIND)
+@emitted(INT64, INT64, INT64, TAG)
 def turn_tile(builder: Any, source: Any, out: Any, blocks: Any, kind: Any) -> None:
     """A tile of sixteen values, of `blocks` times sixteen dimensions, from one of keys, by rounds of perfect shuffles.
     In bfloat16 pairs of keys are turned whole, and then the two numbers between the outer ones change places."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import size_of
 
@@ -73,7 +73,7 @@ class StateKernel:
         out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
         self._run(
             self.address, 0 if states is None else states.data_ptr(), windows.data_ptr(), projected.data_ptr(),
-            out.data_ptr(), *SegmentPlaces.of(segments), len(projected), kind_of(projected.dtype), use_team(),
+            out.data_ptr(), *SegmentPlaces.of(segments), len(projected), tag_of(projected.dtype), use_team(),
         )  # fmt: skip
         return out
 
@@ -106,7 +106,7 @@ def convolve_segments(
     out = torch.empty((len(x), channels), dtype=x.dtype)
     _convolve(
         x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), windows.data_ptr(),
-        out.data_ptr(), channels, taps, silu, *SegmentPlaces.of(segments), len(x), kind_of(x.dtype), use_team(),
+        out.data_ptr(), channels, taps, silu, *SegmentPlaces.of(segments), len(x), tag_of(x.dtype), use_team(),
     )  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ from asyncengine.kernels.cpu import gemm_quantized as gemm
 from asyncengine.kernels.cpu.activation import UNGATED, activate, gate, gate_clamped, gate_code
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import INPUTS, OUTPUTS, PANELS_AT, QuantizedMatrix, code_for
-from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
 from asyncengine.kernels.cpu.panel_form import PANEL
 from asyncengine.kernels.cpu.quantized_tiles import PANELS
@@ -113,7 +113,7 @@ class ExpertsKernel:
             self.address, scratch.data_ptr(), x.data_ptr(), chosen.data_ptr(),
             0 if weights is None else weights.data_ptr(), out.data_ptr(), rows, count, form.experts,
             gate_code(form.activation, x.dtype),
-            np.float32(form.alpha), np.float32(form.limit), *self._forms, kind_of(x.dtype), size, use_team(),
+            np.float32(form.alpha), np.float32(form.limit), *self._forms, tag_of(x.dtype), size, use_team(),
         )  # fmt: skip
 
 

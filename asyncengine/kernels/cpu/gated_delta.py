@@ -19,7 +19,7 @@ from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, team_kernel
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, StateKernel, convolve_tokens, segment_arrays
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
 from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, multiply_add, size_of, square_sum, store
 
@@ -158,7 +158,7 @@ def _write_tile(
             store(builder, builder.load(total), place)
 
 
-_eight, _two, _one = (emitted(*[INT64] * 12, KIND, columns=columns)(_write_tile) for columns in (_ROW, _TILE, 1))
+_eight, _two, _one = (emitted(*[INT64] * 12, TAG, columns=columns)(_write_tile) for columns in (_ROW, _TILE, 1))
 
 
 Spec: TypeAlias = NDArray[np.int64]

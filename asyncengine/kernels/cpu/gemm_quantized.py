@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import jit, matrix_unit, quantized_tiles
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, pointer, room, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
 from asyncengine.kernels.cpu.quantized_narrow import NARROW, NarrowWriter, narrow_fits
 from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, SPREAD, WideWriter, streamed_rows
@@ -132,7 +132,7 @@ def gemm(
     stride = out.stride(-2) if out.dim() > 1 else matrix.outputs
     _multiply(
         x.data_ptr(), known.ctypes.data, code_for(matrix.form, out.dtype), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), stride, scratch.data_ptr(), rows, kind_of(x.dtype), kind_of(out.dtype), x.element_size(),
+        out.data_ptr(), stride, scratch.data_ptr(), rows, tag_of(x.dtype), tag_of(out.dtype), x.element_size(),
         use_team(),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import torch
 
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import size_of
 
@@ -19,7 +19,7 @@ def split_queries(projected: torch.Tensor, heads: int, dim: int) -> torch.Tensor
     """[T, width - heads * dim] of [T, width]: queries without the gates that stand behind those of each head."""
     rows, width = projected.shape
     out = torch.empty((rows, width - heads * dim), dtype=projected.dtype)
-    split(projected.data_ptr(), out.data_ptr(), rows, width, heads, dim, kind_of(projected.dtype), use_team())
+    split(projected.data_ptr(), out.data_ptr(), rows, width, heads, dim, tag_of(projected.dtype), use_team())
     return out
 
 
@@ -32,7 +32,7 @@ def gate_heads(
     out = torch.empty_like(attended)
     rows, width = projected.shape
     where = (attended.data_ptr(), projected.data_ptr(), out.data_ptr())
-    multiply_gates(*where, rows, width, heads, dim, lone, kind_of(projected.dtype), use_team())
+    multiply_gates(*where, rows, width, heads, dim, lone, tag_of(projected.dtype), use_team())
     return out
 
 

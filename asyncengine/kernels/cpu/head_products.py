@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.calls import call, team_kernel
-from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order, tag_of
 from asyncengine.kernels.cpu.packed import WIDTH, multiply_part
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import reads_worth
@@ -41,7 +41,7 @@ def multiply_heads(x: torch.Tensor, panels: torch.Tensor, outputs: int, inputs: 
         count = min(rows - first, _ROWS)
         multiply_each(
             x.data_ptr() + first * steps[0], *steps, panels.data_ptr(), out.data_ptr() + first * out.stride(0) * size,
-            scratch.data_ptr(), count, heads, inputs, width - inputs, outputs, kind_of(x.dtype), size, use_team(),
+            scratch.data_ptr(), count, heads, inputs, width - inputs, outputs, tag_of(x.dtype), size, use_team(),
         )  # fmt: skip
     return out
 

@@ -11,15 +11,15 @@ import numba
 from numba.extending import intrinsic
 
 INT64, FLOAT32 = numba.types.int64, numba.types.float32
-KIND: Any = None
-"""In `emitted`: an argument of whatever type, which is all that kernels are written by."""
+TAG: Any = None
+"""In `emitted`: an argument of which only the type matters, such as a tag (`jit.tag_of`)."""
 
 
 def emitted(*types: Any, result: Any = numba.types.void, **settings: Any) -> Callable[[Callable[..., Any]], Any]:
     """A function of kernels made of one that writes its instructions: `write(builder, *arguments, **settings)`.
 
-    `types` are those of its arguments. `write` is given LLVM's values of them, or, in the place of a `KIND`, numba's
-    type of the argument; it returns the value of type `result`, if there is one. No result depends on who calls.
+    `types` are those of its arguments. `write` is given LLVM's values of them, but for a `TAG` the argument's numba
+    type; it returns the value of type `result`, if there is one. No result depends on who calls.
     `settings`: keyword-only arguments, which functions of kernels that are alike differ in.
     """
 
@@ -28,10 +28,10 @@ def emitted(*types: Any, result: Any = numba.types.void, **settings: Any) -> Cal
         def typed(_: Any, *given: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
                 known = zip(types, given, arguments, strict=True)
-                found = write(builder, *(own if kind is KIND else value for kind, own, value in known), **settings)
+                found = write(builder, *(own if kind is TAG else value for kind, own, value in known), **settings)
                 return context.get_dummy_value() if found is None else found
 
-            return result(*(own if kind is KIND else kind for kind, own in zip(types, given, strict=True))), generate
+            return result(*(own if kind is TAG else kind for kind, own in zip(types, given, strict=True))), generate
 
         known = inspect.signature(write)  # numba takes names of arguments from there, but for the first
         names = [name for name in known.parameters.values() if name.name not in settings]

@@ -4,9 +4,9 @@ A kernel is two things: a `serial` function that does some of the work's rows or
 how these are shared out among a team of threads (`calls.team_kernel`; where more is shared than one loop,
 `calls.parallel_for`); and a Python function that takes tensors and hands over addresses.
 
-Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
-bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even;
-numbers below 1e-38 may become 0.
+Tags: numba has no bfloat16. A tensor's dtype travels as a tag (`tag_of`), a zero of the type its memory is read as:
+`uint16` for bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to
+nearest even; numbers below 1e-38 may become 0.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from numba.np.arrayobj import make_array, populate_array
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.cache import KernelCache
 from asyncengine.kernels.cpu.compiling import Kernel, KernelCompiler
-from asyncengine.kernels.cpu.intrinsics import KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import TAG, emitted
 from asyncengine.kernels.cpu.vectors import LINE, LONG, widen_halves
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 """Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
-_KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+_TAGS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 
 
 def _compiled(function: Function, **options: Any) -> Function:
@@ -92,9 +92,9 @@ def with_gil(function: Any) -> Any:
     return Kernel(copy, options)
 
 
-def kind_of(dtype: torch.dtype) -> Any:
-    """The kind that memory of this type is read as. Raises `KeyError` for types without kernels."""
-    return _KINDS[dtype]
+def tag_of(dtype: torch.dtype) -> Any:
+    """The tag of a dtype, for kernels. Raises `KeyError` for dtypes without kernels."""
+    return _TAGS[dtype]
 
 
 def _pointer(_: Any, address: Any, kind: Any) -> Any:
@@ -140,7 +140,7 @@ def _room(_: Any, count: Any, kind: Any) -> Any:
     return numba.types.Array(item, 1, "C")(count, kind), generate
 
 
-@emitted(KIND)
+@emitted(TAG)
 def keep(builder: Any, held: Any) -> None:
     """Keep an array until here, after the last use of its address: numba frees an array of the kernel's own after the
     last line that names it, and whoever allocates next, on any thread, is given its memory."""

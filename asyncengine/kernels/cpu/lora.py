@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import call, compile_named, name_of, parallel_for
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LINE, LONG, WORD, WORDS, load, size_of
@@ -93,8 +93,8 @@ def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGrou
     """
     down = np.empty(rows.count * factors.across, dtype=np.float32)
     add_low_rank(
-        x.data_ptr(), y.data_ptr(), factors.address, rows.address, down.ctypes.data, kind_of(x.dtype),
-        kind_of(y.dtype), use_team(),
+        x.data_ptr(), y.data_ptr(), factors.address, rows.address, down.ctypes.data, tag_of(x.dtype),
+        tag_of(y.dtype), use_team(),
     )  # fmt: skip
 
 
@@ -103,12 +103,12 @@ def add_table_deltas(x: torch.Tensor, y: torch.Tensor, index: int, records: tupl
 
     `records`: the addresses of the table, of a step's `RowGroups` and of memory for the numbers between the factors.
     """
-    add_adapters(x.data_ptr(), y.data_ptr(), records[0], index, *records[1:], kind_of(x.dtype), use_team())
+    add_adapters(x.data_ptr(), y.data_ptr(), records[0], index, *records[1:], tag_of(x.dtype), use_team())
 
 
 def compile_for(dtype: torch.dtype) -> None:
     """Compile what rows with adapters need, which models without any never do."""
-    kind, whole = numba.typeof(kind_of(dtype)), numba.types.int64
+    kind, whole = numba.typeof(tag_of(dtype)), numba.types.int64
     compile_named(name_of(add_low_rank, (whole,) * 5 + (kind, kind, whole)))
     compile_named(f"{__name__}:add_adapters:({'int64, ' * 6}{kind}, int64)")
 
@@ -327,7 +327,7 @@ def _write_dots(
 
 
 _dot, _dots_of_row, _dots_of_rows = (
-    emitted(*[INT64] * 7, KIND, rows=rows, sides=sides)(_write_dots)
+    emitted(*[INT64] * 7, TAG, rows=rows, sides=sides)(_write_dots)
     for rows, sides in ((1, 1), (1, _SIDE), (_SIDE, _SIDE))
 )
 
@@ -368,6 +368,6 @@ def _write_add(
 
 
 _add_vector, _add_row, _add_tile = (
-    emitted(*[INT64] * 8, KIND, KIND, rows=rows, count=count)(_write_add)
+    emitted(*[INT64] * 8, TAG, TAG, rows=rows, count=count)(_write_add)
     for rows, count in ((1, 1), (1, _BLOCK // LANES), (_TILE, _BLOCK // LANES))
 )

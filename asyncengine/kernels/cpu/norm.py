@@ -10,8 +10,8 @@ from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, TAG, emitted
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, size_of, square_sum
 
@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     width = weight.shape[0]
     rows = x.numel() // width
     where = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    norm(*where, rows, width, np.float32(epsilon), kind_of(x.dtype), use_team())
+    norm(*where, rows, width, np.float32(epsilon), tag_of(x.dtype), use_team())
     return out
 
 
@@ -42,7 +42,7 @@ def add_rms_norm(
     width = weight.shape[0]
     rows = residual.numel() // width
     where = (residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
-    numbers = (np.float32(scale), np.float32(epsilon), kind_of(residual.dtype))
+    numbers = (np.float32(scale), np.float32(epsilon), tag_of(residual.dtype))
     add_norm(*where, rows, width, *numbers, use_team())
     return total, out
 
@@ -58,7 +58,7 @@ def norm_heads(
     width, (rows, stride) = weight.shape[-1], x.shape
     norm_columns(
         x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), rows, stride, first, groups, width,
-        0 if weight.dim() == 1 else width, np.float32(epsilon), centred, kind_of(x.dtype), use_team(),
+        0 if weight.dim() == 1 else width, np.float32(epsilon), centred, tag_of(x.dtype), use_team(),
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilo
     width = weight.shape[0]
     normalise(
         x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), 0, out.data_ptr(), x.numel() // width, width,
-        np.float32(1), np.float32(epsilon), kind_of(x.dtype), use_team(),
+        np.float32(1), np.float32(epsilon), tag_of(x.dtype), use_team(),
     )  # fmt: skip
     return out
 
@@ -168,7 +168,7 @@ def add_layer_norm(
     normalise(
         residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), bias.data_ptr(),
         total.data_ptr(), out.data_ptr(), residual.numel() // width, width, np.float32(scale), np.float32(epsilon),
-        kind_of(residual.dtype), use_team(),
+        tag_of(residual.dtype), use_team(),
     )  # fmt: skip
     return total, out
 
@@ -227,7 +227,7 @@ def _sum(builder: Any, count: Any, value: Any) -> Any:
 
 
 _norm_row, _add_norm_row = (
-    emitted(*[INT64] * 7, FLOAT32, FLOAT32, KIND, alone=alone)(_write_row) for alone in (True, False)
+    emitted(*[INT64] * 7, FLOAT32, FLOAT32, TAG, alone=alone)(_write_row) for alone in (True, False)
 )
 
 

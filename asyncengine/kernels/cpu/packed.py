@@ -23,8 +23,8 @@ from numba.core import cgutils
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for, team_kernel
 from asyncengine.kernels.cpu.gather import copy_columns
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, pointer, serial, serial_in_order, with_gil
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
+from asyncengine.kernels.cpu.jit import array, inline, pointer, serial, serial_in_order, tag_of, with_gil
 from asyncengine.kernels.cpu.matrix_unit import STEP, multiply_by_unit
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -131,7 +131,7 @@ def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.T
     if whole:
         multiply(
             x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), across, rows, size,
-            whole, kind_of(x.dtype), out.element_size(), use_team(),
+            whole, tag_of(x.dtype), out.element_size(), use_team(),
         )  # fmt: skip
     if rest:
         first = outputs - rest
@@ -242,7 +242,7 @@ def _make_tile(sizes: Sequence[int], panels: int = 1) -> Any:
     at once, one behind the other.
     """
 
-    @emitted(*[INT64] * 11, KIND)
+    @emitted(*[INT64] * 11, TAG)
     def tile(builder: Any, rows: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any,
              out: Any, across: Any, out_size: Any, kind: Any) -> None:  # fmt: skip
         given = x, x_size, panel, lines, ahead, share, bias, out, across, out_size

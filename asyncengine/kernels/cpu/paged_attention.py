@@ -35,7 +35,7 @@ from asyncengine.kernels.cpu.attention_blocks import (
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR, LANES, stored_size
 from asyncengine.kernels.cpu.calls import address_of, call, call_rare, call_where, name_of, parallel_for
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, room, serial, serial_in_order
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, room, serial, serial_in_order, tag_of
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -252,7 +252,7 @@ class PagedAttention:
         self.lanes = math.gcd(page_size, max(LANES))
         """Tokens of a page that lie side by side."""
         pairs = dtype == torch.bfloat16 and self.lanes == max(LANES) and cpu_has("avx512bf16")
-        self._kind: Any = kind_of(dtype)
+        self._kind: Any = tag_of(dtype)
         self._form: Any = LANES[self.lanes]
         self._operand: Any = np.int16(0) if kept == torch.int8 else np.uint16(0) if pairs else np.float32(0)
 

@@ -16,8 +16,8 @@ from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, TAG, emitted
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LONG, load, size_of, square_sum
 
@@ -36,7 +36,7 @@ def rotate_heads(
     rows, stride = x.shape
     rotate_columns(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, stride, heads, dim, cos.shape[-1], interleaved,
-        kind_of(x.dtype), kind_of(cos.dtype), use_team(),
+        tag_of(x.dtype), tag_of(cos.dtype), use_team(),
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _rotate_numbers(
         results[index + half] = narrow(widen(cosine_part) + widen(sine_part), kind)
 
 
-@emitted(*[INT64] * 4, FLOAT32, *[INT64] * 3, KIND)
+@emitted(*[INT64] * 4, FLOAT32, *[INT64] * 3, TAG)
 def _rotate_vectors(
     builder: Any, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any, rotary: Any, kind: Any
 ) -> None:

@@ -16,8 +16,8 @@ from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
-from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, pointer, room, serial, tag_of, widen
 from asyncengine.kernels.cpu.panel_form import INT4_GROUP, PANEL, UNIT, int_form
 from asyncengine.kernels.cpu.quantized_panels import pack_units
 from asyncengine.kernels.cpu.team import use_team
@@ -54,7 +54,7 @@ def round_group(builder: Any, values: Any, count: Any, present: Any, scales: Any
         store(builder, line, builder.add(numbers, builder.mul(loop.index, LONG(vectors.LINE))))
 
 
-@emitted(*[INT64] * 3, KIND)
+@emitted(*[INT64] * 3, TAG)
 def columns(builder: Any, source: Any, stride: Any, target: Any, kind: Any) -> None:
     """Write 16 numbers of each of 16 rows, which are `stride` bytes apart, as float32 [16 numbers, 16 rows]."""
     item = ir.IntType(16) if kind == numba.types.uint16 else WORD
@@ -189,7 +189,7 @@ def quantize_rows(
     offset = form.planes["minima"][0] if bits == 4 else 0
     _to_panels(
         weight.data_ptr(), panel.data_ptr(), scales, rows, inputs, chunks, form.chunk, form.chunk_bytes, form.head,
-        bits, offset, kind_of(weight.dtype), use_team(),
+        bits, offset, tag_of(weight.dtype), use_team(),
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def read_rows(
     read, team = (_read_few_rows, 0) if few else (_read_rows, use_team())
     read(
         ids.data_ptr(), panels.data_ptr(), 0 if row_scales is None else row_scales.data_ptr(), out.data_ptr(),
-        ids.shape[0], out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, jit.kind_of(out.dtype),
+        ids.shape[0], out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, jit.tag_of(out.dtype),
         team,
     )  # fmt: skip
 

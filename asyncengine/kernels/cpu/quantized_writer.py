@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, LINE, LONG, WORD, at, load
 
@@ -311,7 +311,7 @@ def make_tile(form: PanelForm, tiles: Iterable[tuple[type[TileWriter], int, bool
     bytes apart; `spared`: of each row the number of an input that is not rounded, int32, and the input, float32."""
     known = list(tiles)
 
-    @emitted(*[INT64] * 16, KIND)
+    @emitted(*[INT64] * 16, TAG)
     def tile(builder: Any, rows: Any, at_once: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any,
              chunks: Any, turn: Any, turns: Any, held: Any, by_output: Any, added: Any, out: Any, across: Any,
              spared: Any, kind: Any) -> None:  # fmt: skip

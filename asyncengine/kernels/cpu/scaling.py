@@ -7,7 +7,7 @@ import torch
 
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import team_kernel
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order, tag_of, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.vectors import size_of
 
@@ -22,7 +22,7 @@ def add_gated(y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> tor
     """
     rows, width = y.shape
     add_shared(
-        y.data_ptr(), shared.data_ptr(), gates.data_ptr(), gates.stride(0), y.data_ptr(), rows, width, kind_of(y.dtype),
+        y.data_ptr(), shared.data_ptr(), gates.data_ptr(), gates.stride(0), y.data_ptr(), rows, width, tag_of(y.dtype),
         use_team(),
     )  # fmt: skip
     return y
@@ -31,7 +31,7 @@ def add_gated(y: torch.Tensor, shared: torch.Tensor, gates: torch.Tensor) -> tor
 def add(y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """y + other, both [rows, width] and contiguous. y is overwritten and given back."""
     rows, width = y.shape
-    add_shared(y.data_ptr(), other.data_ptr(), 0, 0, y.data_ptr(), rows, width, kind_of(y.dtype), use_team())
+    add_shared(y.data_ptr(), other.data_ptr(), 0, 0, y.data_ptr(), rows, width, tag_of(y.dtype), use_team())
     return y
 
 
@@ -39,21 +39,21 @@ def add_both(residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) 
     """residual + first + second in float32, rounded once; all [rows, width] and contiguous."""
     out, (rows, width) = torch.empty_like(residual), residual.shape
     where = (residual.data_ptr(), first.data_ptr(), second.data_ptr(), out.data_ptr())
-    add_branches(*where, rows, width, kind_of(residual.dtype), use_team())
+    add_branches(*where, rows, width, tag_of(residual.dtype), use_team())
     return out
 
 
 def add_scaled(left: torch.Tensor, factor: float, right: torch.Tensor) -> torch.Tensor:
     """left * factor + right, both [rows, width] and contiguous; product and sum are rounded. left is overwritten."""
     rows, width = left.shape
-    add_beside(left.data_ptr(), np.float32(factor), right.data_ptr(), rows, width, kind_of(left.dtype), use_team())
+    add_beside(left.data_ptr(), np.float32(factor), right.data_ptr(), rows, width, tag_of(left.dtype), use_team())
     return left
 
 
 def scale_each(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x [rows, width], contiguous, with its first columns times `factors`, float32. x is overwritten and given back."""
     rows, width = x.shape
-    scale_columns(x.data_ptr(), factors.data_ptr(), rows, width, len(factors), kind_of(x.dtype), use_team())
+    scale_columns(x.data_ptr(), factors.data_ptr(), rows, width, len(factors), tag_of(x.dtype), use_team())
     return x
 
 
@@ -61,7 +61,7 @@ def scale_rows(x: torch.Tensor, factors: torch.Tensor, columns: int) -> torch.Te
     """x [rows, width], contiguous, with the first `columns` of each row times its factor, float32 [rows], contiguous.
     x is overwritten and given back."""
     rows, width = x.shape
-    multiply_rows(x.data_ptr(), factors.data_ptr(), x.data_ptr(), rows, 1, width, columns, kind_of(x.dtype), use_team())
+    multiply_rows(x.data_ptr(), factors.data_ptr(), x.data_ptr(), rows, 1, width, columns, tag_of(x.dtype), use_team())
     return x
 
 
@@ -71,7 +71,7 @@ def scaled_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     (rows, width), count = x.shape, factors.shape[1]
     out = torch.empty((rows * count, width), dtype=x.dtype)
     where = x.data_ptr(), factors.data_ptr(), out.data_ptr()
-    multiply_rows(*where, rows * count, count, width, width, kind_of(x.dtype), use_team())
+    multiply_rows(*where, rows * count, count, width, width, tag_of(x.dtype), use_team())
     return out
 
 
@@ -96,7 +96,7 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float32:
         return x
     out = torch.empty(x.shape, dtype=torch.float32)
-    widen_all(x.data_ptr(), out.data_ptr(), len(x), x.numel() // max(1, len(x)), kind_of(x.dtype), use_team())
+    widen_all(x.data_ptr(), out.data_ptr(), len(x), x.numel() // max(1, len(x)), tag_of(x.dtype), use_team())
     return out
 
 

@@ -20,7 +20,7 @@ import numba
 from llvmlite import ir
 from numba.core import cgutils
 
-from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import FLOAT32, INT64, TAG, emitted
 
 LANES = 16
 FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -57,13 +57,13 @@ def number_of(builder: Any, bits: Any) -> Any:
     return builder.bitcast(bits, FLOAT)
 
 
-@emitted(KIND, result=INT64)
+@emitted(TAG, result=INT64)
 def size_of(builder: Any, kind: Any) -> Any:
     """Bytes of a number of this kind."""
     return LONG(kind.bitwidth // 8)
 
 
-@emitted(INT64, INT64, KIND, result=FLOAT32)
+@emitted(INT64, INT64, TAG, result=FLOAT32)
 def square_sum(builder: Any, address: Any, count: Any, kind: Any) -> Any:
     """The sum of the squares of that many numbers, in one order wherever it stands."""
     sums = [cgutils.alloca_once_value(builder, constant(FLOATS, 0.0)) for _ in range(4)]

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.intrinsics import INT64, KIND, emitted
+from asyncengine.kernels.cpu.intrinsics import INT64, TAG, emitted
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, room, serial_in_order, widen
 from asyncengine.kernels.cpu.vectors import EIGHT_FLOATS, FLOAT, LANES, LINE, LONG, WORDS, at, load
 
@@ -36,7 +36,7 @@ _HELD, _HALF, _SUMS = _ROWS * _STRIDE, _DEPTH * LANES, _ROWS * _ACROSS
 """Numbers of a block of x, of half a panel, and of sums: 218 KiB in all."""
 
 
-@emitted(*[INT64] * 3, KIND)
+@emitted(*[INT64] * 3, TAG)
 def _widen_panel(builder: Any, panel: Any, lines: Any, out: Any, kind: Any) -> None:
     """So many of a half's lines, 64 bytes of each 128, as float32 [inputs, 16]."""
     with cgutils.for_range(builder, lines) as loop:

@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 from asyncengine.execution.layers.experts import Experts, ExpertsConfig, clamped
 from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.kernels.cpu import activation
-from asyncengine.kernels.cpu.jit import kind_of
+from asyncengine.kernels.cpu.jit import tag_of
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 COUNT, CHOSEN = 7, 3
@@ -146,6 +146,6 @@ def test_bounded_activation(dtype: torch.dtype) -> None:
     both[0, 0], both[1, 1], both[2, :2] = torch.nan, torch.nan, torch.inf
     found, expected = both.new_empty(5, 37), clamped(both.double(), 1.7, 3.0)
     alpha, limit = np.float32(1.7), np.float32(3)
-    activation.gate_clamped(both.data_ptr(), found.data_ptr(), 5, 37, alpha, limit, kind_of(dtype), 0)
+    activation.gate_clamped(both.data_ptr(), found.data_ptr(), 5, 37, alpha, limit, tag_of(dtype), 0)
     close = {FLOAT: 1e-5, HALF: 1e-2}[dtype]
     torch.testing.assert_close(found.double(), expected.double(), rtol=close, atol=close, equal_nan=True)

@@ -15,7 +15,7 @@ from support.teams import team_of
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import packed, vectors, widened
-from asyncengine.kernels.cpu.jit import kind_of
+from asyncengine.kernels.cpu.jit import tag_of
 
 CASES = cases_of(__file__)
 
@@ -194,7 +194,7 @@ def test_widened_blocks(panels: int, inputs: int, dtype: torch.dtype, result: to
             memory, out = within(torch.zeros((rows, 32 * panels), dtype=result), 7.0)
             widened.multiply_widened(
                 x.data_ptr(), packs.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), across, rows,
-                size, 0, panels, kind_of(dtype), result.itemsize,
+                size, 0, panels, tag_of(dtype), result.itemsize,
             )  # fmt: skip
             assert torch.equal(out, expected[:rows])
             assert untouched(memory, 7.0)

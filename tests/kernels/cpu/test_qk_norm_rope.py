@@ -13,7 +13,7 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
+from asyncengine.kernels.cpu.jit import serial_in_order, tag_of
 from asyncengine.kernels.cpu.qk_norm_rope import _rotate_numbers, _rotate_vectors, prepare_head
 
 SHAPES = [(64, 64), (64, 32), (48, 32), (16, 0), (128, 128), (96, 64)]
@@ -46,7 +46,7 @@ def test_vectors_give_the_same_numbers(dim: int, rotary: int, dtype: torch.dtype
     by_vectors, by_numbers = torch.full_like(head, 9), torch.full_like(head, 7)
     turn_in_both_ways(
         head.data_ptr(), by_vectors.data_ptr(), by_numbers.data_ptr(), dim, weight.data_ptr() if normed else 0,
-        np.float32(0.37), cos.data_ptr(), sin.data_ptr(), rotary, kind_of(dtype),
+        np.float32(0.37), cos.data_ptr(), sin.data_ptr(), rotary, tag_of(dtype),
     )  # fmt: skip
     if dtype == torch.bfloat16:
         assert torch.equal(by_vectors, by_numbers)
@@ -63,7 +63,7 @@ def test_equals_torch(dim: int, rotary: int, dtype: torch.dtype, normed: bool) -
     out = torch.full_like(head, 9)
     prepare_head(
         head.data_ptr(), out.data_ptr(), dim, weight.data_ptr() if normed else 0, np.float32(EPSILON), cos.data_ptr(),
-        sin.data_ptr(), rotary, kind_of(dtype),
+        sin.data_ptr(), rotary, tag_of(dtype),
     )  # fmt: skip
     expected = head.clone()
     if normed:
@@ -85,6 +85,6 @@ def test_what_is_not_finite_shows() -> None:
         out = torch.zeros_like(head)
         prepare_head(
             head.data_ptr(), out.data_ptr(), 64, 0, np.float32(EPSILON), cos.data_ptr(), sin.data_ptr(), 64,
-            kind_of(head.dtype),
+            tag_of(head.dtype),
         )  # fmt: skip
         assert (~torch.isfinite(out)).nonzero().flatten().tolist() == [5, 37]

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.device.transfer import send
-from asyncengine.execution.layers.step import Place
+from asyncengine.execution.layers.step import LoraTarget
 from asyncengine.execution.layers.stored import Weighted
 from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.seams import LoraWeights
@@ -25,15 +25,15 @@ _AT_ONCE = 2**22
 """Numbers of a weight that are read at once, as float32."""
 
 MakeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x [rows, ...], y [rows, out]) -> what stands in y's place."""
+"""(x [rows, ...], y [rows, out]) -> what stands in the place of y."""
 
 
 class OutputChanges(Weighted):
     """The changes to one product's outputs by slot, counted from 0."""
 
-    def __init__(self, place: Place, slots: int, device: torch.device) -> None:
-        self.place, self._device = place, device
-        self._ends = [0, *accumulate(place.widths)]
+    def __init__(self, target: LoraTarget, slots: int, device: torch.device) -> None:
+        self.target, self._device = target, device
+        self._ends = [0, *accumulate(target.widths)]
         self._lined: set[int] = set()
         """Slots with factors or shifts other than 1 and -0, which leave all numbers as they are, to the bit."""
         self._factors = torch.ones(slots, self._ends[-1], device=device)
@@ -50,13 +50,13 @@ class OutputChanges(Weighted):
         if own.table is not None:
             self.rows[slot] = self._make_rows(own.table, own.tokens, own.bias)
             return own.b
-        place, here = self.place, slice(*self._ends[part : part + 2])
-        old = torch.zeros(here.stop - here.start) if place.bias is None else place.bias[here].float().cpu()
-        given = old if own.bias is None else place.kept_rows(part, own.bias) + (old if own.adds_bias else 0)
+        target, here = self.target, slice(*self._ends[part : part + 2])
+        old = torch.zeros(here.stop - here.start) if target.bias is None else target.bias[here].float().cpu()
+        given = old if own.bias is None else target.local_rows(part, own.bias) + (old if own.adds_bias else 0)
         factor, b = torch.ones_like(old), own.b
         if own.magnitude is not None:
             # a row of zeros has no direction, and a neighbour's row must not meet an infinity
-            factor = (place.kept_rows(part, own.magnitude) / self._norms(here, own.a, b)).nan_to_num(0.0, 0.0, 0.0)
+            factor = (target.local_rows(part, own.magnitude) / self._norms(here, own.a, b)).nan_to_num(0.0, 0.0, 0.0)
             b = (b.float() * factor[:, None]).to(b.dtype).nan_to_num()
         self._lined.add(slot)
         self._factors[slot, here].copy_(send(factor, self._device))
@@ -74,7 +74,7 @@ class OutputChanges(Weighted):
         """Change the rows of y [..., out] in place; x [..., in], or token ids for an embedding."""
         flat = y.view(-1, self._ends[-1])
         if self.rows:
-            inputs = x.reshape(-1) if self.place.embedding else x.reshape(-1, self.place.in_features)
+            inputs = x.reshape(-1) if self.target.embedding else x.reshape(-1, self.target.in_features)
             for slot in sorted(self.rows.keys() & step.used):
                 step.replace(slot, inputs, flat, self.rows[slot])
         if not step.used.isdisjoint(self._lined):
@@ -83,21 +83,21 @@ class OutputChanges(Weighted):
     def _norms(self, here: slice, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Norms [outputs] of the rows `here` of the weight with b @ a added, as float32: of a quantized weight, of the
         numbers that it stands for."""
-        assert self.place.read_rows is not None
+        assert self.target.read_rows is not None
         a, b = send(a, self._device).float(), send(b, self._device)
         found, step = [], max(1, _AT_ONCE // a.shape[1])
         for first in range(here.start, here.stop, step):
             ids = torch.arange(first, min(first + step, here.stop), device=self._device)
             rows = torch.empty(len(ids), a.shape[1], dtype=b.dtype, device=self._device)
-            self.place.read_rows(ids, rows)
+            self.target.read_rows(ids, rows)
             whole = rows.float().addmm_(b[ids - here.start].float(), a)
             found.append(torch.linalg.vector_norm(whole, dim=1))
         return torch.cat(found).cpu()
 
     def _make_rows(self, table: torch.Tensor, tokens: torch.Tensor | None, bias: torch.Tensor | None) -> MakeRows:
         ids = None if tokens is None else send(tokens, self._device)
-        if self.place.embedding:
-            places = torch.full((self.place.in_features,), -1)
+        if self.target.embedding:
+            places = torch.full((self.target.in_features,), -1)
             places[slice(len(table)) if tokens is None else tokens] = torch.arange(len(table))
             known, rows = send(places, self._device), send(table, self._device)
 
@@ -106,11 +106,11 @@ class OutputChanges(Weighted):
                 return torch.where(found[:, None] >= 0, rows[found.clamp(min=0)], y)
 
             return look_up
-        make, shape = self.place.new_weight, (len(table), self.place.in_features)
+        make, shape = self.target.new_weight, (len(table), self.target.in_features)
         weight = DenseWeight(*shape, table.dtype, self._device) if make is None else make(len(table))
         memory = OutputBufferPool()
         weight.load(0, table)
-        added = self.place.bias if bias is None else send(bias, self._device).to(weight.bias_dtype)
+        added = self.target.bias if bias is None else send(bias, self._device).to(weight.bias_dtype)
         if added is not None and ids is not None:
             added = added[ids]
 

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from asyncengine.errors import AdapterError, InvariantViolation
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.transfer import Int64Array, upload
-from asyncengine.execution.layers.step import AdapterRecords, CausalLM, Place, RowAdapters
+from asyncengine.execution.layers.step import AdapterRecords, CausalLM, LoraTarget, RowAdapters
 from asyncengine.kernels.api import compiler_missing, triton_missing
 from asyncengine.lora.layers.outputs import MakeRows, OutputChanges
 from asyncengine.lora.layers.stack import LoraStack, RowStack, RowStep, padded_rank
@@ -71,8 +71,8 @@ class MaskedStack(LoraStack):
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
         x, y = self._flat(x, y, step.size)
-        parts = len(self.place.parts)
-        if self.place.embedding:  # each row's own, repeated
+        parts = len(self.target.modules)
+        if self.target.embedding:  # each row's own, repeated
             down = self._a[step.known, :, :, x][:, None].expand(-1, self._slots, -1, -1)
         else:
             down = linear(x, self._a.flatten(0, 2)).view(step.size, self._slots, parts, self.rank)
@@ -118,7 +118,7 @@ class CompiledStack(LoraStack):
 
         super()._allocate()
         self._add = kernel.add_deltas
-        self.factors: Any = kernel.Factors(self._a, self._b, self._ranks, list(self.place.widths))
+        self.factors: Any = kernel.Factors(self._a, self._b, self._ranks, list(self.target.widths))
 
 
 class FactorTable:
@@ -200,13 +200,13 @@ class LoraLayers:
         self.max_rank = max_rank
         self.modules: dict[str, ModuleDims] = {}
         """Every module an adapter may target, by Hugging Face path."""
-        self._places: dict[str, tuple[Place, int]] = {}
-        for place in model.places():
-            for index, (path, width) in enumerate(place.parts):
-                biased, whole = place.bias is not None, place.read_rows is not None
-                dims = ModuleDims(place.in_features, width, place.kind, place.scale, biased, place.head, whole)
+        self._targets: dict[str, tuple[LoraTarget, int]] = {}
+        for target in model.lora_targets():
+            for index, (path, width) in enumerate(target.modules):
+                biased, whole = target.bias is not None, target.read_rows is not None
+                dims = ModuleDims(target.in_features, width, target.type, target.scale, biased, target.head, whole)
                 self.modules[path] = dims
-                self._places[path] = (place, index)
+                self._targets[path] = (target, index)
         self.dtype, self._device = model.dtype, model.device
         self._masked = self._device.type != "cpu" if masked is None else masked
         self._compiled = not self._masked and compiler_missing(self.dtype, self._device) is None
@@ -214,7 +214,7 @@ class LoraLayers:
         self.version = 0
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
         self._stacks: dict[str, LoraStack] = {}
-        """Stacks by the first path of their place."""
+        """Stacks by the first path of their target."""
         self._outputs: dict[str, OutputChanges] = {}
         """Other changes of outputs, likewise; most places have none."""
         self._written: dict[int, list[LoraStack | OutputChanges]] = {}
@@ -239,9 +239,9 @@ class LoraLayers:
         `rank` None: as large as it may be.
         """
         for path in paths:
-            place, _ = self._place(path)
-            if place.here:
-                self.make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
+            target, _ = self._target(path)
+            if target.is_local:
+                self.make_room(target, self.max_rank if rank is None else min(rank, self.max_rank))
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
@@ -252,27 +252,27 @@ class LoraLayers:
         self._check_slot(slot)
         for path, factors in adapter.modules.items():
             self._check(path, factors)
-        here = {path: own for path, own in adapter.modules.items() if self._places[path][0].here}
+        here = {path: own for path, own in adapter.modules.items() if self._targets[path][0].is_local}
         for path, own in here.items():
-            self.make_room(self._places[path][0], own.a.shape[0])
+            self.make_room(self._targets[path][0], own.a.shape[0])
         self.clear(slot)
         written: dict[LoraStack | OutputChanges, None] = {}
         try:
             for path, own in here.items():
-                place, part = self._places[path]
+                target, part = self._targets[path]
                 b = own.b
                 if own.magnitude is not None or own.bias is not None or own.table is not None:
-                    if place.path not in self._outputs:
+                    if target.path not in self._outputs:
                         self.version += 1
-                        self._outputs[place.path] = OutputChanges(place, self.max_loras, self._device)
-                    changes = self._outputs[place.path]
+                        self._outputs[target.path] = OutputChanges(target, self.max_loras, self._device)
+                    changes = self._outputs[target.path]
                     written[changes] = None
                     b = changes.put(slot - 1, part, own)
                     self.version += own.table is not None
                 if len(own.a):
-                    stack = self._stacks[place.path]
+                    stack = self._stacks[target.path]
                     written[stack] = None
-                    stack.write(slot - 1, part, own.a, place.kept_rows(part, b))
+                    stack.write(slot - 1, part, own.a, target.local_rows(part, b))
         except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
             for each in written:
                 each.clear(slot - 1)
@@ -330,7 +330,7 @@ class LoraLayers:
 
     def close(self) -> None:
         """Free all slots and let go of the model. Idempotent."""
-        for held in (self._stacks, self._outputs, self._written, self._bound, self._known, self._places, self.modules):
+        for held in (self._stacks, self._outputs, self._written, self._bound, self._known, self._targets, self.modules):
             held.clear()
         self._table = None
 
@@ -342,9 +342,9 @@ class LoraLayers:
             self._known[key] = RowStep(own, self._ranks)
         return self._known[key]
 
-    def make_room(self, place: Place, rank: int) -> None:
-        """Have a stack for `place` that can hold `rank`; none for 0."""
-        key = place.path
+    def make_room(self, target: LoraTarget, rank: int) -> None:
+        """Have a stack for `target` that can hold `rank`; none for 0."""
+        key = target.path
         if not rank:
             return
         if self._table is not None:
@@ -357,31 +357,31 @@ class LoraLayers:
             from asyncengine.kernels.api import lora
 
             lora.compile_for(self.dtype)
-        self._stacks[key] = self._form(place)(place, self.max_loras, rank, self.dtype, self._device, self._memory)
+        self._stacks[key] = self._form(target)(target, self.max_loras, rank, self.dtype, self._device, self._memory)
 
-    def _form(self, place: Place) -> type[LoraStack]:
+    def _form(self, target: LoraTarget) -> type[LoraStack]:
         if self._masked:
-            return MaskedStack if place.embedding or triton_missing(self._device) is not None else KernelStack
-        return CompiledStack if self._compiled and not place.embedding else RowStack
+            return MaskedStack if target.embedding or triton_missing(self._device) is not None else KernelStack
+        return CompiledStack if self._compiled and not target.embedding else RowStack
 
     def _check(self, path: str, factors: LoraWeights) -> None:
         """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
-        place, part = self._place(path)
-        if factors.embedding != place.embedding:
+        target, part = self._target(path)
+        if factors.embedding != target.embedding:
             raise AdapterError("adapter", "its weights do not belong to this kind of module", path)
-        rank, width = factors.a.shape[0], place.parts[part][1]
+        rank, width = factors.a.shape[0], target.modules[part][1]
         if rank > self.max_rank:
             raise AdapterError("max_lora_rank", f"{path} has rank {rank}, more than {self.max_rank}", self.max_rank)
-        if tuple(factors.a.shape) != (rank, place.in_features) or tuple(factors.b.shape) != (width, rank):
+        if tuple(factors.a.shape) != (rank, target.in_features) or tuple(factors.b.shape) != (width, rank):
             shapes = f"{list(factors.a.shape)} and {list(factors.b.shape)}"
-            raise AdapterError("adapter", f"{path} maps {place.in_features} to {width}, not as {shapes}")
+            raise AdapterError("adapter", f"{path} maps {target.in_features} to {width}, not as {shapes}")
         if factors.a.dtype != self.dtype or factors.b.dtype != self.dtype:
             raise AdapterError("adapter", f"{path} must be in the model's {self.dtype}", str(factors.a.dtype))
 
-    def _place(self, path: str) -> tuple[Place, int]:
-        if path not in self._places:
+    def _target(self, path: str) -> tuple[LoraTarget, int]:
+        if path not in self._targets:
             raise AdapterError("adapter", "the model has no such module that an adapter can change", path)
-        return self._places[path]
+        return self._targets[path]
 
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot <= self.max_loras:

@@ -14,7 +14,7 @@ import torch
 
 from asyncengine.execution.device.arena import Arena
 from asyncengine.execution.device.transfer import Int64Array, send
-from asyncengine.execution.layers.step import Place
+from asyncengine.execution.layers.step import LoraTarget
 from asyncengine.seams import LONG_ADAPTER_RUN
 
 RANK_STEP = 8
@@ -38,17 +38,18 @@ class LoraStack(ABC):
     """Whether A lies [slots, in, parts, rank] in memory, not [slots, parts, rank, in]. Embeddings' always do."""
 
     def __init__(
-        self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
-    ) -> None:
+        self, target: LoraTarget, slots: int, rank: int, dtype: torch.dtype, device: torch.device,
+        memory: Arena | None = None,
+    ) -> None:  # fmt: skip
         """`memory`: where factors lie, on a CPU; None: wherever torch puts them."""
-        self.place = place
+        self.target = target
         self.rank = padded_rank(rank)
         self.held: set[int] = set()
         """Slots that something was written into since they were cleared."""
         self._slots = slots
-        self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
+        self._ranks = np.zeros((slots, len(target.modules)), dtype=np.int64)
         """Ranks of the weights in each slot; beyond them there are zeros."""
-        self._ends = list(accumulate(place.widths, initial=0))
+        self._ends = list(accumulate(target.widths, initial=0))
         self._dtype, self._device, self._memory = dtype, device, memory
         self._allocate()
 
@@ -86,8 +87,8 @@ class LoraStack(ABC):
         """Add each row's delta to `y` [..., out] in place; x [..., in], or token ids for an embedding."""
 
     def _allocate(self) -> None:
-        parts, inputs = len(self.place.parts), self.place.in_features
-        if self.by_input or self.place.embedding:
+        parts, inputs = len(self.target.modules), self.target.in_features
+        if self.by_input or self.target.embedding:
             self._a = self._zeros(self._slots, inputs, parts, self.rank).permute(0, 2, 3, 1)
         else:
             self._a = self._zeros(self._slots, parts, self.rank, inputs)
@@ -101,17 +102,17 @@ class LoraStack(ABC):
 
     def _flat(self, x: torch.Tensor, y: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x [rows, in] (ids: [rows]) and y [rows, out], or an error if a module sees other rows than its step has."""
-        x = x.reshape(-1) if self.place.embedding else x.reshape(-1, self.place.in_features)
+        x = x.reshape(-1) if self.target.embedding else x.reshape(-1, self.target.in_features)
         if len(x) != rows:
-            raise RuntimeError(f"{self.place.parts[0][0]} got {len(x)} rows of a step of {rows}")
+            raise RuntimeError(f"{self.target.modules[0][0]} got {len(x)} rows of a step of {rows}")
         return x, y.view(-1, self._ends[-1])
 
     def _add_segments(self, x: torch.Tensor, y: torch.Tensor, segments: tuple[Segment, ...]) -> None:
         """Two products for each segment (and one more for each further part): the segments of Punica's SGMV."""
         for begin, end, slot in segments:
             a, b = self._a[slot].flatten(0, 1).T, self._b[slot]
-            down = a.index_select(0, x[begin:end]) if self.place.embedding else x[begin:end] @ a
-            if len(self.place.parts) == 1:
+            down = a.index_select(0, x[begin:end]) if self.target.embedding else x[begin:end] @ a
+            if len(self.target.modules) == 1:
                 rows = y[begin:end]  # logits are float32 in a bfloat16 model
                 rows.addmm_(down, b) if rows.dtype == b.dtype else rows.add_(down @ b)
                 continue
@@ -164,13 +165,13 @@ class Stretch:
             blocks, count = len(parts), len(self._own)
             steps, ranks = np.arange(rank), np.minimum(self._ranks, rank)
             used = np.broadcast_to(steps < ranks[:, None, None], (count, blocks, rank))
-            place = (self._own[:, None, None] * rank + steps) * blocks + np.arange(blocks)[:, None]
+            cells = (self._own[:, None, None] * rank + steps) * blocks + np.arange(blocks)[:, None]
             pick = (np.arange(count)[:, None, None] * (max(parts) + 1) + np.array(parts)[:, None]) * rank + steps
             lengths = np.zeros(len(self._takes), dtype=np.int64)
             lengths[self._takes] = ranks
             offsets = np.cumsum([0, *np.repeat(lengths, blocks)])[:-1]
             whole = used.all() and parts == tuple(range(blocks))
-            self._up[key] = _int32(place[used]), _int32(offsets), None if whole else _int32(pick[used])
+            self._up[key] = _int32(cells[used]), _int32(offsets), None if whole else _int32(pick[used])
         return self._up[key]
 
 
@@ -244,10 +245,10 @@ class RowStack(LoraStack):
             part = x[stretch.begin : stretch.end]
             if stretch.rows is not None:
                 part = part.index_select(0, stretch.rows)
-            if self.place.embedding:
-                down = self._a_table.index_select(0, part + stretch.first_rows(self.place.in_features))
+            if self.target.embedding:
+                down = self._a_table.index_select(0, part + stretch.first_rows(self.target.in_features))
             else:
-                down = _weighted_sums(self._a_table, *stretch.down(self.place.in_features), part.reshape(-1))
+                down = _weighted_sums(self._a_table, *stretch.down(self.target.in_features), part.reshape(-1))
             indices, offsets, pick = stretch.up(self.rank, self._block_parts)
             weights = down.view(-1) if pick is None else down.view(-1).index_select(0, pick)
             delta = _weighted_sums(self._b_table, indices, offsets, weights)
@@ -255,7 +256,7 @@ class RowStack(LoraStack):
 
     def _allocate(self) -> None:
         super()._allocate()
-        sizes = self.place.widths
+        sizes = self.target.widths
         width = math.gcd(*sizes)  # in blocks of one width, all outputs of a merged product are rows of one table
         self._block_parts = tuple(part for part, size in enumerate(sizes) for _ in range(size // width))
         self._a_table = self._a.permute(0, 3, 1, 2).view(-1, len(sizes) * self.rank)

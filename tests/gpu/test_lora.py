@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.execution.layers.step import Place
+from asyncengine.execution.layers.step import LoraTarget
 from asyncengine.lora.layers.slots import KernelStack, MaskedStack, MaskedStep
 from asyncengine.lora.layers.stack import LoraStack
 
@@ -21,15 +21,15 @@ RANKS = {0: 16, 1: 3, 2: 40, 4: 8}
 """Ranks by slot, for the slots that hold something."""
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 CUDA = torch.device("cuda")
-PLACES = {"one": Place(1024, (("o", 2048),)), "merged": Place(768, (("q", 512), ("k", 256), ("v", 136)))}
+PLACES = {"one": LoraTarget(1024, (("o", 2048),)), "merged": LoraTarget(768, (("q", 512), ("k", 256), ("v", 136)))}
 
 
-def filled(kind: type[LoraStack], place: Place, dtype: torch.dtype) -> LoraStack:
-    stack = kind(place, SLOTS, 40, dtype, CUDA)
+def filled(kind: type[LoraStack], target: LoraTarget, dtype: torch.dtype) -> LoraStack:
+    stack = kind(target, SLOTS, 40, dtype, CUDA)
     generator = torch.Generator().manual_seed(3)
     for slot, rank in RANKS.items():
-        for part, (_, width) in enumerate(place.parts):
-            a = torch.randn(rank, place.in_features, generator=generator) / place.in_features**0.5
+        for part, (_, width) in enumerate(target.modules):
+            a = torch.randn(rank, target.in_features, generator=generator) / target.in_features**0.5
             stack.write(slot, part, a.to(dtype), torch.randn(width, rank, generator=generator).to(dtype))
     return stack
 
@@ -41,10 +41,10 @@ def slots_of(rows: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("rows", [3, 40, 300])
-@pytest.mark.parametrize("place", PLACES)
-def test_kernels_give_what_torch_gives(place: str, rows: int, dtype: torch.dtype) -> None:
-    at, made = PLACES[place], []
-    x, y = torch.randn(rows, at.in_features), torch.randn(rows, sum(width for _, width in at.parts))
+@pytest.mark.parametrize("target", PLACES)
+def test_kernels_give_what_torch_gives(target: str, rows: int, dtype: torch.dtype) -> None:
+    at, made = PLACES[target], []
+    x, y = torch.randn(rows, at.in_features), torch.randn(rows, sum(width for _, width in at.modules))
     slots = slots_of(rows, 1)
     for kind in (KernelStack, MaskedStack):
         out = y.to(CUDA, dtype)
@@ -60,8 +60,8 @@ def test_kernels_give_what_torch_gives(place: str, rows: int, dtype: torch.dtype
 @pytest.mark.parametrize("rows", [2, 64])
 def test_a_replayed_graph_follows_the_slots(rows: int) -> None:
     """The graph is captured with rows that have none, behind a product, as in a model's layer."""
-    place = PLACES["merged"]
-    stack = filled(KernelStack, place, torch.bfloat16)
+    target = PLACES["merged"]
+    stack = filled(KernelStack, target, torch.bfloat16)
     x = torch.randn(rows, 768, device=CUDA, dtype=torch.bfloat16)
     weight = torch.randn(904, 768, device=CUDA, dtype=torch.bfloat16) / 30
     slots = torch.full((rows,), -1, device=CUDA)

@@ -203,8 +203,8 @@ def test_norms_of_a_quantized_weight_are_of_the_numbers_it_stands_for(
     for layer in model.layers:
         for linear in layer.linears():
             columns = linear.weight.multiply(torch.eye(linear.inputs, dtype=model.dtype), None).float()
-            norms = torch.linalg.vector_norm(columns, dim=0).split([part.outputs for part in linear.parts])
-            for part, magnitude in zip(linear.parts, norms, strict=True):
+            norms = torch.linalg.vector_norm(columns, dim=0).split([part.outputs for part in linear.matrices])
+            for part, magnitude in zip(linear.matrices, norms, strict=True):
                 a, b = torch.empty(0, linear.inputs), torch.empty(part.outputs, 0)
                 modules[part.path] = LoraWeights(part.path, a, b, magnitude=magnitude)
     driver.lora.write(1, Weights(modules).to(model.dtype))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from asyncengine.execution.attention.base import LayerSpec, MergedHeads
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part, named_norm
+from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig, named_norm
 from asyncengine.execution.layers.kernels import Activation
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, RotaryConfig, rotate
@@ -133,7 +133,7 @@ class HeadPlan:
     """The layer's class, by its name in `FORMS`."""
     config: AttentionConfig
     """The layer's, with the heads that one rank has."""
-    parts: tuple[Part, ...]
+    parts: tuple[Matrix, ...]
     """Matrices of the merged projection, named behind the layer's prefix, with the outputs that all ranks have."""
     rows: tuple[int, ...]
     """Rows of the merged projection for each kv head, block by block: queries (and gates), keys, values."""
@@ -212,7 +212,7 @@ def plan_heads(
     )
 
 
-def _projection(config: AttentionConfig) -> tuple[tuple[int, ...], tuple[Part, ...]]:
+def _projection(config: AttentionConfig) -> tuple[tuple[int, ...], tuple[Matrix, ...]]:
     """(rows for each kv head, matrices) of the merged projection, as in `HeadPlan`."""
     group, dim = config.num_heads // config.num_kv_heads, config.head_dim
     blocks = 1 if config.keys_of is not None else 2 if len(config.qkv) == 2 else 3
@@ -220,7 +220,7 @@ def _projection(config: AttentionConfig) -> tuple[tuple[int, ...], tuple[Part, .
     rows = (sum(rows),) if config.qkv_by_head else rows
     lone = () if config.lone_gate is None else (config.lone_gate,)
     sizes = (*([sum(rows)] if len(config.qkv) == 1 else rows), *(group for _ in lone))
-    parts = (Part(name, config.num_kv_heads * size) for name, size in zip((*config.qkv, *lone), sizes, strict=True))
+    parts = (Matrix(name, config.num_kv_heads * size) for name, size in zip((*config.qkv, *lone), sizes, strict=True))
     return (*rows, *(group for _ in lone)), tuple(parts)
 
 
@@ -245,13 +245,13 @@ class Attention:
         """This rank's heads, whose keys and values it keeps; None: it has all of them."""
         self.config = own
         """With the heads that are here."""
-        parts = [Part(prefix + part.path, part.outputs) for part in plan.parts]
+        parts = [Matrix(prefix + part.path, part.outputs) for part in plan.parts]
         self.qkv = Linear(
             options, parts, config.inputs or width, bias=config.qkv_bias, transposed=config.transposed,
             share=None if plan.form == "all_norms" else self.share,
         )  # fmt: skip
         self.out = Linear(
-            options, [Part(prefix + config.out, width)], heads * dim, bias=config.out_bias,
+            options, [Matrix(prefix + config.out, width)], heads * dim, bias=config.out_bias,
             transposed=config.transposed,
         )  # fmt: skip
         self.norms = tuple(

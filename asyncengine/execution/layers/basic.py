@@ -23,11 +23,11 @@ from asyncengine.execution.layers.stored import Layer, StoredMatrix, TensorSlot,
 from asyncengine.execution.layers.weight_forms import WeightForm, parts_of
 
 
-class Part(NamedTuple):
-    """One matrix of the checkpoint."""
+class Matrix(NamedTuple):
+    """One matrix of the checkpoint, of several that a linear layer may hold side by side."""
 
     path: str
-    """Its name there, without ".weight"; adapters name it so, too."""
+    """Its name in the checkpoint without ".weight", by which adapters target it as well."""
     outputs: int
 
 
@@ -39,15 +39,15 @@ class Linear(Layer):
     """
 
     def __init__(
-        self, options: LayerOptions, parts: Sequence[Part], inputs: int, *, bias: bool = False,
+        self, options: LayerOptions, matrices: Sequence[Matrix], inputs: int, *, bias: bool = False,
         transposed: bool = False, share: Share | None = None,
     ) -> None:  # fmt: skip
-        self.parts = tuple(parts)
-        self.path = parts[0].path
-        self.inputs, self.outputs = inputs, sum(part.outputs for part in parts)
+        self.matrices = tuple(matrices)
+        self.path = matrices[0].path
+        self.inputs, self.outputs = inputs, sum(matrix.outputs for matrix in matrices)
         self.transposed = transposed
-        self._firsts = [0, *accumulate(part.outputs for part in parts)]
-        paths = () if transposed else [part.path for part in parts]
+        self._firsts = [0, *accumulate(matrix.outputs for matrix in matrices)]
+        paths = () if transposed else [matrix.path for matrix in matrices]
         bounds = self._firsts[1:-1]
         local = None if share is None else options.local_weight(share, inputs, bounds, paths)
         self._share, self.local = share, local is not None
@@ -70,20 +70,20 @@ class Linear(Layer):
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         memory = self.weight.tensors()
-        for part, first in zip(self.parts, self._firsts, strict=False):
-            shape = (self.inputs, part.outputs) if self.transposed else (part.outputs, self.inputs)
+        for (path, outputs), first in zip(self.matrices, self._firsts, strict=False):
+            shape = (self.inputs, outputs) if self.transposed else (outputs, self.inputs)
             takes, waiting = self.weight.takes(first), self.weight.waiting
             load = partial(self._load, first)
-            yield f"{part.path}.weight", TensorSlot(shape, load, waits_with=waiting, memory=memory, takes=takes)
+            yield f"{path}.weight", TensorSlot(shape, load, waits_with=waiting, memory=memory, takes=takes)
             if self.bias is not None:
-                yield f"{part.path}.bias", self._bias_slot(self.bias, first, part.outputs)
+                yield f"{path}.bias", self._bias_slot(self.bias, first, outputs)
 
     def kept_outputs(self) -> tuple[tuple[slice, ...], ...] | None:
-        """The outputs of each part that this rank has; None: all of them."""
+        """The outputs of each matrix that this rank has; None: all of them."""
         if not isinstance(self.weight, LocalWeight):
             return None
-        firsts = zip(self.parts, self._firsts, strict=False)
-        return tuple(tuple(given for given, _ in own_rows(self.weight.spans, at, part.outputs)) for part, at in firsts)
+        spans, firsts = self.weight.spans, zip(self.matrices, self._firsts, strict=False)
+        return tuple(tuple(rows for rows, _ in own_rows(spans, first, outputs)) for (_, outputs), first in firsts)
 
     def _bias_slot(self, bias: torch.Tensor, first: int, count: int) -> TensorSlot:
         if not isinstance(self.weight, LocalWeight):
@@ -282,7 +282,7 @@ class LMHead(Layer):
         self, options: LayerOptions, path: str, tokens: int, width: int, *, bias: bool = False, tied: str | None = None
     ) -> None:
         self.path, self.vocab_size, self.inputs = path, tokens, width
-        self.parts = (Part(path, tokens),)
+        self.matrices = (Matrix(path, tokens),)
         self._weight_path = path if tied is None else tied
         self.weight: WeightForm = options.head_weight(tokens, width, self._weight_path)
         self.bias = options.zeros(tokens, dtype=self.weight.bias_dtype) if bias else None
@@ -331,7 +331,7 @@ class LayerInputs(Layer):
     ) -> None:
         self._shape = (layers, config.width)
         self.table = Embedding(options, config.table, config.vocab_size, layers * config.width, config.width**0.5)
-        self.projection = Linear(options, [Part(config.projection, layers * config.width)], width)
+        self.projection = Linear(options, [Matrix(config.projection, layers * config.width)], width)
         self.norm = Norm(options, norm, config.norm, config.width)
         self._scale = width**-0.5
 
@@ -350,8 +350,8 @@ class LayerInput(Layer):
     ) -> None:
         self._activation, self._kernels = ACTIVATIONS[config.activation], options.kernels
         self.gated = options.kernels.gated(config.activation)
-        self.gate = Linear(options, [Part(prefix + config.gate, config.width)], width)
-        self.out = Linear(options, [Part(prefix + config.out, width)], config.width)
+        self.gate = Linear(options, [Matrix(prefix + config.gate, config.width)], width)
+        self.out = Linear(options, [Matrix(prefix + config.out, width)], config.width)
         self.norm = Norm(options, norm, prefix + config.out_norm, width)
 
     def __call__(self, h: torch.Tensor, vectors: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:

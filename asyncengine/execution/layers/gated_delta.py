@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.execution.layers import states
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
@@ -105,7 +105,7 @@ class GatedDelta(states.StateLayer):
     def __init__(self, options: LayerOptions, config: GatedDeltaConfig, prefix: str, width: int, index: int) -> None:
         self.index, units, rows, mixed = index, config.key_heads, config.rows, config.mixed
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, mixed[2])
-        matrices = [Part(prefix + name, size) for name, size in config.projections]
+        matrices = [Matrix(prefix + name, size) for name, size in config.projections]
         own = ("o_norm", "o_proj") if config.apart else ("norm", "out_proj")
         self.inputs = Linear(options, matrices, width, share=self.share)
         self.conv = CausalConv(
@@ -113,7 +113,7 @@ class GatedDelta(states.StateLayer):
             spans=None if self.share is None else self.share.rows(mixed),
         )  # fmt: skip
         self.norm = Norm(options, NormConfig(epsilon=config.epsilon), prefix + own[0], config.value_dim)
-        self.out = Linear(options, [Part(prefix + own[1], width)], units * mixed[2])
+        self.out = Linear(options, [Matrix(prefix + own[1], width)], units * mixed[2])
         self._heads = part_of(self.share, config.value_heads)
         if self.share is not None:
             size = self.share.ranks.size
@@ -202,7 +202,7 @@ class GatedDelta(states.StateLayer):
 
     def _conv_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Three tensors with the channels of each kind; transformers saves thirds of all channels instead."""
-        sizes = [part.outputs for part in self.inputs.parts[:3]]
+        sizes = [part.outputs for part in self.inputs.matrices[:3]]
         third = -(-sum(sizes) // 3)
         for index, name in enumerate("qkv"):
             own = self.conv.part(sum(sizes[:index]), sizes[index])

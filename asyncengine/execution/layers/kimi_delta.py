@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.execution.layers.options import LayerOptions
@@ -59,20 +59,20 @@ class KimiDelta(StateLayer):
 
     def __init__(self, options: LayerOptions, config: KimiDeltaConfig, prefix: str, width: int, index: int) -> None:
         self._whole, self.index, self._prefix, self._kernels = config, index, prefix, options.kernels
-        matrices = [Part(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
+        matrices = [Matrix(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
         dim, cuts = config.head_dim, even_cuts(options.ranks, config.heads)
         self.share = share_of(options.ranks, cuts, [dim, dim, dim, 1], dim, copied=2 * dim)
         self.inputs = Linear(options, matrices, width, share=self.share)
         gates = share_of(options.ranks, cuts, [dim], dim)
         self.gate, self.forget = (
-            Linear(options, [Part(f"{prefix}{name}_b_proj", config.size)], dim, share=gates) for name in "gf"
+            Linear(options, [Matrix(f"{prefix}{name}_b_proj", config.size)], dim, share=gates) for name in "gf"
         )
         self.conv = CausalConv(
             options, f"{prefix}conv1d", 3 * config.size, config.taps, activation="silu",
             spans=None if self.share is None else self.share.rows([dim, dim, dim]),
         )  # fmt: skip
         self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}o_norm", dim)
-        self.out = Linear(options, [Part(f"{prefix}o_proj", width)], config.size)
+        self.out = Linear(options, [Matrix(f"{prefix}o_proj", width)], config.size)
         if self.share is not None:
             config = replace(config, heads=config.heads // self.share.ranks.size)
         self.config = config

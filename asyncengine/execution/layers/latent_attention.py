@@ -17,7 +17,7 @@ import torch
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, RotaryConfig
 from asyncengine.execution.layers.sharded import even_cuts, gathered, share_of
@@ -105,8 +105,8 @@ class LatentAttention:
         key_dim, rank = config.own_dim + config.shared_dim, config.query_rank
         self._path = f"{path}kv_b_proj.weight"
         self._sizes = [rank or heads * key_dim, config.rank, config.shared_dim]
-        latent = Part(f"{path}kv_a_proj_with_mqa", config.rank + config.shared_dim)
-        query = Part(f"{path}q_a_proj", rank) if rank else Part(f"{path}q_proj", heads * key_dim)
+        latent = Matrix(f"{path}kv_a_proj_with_mqa", config.rank + config.shared_dim)
+        query = Matrix(f"{path}q_a_proj", rank) if rank else Matrix(f"{path}q_proj", heads * key_dim)
         self.share = share_of(options.ranks, even_cuts(options.ranks, heads), [key_dim], config.value_dim)
         """This rank's heads; None: it has all of them. Latent vectors are the same in all ranks."""
         self.qkv = Linear(options, [query, latent], width)
@@ -115,8 +115,8 @@ class LatentAttention:
         self.queries: Linear | None = None
         if rank:
             self.norms = (self.norm, Norm(options, config.norm, f"{path}q_a_layernorm", rank))
-            self.queries = Linear(options, [Part(f"{path}q_b_proj", heads * key_dim)], rank, share=self.share)
-        self.out = Linear(options, [Part(f"{path}o_proj", width)], heads * config.value_dim)
+            self.queries = Linear(options, [Matrix(f"{path}q_b_proj", heads * key_dim)], rank, share=self.share)
+        self.out = Linear(options, [Matrix(f"{path}o_proj", width)], heads * config.value_dim)
         self._heads = slice(0, heads) if self.share is None else self.share.part(heads)
         heads = self._heads.stop - self._heads.start
         self.products = (

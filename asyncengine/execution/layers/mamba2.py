@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from asyncengine.execution.layers.basic import Linear, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Matrix, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
@@ -81,13 +81,13 @@ class Mamba2(StateLayer):
         sizes = [inner, inner, *[config.groups * config.state_size] * 2, config.heads]
         outputs, rows = sum(sizes), [size // units for size in sizes]
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, rows[0])
-        parts = [Part(path + "in_proj", outputs)]
+        parts = [Matrix(path + "in_proj", outputs)]
         self.inputs = Linear(options, parts, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
             options, path + "conv1d", sum(sizes[1:4]), config.taps, bias=config.conv_bias, activation="silu",
             spans=None if self.share is None else self.share.rows(rows[1:4]),
         )  # fmt: skip
-        self.out = Linear(options, [Part(path + "out_proj", width)], inner, bias=config.out_bias)
+        self.out = Linear(options, [Matrix(path + "out_proj", width)], inner, bias=config.out_bias)
         if self.share is not None:
             config = config.part(self.share.ranks.size)
         self.config = config

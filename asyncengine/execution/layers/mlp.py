@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from asyncengine.execution.layers.basic import Linear, Norm, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig
 from asyncengine.execution.layers.experts import Experts, ExpertsConfig
 from asyncengine.execution.layers.kernels import Activation
 from asyncengine.execution.layers.options import LayerOptions
@@ -68,7 +68,7 @@ class MLP(Layer):
 
     def __init__(self, options: LayerOptions, config: MLPConfig, prefix: str, width: int) -> None:
         outputs = config.width * (2 if config.gated else 1) // len(config.up)
-        parts = [Part(prefix + name, outputs) for name in config.up]
+        parts = [Matrix(prefix + name, outputs) for name in config.up]
         self.config, self._prefix, self._kernels = config, prefix, options.kernels
         cuts = None if options.ranks is None else cut_rows(config.width, options.ranks.size, [0])
         share = share_of(options.ranks, cuts, [1, 1] if config.gated else [1], 1)
@@ -80,7 +80,7 @@ class MLP(Layer):
             None if scale == 1.0 else options.zeros(inner, dtype=torch.float32).fill_(scale) for scale in config.scales
         ]
         self.down = Linear(
-            options, [Part(prefix + config.down, width)], config.width, transposed=config.transposed,
+            options, [Matrix(prefix + config.down, width)], config.width, transposed=config.transposed,
             bias=config.bias if config.down_bias is None else config.down_bias,
         )  # fmt: skip
         self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
@@ -164,7 +164,7 @@ class SparseMLP(Layer):
         self.latent: list[Linear] = []
         """Projections before the experts and behind them."""
         if (latent := config.latent) is not None:
-            before, behind = Part(prefix + latent.before, latent.width), Part(prefix + latent.behind, width)
+            before, behind = Matrix(prefix + latent.before, latent.width), Matrix(prefix + latent.behind, width)
             self.latent = [
                 Linear(options, [before], width, bias=latent.bias),
                 Linear(options, [behind], latent.width, bias=latent.bias),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.execution.layers.basic import Linear, NormConfig, Part
+from asyncengine.execution.layers.basic import Linear, Matrix, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, share_of
@@ -39,13 +39,13 @@ class ShortConv(StateLayer):
         self.index, units = index, width // _UNIT if width % _UNIT == 0 else 1
         each = width // units
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), [each] * 3, each)
-        parts = [Part(prefix + config.projection, 3 * width)]
+        parts = [Matrix(prefix + config.projection, 3 * width)]
         self.inputs = Linear(options, parts, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
             options, prefix + config.conv, width, config.taps, bias=config.bias,
             spans=None if self.share is None else self.share.rows([each]),
         )  # fmt: skip
-        self.out = Linear(options, [Part(prefix + config.out, width)], width, bias=config.bias)
+        self.out = Linear(options, [Matrix(prefix + config.out, width)], width, bias=config.bias)
         self.kernel = _kernel(options, self.conv)
         self.spec = StateSpec(window=self.conv.window, parts=units, divided=self.share is not None)
 

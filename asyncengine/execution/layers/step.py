@@ -20,47 +20,48 @@ from asyncengine.step import Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """One product of the model, and the modules (by their Hugging Face paths) whose outputs lie in it side by side."""
+class LoraTarget:
+    """One product of the model that LoRA may target, and the modules whose outputs lie in it side by side."""
 
     in_features: int
     """Rows of the table for an embedding."""
-    parts: tuple[tuple[str, int], ...]
-    """(path, width of its output); "" for outputs of no module."""
-    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    modules: tuple[tuple[str, int], ...]
+    """(Hugging Face path, width of its output); "" for outputs of no module."""
+    type: Literal["linear", "conv1d", "embedding"] = "linear"
     head: Literal["", "own", "tied"] = ""
     """The output layer, which gets the rows whose logits are wanted: with its own weight, or the embedding's."""
     scale: float = 1.0
-    kept: tuple[tuple[slice, ...], ...] | None = None
-    """The outputs of each part that are computed here; None: all."""
-    here: bool = True
+    local_outputs: tuple[tuple[slice, ...], ...] | None = None
+    """The outputs of each module that this process computes; None: all."""
+    is_local: bool = True
     """False: another process computes it."""
     read_rows: Callable[[torch.Tensor, torch.Tensor], object] | None = None
-    """`WeightForm.read_rows` of its weight [outputs, inputs]; None: nobody has all rows, or it is an embedding."""
+    """`WeightForm.read_rows` of its weight [outputs, inputs]. None for an embedding, and where no process has all rows.
+    """
     bias: torch.Tensor | None = None
-    """The bias of the outputs that are computed here."""
+    """The bias of the outputs that this process computes."""
     new_weight: Callable[[int], WeightForm] | None = None
-    """Memory for so many rows of another output layer; None: plain, or this is none."""
+    """Memory for an output layer of the given number of rows. None: plain memory, or this is no output layer."""
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Outputs of each part here."""
-        if self.kept is None:
-            return tuple(width for _, width in self.parts)
-        return tuple(sum(own.stop - own.start for own in each) for each in self.kept)
+        """Outputs of each module that this process computes."""
+        if self.local_outputs is None:
+            return tuple(width for _, width in self.modules)
+        return tuple(sum(rows.stop - rows.start for rows in ranges) for ranges in self.local_outputs)
 
-    def kept_rows(self, part: int, b: torch.Tensor) -> torch.Tensor:
-        """Rows of b [all outputs of a part, ...] whose outputs are computed here."""
-        return b if self.kept is None else torch.cat([b[own] for own in self.kept[part]])
+    def local_rows(self, module: int, b: torch.Tensor) -> torch.Tensor:
+        """Rows of b [all outputs of module number `module`, ...] whose outputs this process computes."""
+        return b if self.local_outputs is None else torch.cat([b[rows] for rows in self.local_outputs[module]])
 
     @property
     def embedding(self) -> bool:
-        return self.kind == "embedding"
+        return self.type == "embedding"
 
     @property
     def path(self) -> str:
-        """The first part's: layers name the product by it."""
-        return self.parts[0][0]
+        """Path of the first module, by which layers name the product."""
+        return self.modules[0][0]
 
 
 class Mixture(Protocol):
@@ -274,7 +275,7 @@ class CausalLM(ABC):
         """Logits [N, vocab], float32 where a kernel makes them so, of `rows` (int64 [N], ascending) of ids [T]."""
 
     @abstractmethod
-    def places(self) -> list[Place]:
+    def lora_targets(self) -> list[LoraTarget]:
         """Products that adapters may change, in the model's order."""
 
     def unbind(self) -> None:  # noqa: B027

@@ -32,7 +32,7 @@ from asyncengine.execution.layers.recorded import RecordedLayers
 from asyncengine.execution.layers.rotary import Angles, Rotary, RotaryConfig
 from asyncengine.execution.layers.sharded import leave
 from asyncengine.execution.layers.states import StateConfig
-from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, Place, StepContext, StreamHooks, Traces
+from asyncengine.execution.layers.step import NO_IMAGES, CausalLM, LoraTarget, StepContext, StreamHooks, Traces
 from asyncengine.execution.layers.stored import TensorSlot, nbytes_of
 from asyncengine.execution.layers.weight_forms import WeightForm
 from asyncengine.execution.models.decoder_layer import DecoderLayer, MTPConfig, MTPHead
@@ -142,7 +142,7 @@ class Decoder(CausalLM):
             outside, config.embedding, config.vocab_size, outer, config.embedding_scale,
             self.head if config.tied else None,
         )  # fmt: skip
-        self.projections = [Linear(outside, [part], inputs) for part, inputs in plan.projections]
+        self.projections = [Linear(outside, [matrix], inputs) for matrix, inputs in plan.projections]
         """From embeddings to the layers and back, where their widths differ."""
         self.embedding_norm = named_norm(outside, config.norm, config.embedding_norm, config.width)
         self.inputs: LayerInputs | None = None
@@ -385,23 +385,24 @@ class Decoder(CausalLM):
             options.stage, tuple(options.forms.items()), tuple(self.describe()), self.unsteady,
         )  # fmt: skip
 
-    def places(self) -> list[Place]:
+    def lora_targets(self) -> list[LoraTarget]:
         """Products that adapters may change, in the model's order."""
         table, head, first = self.embedding, self.head, self.plan.run.start == 0
-        found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale, here=first)]
+        module, rows = (table.path, table.width), table.num_embeddings
+        targets = [LoraTarget(rows, (module,), "embedding", scale=table.scale, is_local=first)]
         outer = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
         linears = [(linear, first) for linear in outer]
         linears += [
             (linear, index in self.plan.run) for index, each in enumerate(self.layers) for linear in each.linears()
         ]
-        for linear, here in linears:
-            kind: Any = "conv1d" if linear.transposed else "linear"
-            found.append(Place(
-                linear.inputs, linear.parts, kind, kept=linear.kept_outputs(), here=here, bias=linear.bias,
+        for linear, is_local in linears:
+            targets.append(LoraTarget(
+                linear.inputs, linear.matrices, "conv1d" if linear.transposed else "linear",
+                local_outputs=linear.kept_outputs(), is_local=is_local, bias=linear.bias,
                 read_rows=linear.weight.read_rows if self.options.ranks is None else None,
             ))  # fmt: skip
-        return [*found, Place(
-            head.inputs, head.parts, head="tied" if self.config.tied else "own", here=first, bias=head.bias,
+        return [*targets, LoraTarget(
+            head.inputs, head.matrices, head="tied" if self.config.tied else "own", is_local=first, bias=head.bias,
             read_rows=head.weight.read_rows if self.options.ranks is None else None, new_weight=self._new_head,
         )]  # fmt: skip
 
@@ -436,5 +437,5 @@ class PooledDecoder(CausalLM):
         logits = self.decoder.forward(ids, step, rows)[:, self._tokens].float()
         return logits[:, :1] - logits[:, 1:] if len(self._tokens) == 2 else logits
 
-    def places(self) -> list[Place]:
-        return self.decoder.places()
+    def lora_targets(self) -> list[LoraTarget]:
+        return self.decoder.lora_targets()

@@ -14,7 +14,7 @@ import torch
 
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.attention import Attention
-from asyncengine.execution.layers.basic import LayerInput, Linear, LMHead, Norm, Part
+from asyncengine.execution.layers.basic import LayerInput, Linear, LMHead, Matrix, Norm
 from asyncengine.execution.layers.latent_attention import HeadProducts, LatentAttention
 from asyncengine.execution.layers.mlp import MLP, MoEConfig, SideExperts, SparseMLP
 from asyncengine.execution.layers.options import LayerOptions, rounded_weight
@@ -242,7 +242,7 @@ class MTPHead(Layer):
         names = config.token_norm, config.hidden_norm, config.final_norm
         self.norms = [Norm(options, model.norm, name, width) for name in names]
         self._following = [*(layer.before_attention for layer in self.layers[1:]), self.norms[2]]
-        self.projection = Linear(options, [Part(config.projection, width)], (len(config.taps) or 2) * width)
+        self.projection = Linear(options, [Matrix(config.projection, width)], (len(config.taps) or 2) * width)
         self._memory = OutputBufferPool()
         self.output: WeightForm | None = None
         """A smaller copy of the output layer; None: that is small enough."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from asyncengine.execution.layers.basic import Part
+from asyncengine.execution.layers.basic import Matrix
 
 if TYPE_CHECKING:
     from asyncengine.execution.models.decoder import DecoderConfig
@@ -31,7 +31,7 @@ class DecoderPlan:
     """The last layer whose keys, values or states later steps read."""
     carries_norms: bool
     """Stages hand on the stream and its norm: a layer norm is of a sum before that is rounded."""
-    projections: tuple[tuple[Part, int], ...]
+    projections: tuple[tuple[Matrix, int], ...]
     """Matrices from embeddings to the layers and back, each with the width that it reads; (): widths are equal."""
     taps: tuple[int, ...]
     """Layers before which the head that predicts further tokens reads the stream, as `MTPConfig.taps`."""
@@ -74,7 +74,7 @@ def plan_decoder(
     keeps = [each.state is not None or getattr(each.attention, "keys_of", 0) is None for each in config.layers]
     carries_norms = stage is not None and config.norm.kind != "rms"
     inner, outer = config.width, config.outer_width
-    projections = (Part(config.project_in, inner), outer), (Part(config.project_out, outer), inner)
+    projections = (Matrix(config.project_in, inner), outer), (Matrix(config.project_out, outer), inner)
     return DecoderPlan(
         pools=tuple(pools),
         states=tuple(accumulate((layer.state is not None for layer in config.layers[:-1]), initial=0)),

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import LayerSpec, StepAttention
-from asyncengine.execution.layers.basic import Embedding, Linear, NormConfig, Part, named_norm
+from asyncengine.execution.layers.basic import Embedding, Linear, Matrix, NormConfig, named_norm
 from asyncengine.execution.layers.kernels import ACTIVATIONS
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.recorded import RecordedLayers
@@ -333,9 +333,9 @@ class SequenceHead(Layer):
         self.config = config
         self.dense: Linear | None = None
         if config.dense is not None:
-            self.dense = Linear(options, [Part(config.dense, width)], width, bias=config.dense_bias)
+            self.dense = Linear(options, [Matrix(config.dense, width)], width, bias=config.dense_bias)
         self.norm = named_norm(options, norm, config.norm, width)
-        self.out = Linear(options, [Part(config.out, config.num_labels)], width, bias=True)
+        self.out = Linear(options, [Matrix(config.out, config.num_labels)], width, bias=True)
         self._activation = torch.tanh if config.activation == "tanh" else ACTIVATIONS[config.activation]
 
     def __call__(self, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from support.stored_matrices import FORMS, RandomMatrix
 pytest.importorskip("numba")
 
 from asyncengine.execution.device import shared_gather
-from asyncengine.execution.layers.basic import Linear, Part
+from asyncengine.execution.layers.basic import Linear, Matrix
 from asyncengine.execution.layers.sharded import ShardedWeight, cut_rows
 from asyncengine.execution.layers.stored import StoredForm
 
@@ -84,7 +84,7 @@ def test_linears_give_the_same_bits(parts: list[int], settings: Any, size: int) 
 
     def make(ranks: Any = None) -> tuple[Linear, list[torch.Tensor]]:
         own = options(bits=settings.get("bits"), forms=stored, ranks=ranks)
-        linear = Linear(own, [Part(str(at), outputs) for at, outputs in enumerate(parts)], INPUTS, bias=True)
+        linear = Linear(own, [Matrix(str(at), outputs) for at, outputs in enumerate(parts)], INPUTS, bias=True)
         for name, slot in linear.slots():
             assert slot.takes == stored.get(name.removesuffix(".weight"))
             slot.load(given[name])
@@ -102,7 +102,7 @@ def test_linears_give_the_same_bits(parts: list[int], settings: Any, size: int) 
 def test_a_matrix_that_panels_do_not_take_stays_whole() -> None:
     """Its product is torch's, and who knows how torch sums."""
     for inputs, divided in ((INPUTS, True), (INPUTS + 1, False)):
-        linear = Linear(options(torch.bfloat16, ranks=gathers(2)[0]), [Part("a", 100)], inputs)
+        linear = Linear(options(torch.bfloat16, ranks=gathers(2)[0]), [Matrix("a", 100)], inputs)
         assert isinstance(linear.weight, ShardedWeight) is divided
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("numba")
 
 from asyncengine.execution.device.cores import Cores
 from asyncengine.execution.layers import stored_weight
-from asyncengine.execution.layers.basic import Linear, Part
+from asyncengine.execution.layers.basic import Linear, Matrix
 from asyncengine.execution.layers.stored import StoredForm
 from asyncengine.execution.layers.stored_weight import GroupedWeight
 from asyncengine.execution.models.decoder import Decoder
@@ -37,7 +37,7 @@ def stored(name: str, ordered: bool = False) -> StoredForm:
 def linear_of(parts: dict[str, tuple[int, str]], bias: bool = False) -> tuple[Any, torch.Tensor]:
     """A linear of parts (outputs, name of the form, or "" for plain numbers), and what it stands for."""
     forms = {path: stored(name) for path, (_, name) in parts.items() if name}
-    sizes = [Part(path, outputs) for path, (outputs, _) in parts.items()]
+    sizes = [Matrix(path, outputs) for path, (outputs, _) in parts.items()]
     linear = Linear(options(forms=forms), sizes, INPUTS, bias=bias)
     whole = []
     for path, slot in linear.slots():

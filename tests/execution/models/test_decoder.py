@@ -100,9 +100,9 @@ def test_adapters_are_asked_at_every_place(checkpoint: Checkpoint) -> None:
             return None
 
     logits_of(model, IDS, adapters=Adapters(), row_adapters=Adapters())
-    assert seen == [place.path for place in model.places()]
+    assert seen == [target.path for target in model.lora_targets()]
     own = {name for name, _ in make_model("qwen3").named_modules()}
-    assert {path for place in model.places() for path, _ in place.parts} <= own
+    assert {path for target in model.lora_targets() for path, _ in target.modules} <= own
 
 
 def test_two_engines_in_two_threads(make_runner: MakeRunner) -> None:

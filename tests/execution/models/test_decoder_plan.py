@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from support.tiny_models import FAMILIES
 
-from asyncengine.execution.layers.basic import Part
+from asyncengine.execution.layers.basic import Matrix
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import MTPConfig
 from asyncengine.execution.models.decoder_plan import plan_decoder
@@ -73,7 +73,7 @@ def test_matrices_go_between_widths_that_differ() -> None:
     assert plan_decoder(config).projections == ()
     assert plan_decoder(replace(config, embedding_width=config.width)).projections == ()
     plan = plan_decoder(replace(config, width=64, embedding_width=16, project_in="in", project_out="out"))
-    assert plan.projections == ((Part("in", 64), 16), (Part("out", 16), 64))
+    assert plan.projections == ((Matrix("in", 64), 16), (Matrix("out", 16), 64))
 
 
 def test_a_head_reads_the_stream_where_it_taps_it() -> None:

@@ -45,9 +45,9 @@ def test_every_linear_of_a_model_is_quantized(name: str, quantization: str, chec
     assert model.model.head.weight.name == "int8"
     for linear in (linear for layer in model.model.layers for linear in layer.linears()):
         ends = () if linear.transposed else (".v_proj", ".down_proj", ".fc2")
-        wide = [part.path.endswith(ends) for part in linear.parts]
+        wide = [part.path.endswith(ends) for part in linear.matrices]
         assert linear.weight.name == " + ".join(dict.fromkeys("int8" if each else quantization for each in wide))
-    places = [{path for place in each.model.places() for path, _ in place.parts} for each in (model, plain)]
+    places = [{path for target in each.model.lora_targets() for path, _ in target.modules} for each in (model, plain)]
     assert places[0] == places[1]
     expected, found = (logits_of(each.model, IDS) for each in (plain, model))
     assert 0 < relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)

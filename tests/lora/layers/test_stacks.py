@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
 
-from asyncengine.execution.layers.step import Place
+from asyncengine.execution.layers.step import LoraTarget
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.lora.layers import stack as stack_module
 from asyncengine.lora.layers.slots import CompiledStack, KernelStack, MaskedStack, MaskedStep
@@ -23,8 +23,8 @@ RANKS = {0: 3, 1: 16, 2: 8, 4: 1}
 CPU = torch.device("cpu")
 
 
-def place_of(widths: Sequence[int], inputs: int = 20, **fields: Any) -> Place:
-    return Place(inputs, tuple((f"part{index}", width) for index, width in enumerate(widths)), **fields)
+def target_of(widths: Sequence[int], inputs: int = 20, **fields: Any) -> LoraTarget:
+    return LoraTarget(inputs, tuple((f"part{index}", width) for index, width in enumerate(widths)), **fields)
 
 
 def fill(stack: LoraStack) -> dict[int, torch.Tensor]:
@@ -33,8 +33,8 @@ def fill(stack: LoraStack) -> dict[int, torch.Tensor]:
     deltas = {}
     for slot, rank in RANKS.items():
         rows = []
-        for part, (_, width) in enumerate(stack.place.parts):
-            a = torch.randn(rank, stack.place.in_features, generator=generator)
+        for part, (_, width) in enumerate(stack.target.modules):
+            a = torch.randn(rank, stack.target.in_features, generator=generator)
             b = torch.randn(width, rank, generator=generator)
             if slot != 2 or part == 0:  # slot 2 changes only a part of a merged product
                 stack.write(slot, part, a, b)
@@ -45,16 +45,16 @@ def fill(stack: LoraStack) -> dict[int, torch.Tensor]:
     return deltas
 
 
-def make(form: str, place: Place, rank: int = 16) -> LoraStack:
+def make(form: str, target: LoraTarget, rank: int = 16) -> LoraStack:
     if form == "compiled" and compiler_missing(torch.float32, CPU) is not None:
         pytest.skip("no compiler")
     kind = {"rows": RowStack, "compiled": CompiledStack, "kernels": KernelStack}.get(form, MaskedStack)
-    return kind(place, SLOTS, rank, torch.float32, CPU)
+    return kind(target, SLOTS, rank, torch.float32, CPU)
 
 
 def test_factors_are_sent_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may be running while an adapter is written for the next one."""
-    stack = MaskedStack(place_of([32, 8, 8]), SLOTS, 16, torch.float32, DEVICE)
+    stack = MaskedStack(target_of([32, 8, 8]), SLOTS, 16, torch.float32, DEVICE)
     with NoWaiting(monkeypatch) as mode:
         stack.write(1, 2, torch.ones(4, 20), torch.ones(8, 4))
     assert mode.copies == 2
@@ -85,7 +85,7 @@ def test_each_row_gets_its_own_delta(
     form: str, widths: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack_module, "LONG_ADAPTER_RUN", 4)
-    stack = make(form, place_of(widths))
+    stack = make(form, target_of(widths))
     deltas = fill(stack)
     x, y = torch.randn(1, len(slots), 20), torch.randn(1, len(slots), sum(widths))
     expected = y.clone()
@@ -100,7 +100,7 @@ def test_each_row_gets_its_own_delta(
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_module, "LONG_ADAPTER_RUN", 4)
-    stack = make(form, place_of([12], 50, kind="embedding"))
+    stack = make(form, target_of([12], 50, type="embedding"))
     deltas = fill(stack)
     x, y = torch.randint(0, 50, (1, len(slots))), torch.zeros(1, len(slots), 12)
     stack.add(x, y, step_of(form, slots))
@@ -111,7 +111,7 @@ def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypat
 
 @pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 def test_an_infinite_row_stays_alone(form: str) -> None:
-    stack = make(form, place_of([8, 8]))
+    stack = make(form, target_of([8, 8]))
     fill(stack)
     slots = [1, 0, -1, 1, 2]
     x = torch.randn(1, 5, 20)
@@ -126,7 +126,7 @@ def test_an_infinite_row_stays_alone(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 def test_growing_keeps_what_is_there(form: str) -> None:
-    stack, whole = make(form, place_of([8, 4]), rank=16), make(form, place_of([8, 4]), rank=40)
+    stack, whole = make(form, target_of([8, 4]), rank=16), make(form, target_of([8, 4]), rank=40)
     fill(stack)
     fill(whole)
     taken = stack.nbytes
@@ -145,7 +145,7 @@ def test_growing_keeps_what_is_there(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["rows", "compiled", "masked", "kernels"])
 def test_a_module_that_sees_other_rows_is_an_error(form: str) -> None:
-    stack = make(form, place_of([8]))
+    stack = make(form, target_of([8]))
     fill(stack)
     with pytest.raises(RuntimeError, match="3 rows of a step of 2"):
         stack.add(torch.zeros(1, 3, 20), torch.zeros(1, 3, 8), step_of(form, [0, 1]))
@@ -154,7 +154,7 @@ def test_a_module_that_sees_other_rows_is_an_error(form: str) -> None:
 def test_outputs_that_lie_apart() -> None:
     """Outputs that are cut out of something wider are changed where they lie, and nothing beside them."""
     form = "compiled"
-    stack = make(form, place_of([8, 8]))
+    stack = make(form, target_of([8, 8]))
     deltas = fill(stack)
     x, whole = torch.randn(1, 3, 20), torch.zeros(1, 3, 20)
     stack.add(x, whole[..., 2:18], step_of(form, [0, 1, 0]))
@@ -165,7 +165,7 @@ def test_outputs_that_lie_apart() -> None:
 
 
 def test_what_a_step_does_not_use_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = make("rows", place_of([8]))
+    stack = make("rows", target_of([8]))
     fill(stack)
     monkeypatch.setattr(stack_module, "_weighted_sums", None)
     stack.add(torch.zeros(1, 2, 20), torch.zeros(1, 2, 8), step_of("rows", [3, 5]))

@@ -20,7 +20,7 @@ from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.attention.base import StepAttention
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.options import HEAD_BITS, bits_of, rounded_weight
-from asyncengine.execution.layers.step import CausalLM, Place, StepContext
+from asyncengine.execution.layers.step import CausalLM, LoraTarget, StepContext
 from asyncengine.execution.models.fallback.probing import LayerAttention, Recorder, attach
 
 
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
         return y
 
 
-def adapt(model: Any, current: CurrentStep) -> list[Place]:
+def adapt(model: Any, current: CurrentStep) -> list[LoraTarget]:
     """Let adapters act on every linear and on the embedding of `model`, in its order; once for a model.
 
     Linears of single experts are left out: they see a part of the tokens, in an order of their own.
@@ -63,7 +63,7 @@ def adapt(model: Any, current: CurrentStep) -> list[Place]:
     from transformers.pytorch_utils import Conv1D
 
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    found: list[Place] = []
+    targets: list[LoraTarget] = []
     role: Literal["", "own", "tied"]
     for path, child in list(model.named_modules()):
         if "experts" in path.split("."):
@@ -71,21 +71,21 @@ def adapt(model: Any, current: CurrentStep) -> list[Place]:
         if child is table:
             rows, width = child.weight.shape
             scale = float(getattr(child, "embed_scale", 1.0))
-            found.append(Place(rows, ((path, width),), "embedding", scale=scale))
+            targets.append(LoraTarget(rows, ((path, width),), "embedding", scale=scale))
         elif isinstance(child, (nn.Linear, QuantizedLinear)):
             linear, quantized = cast(Any, child), isinstance(child, QuantizedLinear)
             read = linear.form.read_rows if quantized else partial(_read_rows, linear.weight.data)
             role = "" if linear is not head else "own" if quantized or linear.weight is not table.weight else "tied"
-            parts = ((path, linear.out_features),)
-            found.append(Place(linear.in_features, parts, head=role, read_rows=read, bias=linear.bias))
+            modules = ((path, linear.out_features),)
+            targets.append(LoraTarget(linear.in_features, modules, head=role, read_rows=read, bias=linear.bias))
         elif isinstance(child, Conv1D):  # stores the transpose, but maps in to out like any other
-            read, parts = partial(_read_rows, child.weight.data.T), ((path, child.nf),)
-            found.append(Place(child.nx, parts, "conv1d", read_rows=read, bias=child.bias))
+            read, modules = partial(_read_rows, child.weight.data.T), ((path, child.nf),)
+            targets.append(LoraTarget(child.nx, modules, "conv1d", read_rows=read, bias=child.bias))
         else:
             continue
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, Adapted(child, path, child is head, current))
-    return found
+    return targets
 
 
 def _read_rows(weight: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class TransformersModel(CausalLM):
         self.bound: StepAttention | None = None
         """The attention backend that its modules call; None: none yet, or it was let go."""
         self._current = CurrentStep()
-        self._places: list[Place] | None = None
+        self._targets: list[LoraTarget] | None = None
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
@@ -127,11 +127,11 @@ class TransformersModel(CausalLM):
             self._current.context = None
         return output.logits[0]
 
-    def places(self) -> list[Place]:
+    def lora_targets(self) -> list[LoraTarget]:
         """Products that adapters may change, in the model's order."""
-        if self._places is None:
-            self._places = adapt(self.module, self._current)
-        return list(self._places)
+        if self._targets is None:
+            self._targets = adapt(self.module, self._current)
+        return list(self._targets)
 
     def unbind(self) -> None:
         """Let go of the attention backend of earlier forwards. Idempotent."""

@@ -52,7 +52,9 @@ def test_every_linear_of_a_module_is_replaced(name: str, quantization: str, chec
     expected, found = (logits_of(each.model, IDS) for each in (plain, model))
     assert relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)
     assert model.weights_bytes < plain.weights_bytes
-    assert [place.parts for place in model.model.places()] == [place.parts for place in plain.model.places()]
+    assert [target.modules for target in model.model.lora_targets()] == [
+        target.modules for target in plain.model.lora_targets()
+    ]
 
 
 def test_a_family_without_linears(checkpoint: Checkpoint) -> None:

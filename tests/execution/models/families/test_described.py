@@ -118,7 +118,7 @@ def test_places_are_the_paths_of_modules(name: str) -> None:
     table = model.get_input_embeddings()
     paths = {path for path, part in model.named_modules() if isinstance(part, kinds) or part is table}
     paths = {path for path in paths if not path.startswith(apart)}
-    assert {path for place in decoder.places() for path, _ in place.parts} == paths
+    assert {path for target in decoder.lora_targets() for path, _ in target.modules} == paths
     keys = {key for key in model.state_dict() if not key.startswith(apart)}
     assert {*decoder.slots(), "lm_head.weight"} == {*keys, "lm_head.weight"}
 

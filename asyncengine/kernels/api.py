@@ -17,6 +17,6 @@ __all__ = [*_HOMES]  # noqa: PLE0604  # names all
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = __import__(_HOMES[name], fromlist=[name])
-    found = globals()[name] = getattr(home, name)  # steps import some names anew: they are found at once from now on
-    return found
+    module = __import__(_HOMES[name], fromlist=[name])
+    attribute = globals()[name] = getattr(module, name)  # steps import names anew: later imports find this one
+    return attribute

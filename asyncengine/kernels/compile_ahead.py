@@ -3,9 +3,9 @@
 numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_worker`) are
 given the names of kernels; each puts the code into the cache on disk, where this process finds it when it calls them.
 What a kernel calls by address comes back as a name for the next free process, so that only what Python calls has to be
-known beforehand. Those that a first answer needs come first, and a load waits for no others: whoever calls one of the
-others before it is there waits for that one (`wait_for`). All of this only saves time: whatever is not in the cache
-afterwards is compiled here.
+known beforehand. Those that a first answer needs come first, and a load waits for no others: a call of one of the
+others, before it is compiled, waits for that one (`wait_for`). All of this only saves time: a kernel that is not in the
+cache afterwards is compiled here.
 
 A process ends with the pipe that its names come by, so that none outlives the program, however that ends. The user's
 main module is not imported in them. Where no process can be started (frozen programs, sandboxes), none is.
@@ -68,7 +68,7 @@ class CompilerProcess:
         return self._program.stdout.readline().strip()
 
     def kill(self) -> None:
-        """At once, whatever it is doing. Any thread may."""
+        """Kill it without waiting for what it compiles. Any thread may call this."""
         self._program.kill()
 
     def end(self) -> None:
@@ -82,8 +82,8 @@ class CompilerProcess:
 
 
 def can_start() -> bool:
-    """Is the program that runs here Python as such, which can be asked to run a module? No frozen program is, and
-    nothing that only has Python inside."""
+    """Whether `sys.executable` is a Python interpreter, which can run a module: a frozen program, or one that embeds
+    Python, is not."""
     return not getattr(sys, "frozen", False) and Path(sys.executable or "").stem.lower().startswith("python")
 
 
@@ -94,11 +94,11 @@ MOST_PROCESSES = 4
 _PATIENCE = 120.0
 """Seconds in which one kernel should be compiled, or a process begin."""
 _WANTED, _CALLED, _NEEDED, _LATER = range(4)
-"""Ranks of kernels, the first come first: one that a step waits for; one that another kernel calls by address, which
+"""Ranks of kernels, compiled in this order: one that a step waits for; one that another kernel calls by address, which
 takes longer than its callers; those that Python calls; those that a first answer does without."""
 
-had: set[str] = set()
-"""Names of kernels that this process has read or compiled, whatever model they were for."""
+loaded_names: set[str] = set()
+"""Names of kernels that this process has read or compiled, for any model."""
 
 Progress = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
@@ -126,7 +126,7 @@ class _Task:
 
 
 class CompileAhead:
-    """Compiles kernels by up to `most` processes; fewer than two: none, and nothing is done."""
+    """Compiles kernels by up to `most` processes; with fewer than two it does nothing."""
 
     def __init__(self, most: int) -> None:
         self._most = min(most, MOST_PROCESSES)
@@ -134,17 +134,17 @@ class CompileAhead:
         self._tasks: dict[str, _Task] = {}
         self._done: list[_Task] = []
         self._alive = 0
-        self._named = self._closed = False
+        self._names_known = self._closed = False
         self._threads: list[threading.Thread] = []
         self._folder: Any = None
         self._names: Sequence[str] = ()
-        self._others: Sequence[str] = ()
+        self._later_names: Sequence[str] = ()
         self.processes: list[CompilerProcess] = []
         self.kept: Sequence[str] = ()
         """The names of kernels that Python calls, once they and those that they call are in the cache: all of them, or
         in a first load those that a first answer needs; else none."""
         self.patience = _PATIENCE
-        """Seconds without any progress after which nobody waits any longer."""
+        """Seconds without any progress after which callers wait no longer."""
 
     @classmethod
     def for_engine(cls, num_threads: int | None, device: str, backend: str) -> Self:
@@ -159,7 +159,7 @@ class CompileAhead:
     def left(self) -> Sequence[str]:
         """The names that no process compiles or has compiled."""
         with self._changed:
-            return [] if self._alive else [name for name in (*self._names, *self._others) if name not in self.kept]
+            return [] if self._alive else [name for name in (*self._names, *self._later_names) if name not in self.kept]
 
     def limit(self, most: int) -> None:
         """Limit the number of processes, to none with 0, once it is known."""
@@ -170,8 +170,8 @@ class CompileAhead:
     def start(self, names: Sequence[str], later: Sequence[str] = ()) -> None:
         """Have these compiled, "module:function:(types)" each, unless they all are in the cache; `later`: those that
         are called after a first answer, if at all. Returns at once."""
-        self._names, self._others = names, later
-        if names and had.issuperset((*names, *later)):  # of an earlier model
+        self._names, self._later_names = names, later
+        if names and loaded_names.issuperset((*names, *later)):  # of an earlier model
             self.kept = [*names, *later]
             return
         if not names or self._most < 2 or not can_start():
@@ -189,7 +189,7 @@ class CompileAhead:
                 self._add(name, _NEEDED)
             for name in later:
                 self._add(name, _LATER)
-            self._named = True
+            self._names_known = True
             self._changed.notify_all()
         self._open()
         with self._changed:
@@ -198,27 +198,27 @@ class CompileAhead:
 
     def _mark(self) -> str:
         """The name of a file in the cache that says that all of these kernels are there."""
-        names = repr((sorted(self._names), sorted(self._others)))
+        names = repr((sorted(self._names), sorted(self._later_names)))
         return f"first_load-{hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
     def finish(self, report: Progress) -> None:
-        """Wait until all that a first answer needs are compiled, or nobody is left to do it, or gets on. The others are
-        compiled behind the program's back. What `report` raises ends the waiting."""
-        if not self._named:
+        """Wait until all that a first answer needs are compiled, no process is left, or none gets on within
+        `patience` seconds. The others are compiled in the background. What `report` raises ends the waiting."""
+        if not self._names_known:
             self.close()
         reported: set[str] = set()
         while (name := self._next_done(reported)) is not None:
             reported.add(name)
             report(name, len(self._needed))
         with self._changed:
-            if self._named and not self._closed and all(task.state is _State.KEPT for task in self._needed):
+            if self._names_known and not self._closed and all(task.state is _State.KEPT for task in self._needed):
                 self.kept = self.kept or self._names
         self._keep_mark()
 
     def _keep_mark(self) -> None:
         """Once all are in the cache, later loads need not look for them."""
         with self._changed:
-            whole = self._named and all(task.state is _State.KEPT for task in self._tasks.values())
+            whole = self._names_known and all(task.state is _State.KEPT for task in self._tasks.values())
         if whole:
             self._folder.keep(self._mark(), b"")
 
@@ -228,7 +228,7 @@ class CompileAhead:
 
     def wait_for(self, module: str, types: str) -> bool:
         """Wait while a function of this module, of arguments "(int64, uint16)", is compiled or about to be: it is next.
-        False: there is none, or nobody gets on."""
+        False if there is none, or if no process makes progress."""
         waited = False
         with self._changed:
             while wanted := [task for task in self._tasks.values() if not task.done and _is_of(task, module, types)]:
@@ -240,7 +240,7 @@ class CompileAhead:
         return waited
 
     def wait(self) -> None:
-        """Wait until the last of them is compiled, or nobody gets on."""
+        """Wait until the last of them is compiled, or until no process makes progress."""
         for thread in list(self._threads):
             thread.join(self.patience)
 
@@ -269,31 +269,31 @@ class CompileAhead:
     def _add(self, name: str, rank: int, *, later: bool | None = None) -> None:
         """The lock is held. A kernel that was to come later becomes a needed one if one of those calls it."""
         later = rank == _LATER if later is None else later
-        known = self._tasks.get(name)
-        if known is None:
+        task = self._tasks.get(name)
+        if task is None:
             self._tasks[name] = _Task(name, rank, later)
-        elif known.later and not later:
-            known.rank, known.later = min(rank, known.rank), False
+        elif task.later and not later:
+            task.rank, task.later = min(rank, task.rank), False
         self._changed.notify_all()
 
     def _next(self) -> _Task | None:
-        """A kernel that nobody has taken; None: there will be none."""
+        """Take the waiting kernel of the lowest rank; None once there will be no more."""
         with self._changed:
             while not self._closed:
-                waiting = [task for task in self._tasks.values() if task.state is _State.WAITING]
-                working = [task for task in self._tasks.values() if task.state is _State.WORKING]
-                best = min(waiting, key=lambda task: task.rank, default=None)
-                # those at work may find more that is needed
-                if best is not None and (best.rank < _LATER or all(task.later for task in working)):
-                    best.state = _State.WORKING
-                    return best
-                if self._named and not waiting and not working:
+                waiting = [other for other in self._tasks.values() if other.state is _State.WAITING]
+                working = [other for other in self._tasks.values() if other.state is _State.WORKING]
+                task = min(waiting, key=lambda other: other.rank, default=None)
+                # a needed kernel at work may name callees that are needed, too: those go before the later ones
+                if task is not None and (task.rank < _LATER or all(other.later for other in working)):
+                    task.state = _State.WORKING
+                    return task
+                if self._names_known and not waiting and not working:
                     return None
                 self._changed.wait()
             return None
 
     def _next_done(self, reported: set[str]) -> str | None:
-        """The name of a needed kernel that was compiled since; None: all are, or no process is left."""
+        """The name of a needed kernel that is not `reported` yet; None once all are, or when no process is left."""
         with self._changed:
             while True:
                 done = [task.name for task in self._done if not task.later and task.name not in reported]
@@ -357,9 +357,9 @@ def _is_of(task: _Task, module: str, types: str) -> bool:
 def usable_cpus() -> int:
     """CPUs that this process may run on, or what the program's environment allows of them."""
     # containers and taskset allow fewer than the machine has
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed = os.environ.get("OMP_NUM_THREADS", "")
-    return min(here, int(allowed)) if allowed.isdecimal() else here
+    return min(available, int(allowed)) if allowed.isdecimal() else available
 
 
 def _may_be_cpu(device: str) -> bool:
@@ -371,16 +371,16 @@ def _may_be_cpu(device: str) -> bool:
 
 
 def read_kept(names: Sequence[str]) -> bool:
-    """Read kernels out of the cache (`calls.compile_named`; one that is gone is compiled). False: there are none, or
-    one cannot be had, which whoever calls it will say."""
+    """Read kernels out of the cache (`calls.compile_named`; one that is gone is compiled). False without
+    names, or if one cannot be compiled: then a call of it raises the error."""
     if not names:
         return False
     from asyncengine.kernels.cpu.calls import compile_named
 
     try:
-        for name in (name for name in names if name not in had):
+        for name in (name for name in names if name not in loaded_names):
             compile_named(name)
-            had.add(name)
+            loaded_names.add(name)
     except Exception:
         logger.debug("kernels are not read ahead", exc_info=True)
         return False

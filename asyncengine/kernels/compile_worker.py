@@ -1,8 +1,8 @@
 """The process that compiles kernels for another one (`compile_ahead`): names come in by line, code goes to the cache.
 
 It says "ready", then of each name it is given: "+other" for each function that the kernel calls by address, which is
-left to whoever asks ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". What comes as
-"?name" nobody waits for: from then on it gives way to all other programs. It ends with its input, and on Linux with the
+left to the asking program ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". No caller
+waits for "?name": from then on this process gives way to all others. It ends with its input, and on Linux with the
 thread that started it: at once, whatever it is doing.
 """
 
@@ -21,7 +21,7 @@ from typing import TextIO
 
 _PR_SET_PDEATHSIG = 1
 _LIFETIME = 600.0
-"""Seconds after which it ends in any case. Nobody's kernels take so long."""
+"""Seconds after which it ends in any case: no model's kernels take as long."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ class _Absent(types.ModuleType):
 
 
 def serve(names: TextIO, answers: TextIO) -> None:
-    """Compile what is named, and answer."""
+    """Compile each name that comes by line, and answer it; ends with the process."""
     from asyncengine.kernels.cpu.calls import compile_named
     from asyncengine.kernels.elsewhere import called_apart
 
@@ -62,7 +62,7 @@ def serve(names: TextIO, answers: TextIO) -> None:
     def read() -> None:
         for line in names:
             arrived.put(line.strip())
-        os._exit(0)  # whatever is being compiled: no one wants it any more
+        os._exit(0)  # not sys.exit: the main thread may be in a compilation, whose result has no reader any more
 
     def say(text: str) -> None:
         print(text, file=answers, flush=True)
@@ -76,7 +76,7 @@ def serve(names: TextIO, answers: TextIO) -> None:
             os.setpriority(os.PRIO_PROCESS, 0, 19)
         try:
             compile_named(name.removeprefix("?"))
-        except Exception:  # whoever calls the kernel compiles it again, and says what is wrong
+        except Exception:  # the program compiles the kernel again when it calls it, and raises the error
             say("-")
         else:
             say("=")

@@ -13,10 +13,10 @@ from typing import Protocol
 class Elsewhere(Protocol):
     def wait_for(self, module: str, types: str) -> bool:
         """Called before a kernel is compiled in this process: its module, and its arguments' types, "(int64, uint16)".
-        True: it was waited for, and may be in the cache now."""
+        Return True if another process compiled it meanwhile, so that it may be in the cache."""
 
     def wait(self) -> None:
-        """Until nothing is left to be compiled, or nobody gets on."""
+        """Wait until all kernels are compiled, or until no process makes progress."""
 
 
 elsewhere: list[Elsewhere] = []

@@ -37,55 +37,55 @@ _LONG = ir.IntType(64)
 _NEW = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default}
 _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__array__}
 TEAM = 0
-"""The place of the team among the values of a step."""
+"""The index of the team among the values of a step."""
 
 
 class Symbol(int):
     """A number that every step has anew, as it is in the step that is recorded."""
 
-    place: int
-    """Its place among the values that `Record.replay` is given."""
+    index: int
+    """Its index in the values that `Record.replay` is given."""
 
     @classmethod
-    def at(cls, place: int, value: int) -> Symbol:
-        made = cls(value)
-        made.place = place
-        return made
+    def at(cls, index: int, value: int) -> Symbol:
+        symbol = cls(value)
+        symbol.index = index
+        return symbol
 
 
 class Arena:
-    """Memory for results that lie between kernels. What nobody holds any more is given to the next result."""
+    """Memory for results that lie between kernels. Memory of tensors that are gone is given to the next result."""
 
     def __init__(self, size: int) -> None:
-        """`size`: in bytes. What is never used takes no memory."""
+        """`size`: bytes of address space; the system gives memory for a page of it at its first use."""
         memory = np.empty(size + _LINE, dtype=np.uint8)
         first = -memory.ctypes.data % _LINE
         self._memory = memory[first : first + size]
         self.size = size
         self._free = [(0, size)]
-        """Begin and end of each free part, ascending."""
-        self._held: dict[int, Any] = {}
-        """References to what was given out, by where it begins."""
+        """Begin and end of each free range, ascending."""
+        self._blocks: dict[int, Any] = {}
+        """Weak references to the blocks in use, by their offsets."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """A tensor with whatever was there before; None: there is no room."""
+        """A tensor of undefined content; None if no free range is large enough."""
         count = int(np.prod(shape, dtype=np.int64))
         size = max(_LINE, -(-count * dtype.itemsize // _LINE) * _LINE)
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= size:
                 self._free[index : index + 1] = [(begin + size, end)] if end - begin > size else []
                 block = self._memory[begin : begin + size]
-                self._held[begin] = weakref.ref(block, partial(self._give_back, begin, begin + size))
+                self._blocks[begin] = weakref.ref(block, partial(self._give_back, begin, begin + size))
                 return torch.from_numpy(block).view(dtype)[:count].view(*shape)
         return None
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which is free all the same as soon as nobody holds `tensor`."""
-        first = tensor.data_ptr() - self._memory.ctypes.data
-        return torch.from_numpy(self._memory[first : first + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        """A view of the same memory that does not keep it in use: it is free as soon as `tensor` is gone."""
+        offset = tensor.data_ptr() - self._memory.ctypes.data
+        return torch.from_numpy(self._memory[offset : offset + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
 
     def _give_back(self, begin: int, end: int, _: Any) -> None:
-        del self._held[begin]
+        del self._blocks[begin]
         merged: list[tuple[int, int]] = []
         for low, high in sorted([*self._free, (begin, end)]):
             if merged and merged[-1][1] == low:
@@ -101,51 +101,51 @@ class Record:
     def __init__(
         self, operations: Sequence[tuple[int, int, Sequence[int]]], changing: Sequence[tuple[int, ...]]
     ) -> None:
-        """`operations`: (address of what spreads words into arguments, that of the code, words). `changing`: (the place
-        of a word, of its value among those of a step, what is added to that)."""
+        """`operations`: (address of the caller, which reads arguments from words; that of the code; words). `changing`:
+        (index of a word, index of its value among those of a step, an offset that is added to the value)."""
         self._words = np.array([word for *_, words in operations for word in words], dtype=np.int64)
-        at = self._words.ctypes.data + 8 * np.cumsum([0, *(len(words) for *_, words in operations)])[:-1]
-        table = [(caller, code, int(where)) for (caller, code, _), where in zip(operations, at, strict=True)]
+        addresses = self._words.ctypes.data + 8 * np.cumsum([0, *(len(words) for *_, words in operations)])[:-1]
+        table = [(caller, code, int(address)) for (caller, code, _), address in zip(operations, addresses, strict=True)]
         self._table = np.array(table, dtype=np.int64).reshape(-1, 3)
-        self._at = self._table.ctypes.data
-        places = np.array(changing, dtype=np.int64).reshape(-1, 3)
-        self._changing, self._which, self._added = (np.ascontiguousarray(column) for column in places.T)
+        self._table_address = self._table.ctypes.data
+        columns = np.array(changing, dtype=np.int64).reshape(-1, 3)
+        self._word_indices, self._value_indices, self._offsets = (np.ascontiguousarray(column) for column in columns.T)
         self._values: list[int] = []
 
     def __len__(self) -> int:
         return len(self._table)
 
     def replay(self, values: list[int]) -> None:
-        """Run the operations, with the step's values by place."""
+        """Run the operations with the values of a step, by their indices."""
         if values != self._values:
-            self._words[self._changing] = np.array(values, dtype=np.int64)[self._which] + self._added
+            self._words[self._word_indices] = np.array(values, dtype=np.int64)[self._value_indices] + self._offsets
             self._values = values
-        _replayer()(self._at, len(self._table))
+        _replayer()(self._table_address, len(self._table))
 
     @property
     def table(self) -> tuple[list[list[int]], list[int]]:
         """(code and number of each operation's first word; all words, with 0 for those that change)."""
         words = self._words.copy()
-        words[self._changing] = 0
+        words[self._word_indices] = 0
         return [[code, (at - self._words.ctypes.data) // 8] for _, code, at in self._table.tolist()], words.tolist()
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, kernels called on this thread are noted, and new tensors lie in `arena`.
 
-    `inputs`: tensors whose memory is another in every step, with the places of their addresses among a step's values.
+    `inputs`: tensors whose memory is another in every step, with the indices of their addresses in a step's values.
     """
 
     def __init__(self, arena: Arena, inputs: Sequence[tuple[int, torch.Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
-        self._inputs = [(place, own.data_ptr(), own.data_ptr() + own.nbytes) for place, own in inputs if own.nbytes]
+        self._inputs = [(index, own.data_ptr(), own.data_ptr() + own.nbytes) for index, own in inputs if own.nbytes]
         self._operations: list[tuple[CallForm, list[int]]] = []
         self._changing: list[tuple[int, int, int]] = []
         self._words = 0
         self._reads = _Reads(self)
         self.obstacle: str | None = None
-        """The first thing that would be missing from a replay."""
+        """The first operation that would be missing from a replay; None if there is none."""
         self.full = False
         """Whether the arena had no room."""
 
@@ -165,51 +165,51 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # else torch imports its compiler, which takes a second
 
     def record(self) -> Record:
-        """All that was noted."""
+        """The operations that were noted, ready to be replayed."""
         _make_callers([form for form, _ in self._operations if not form.caller])
         return Record([(form.caller, form.code, words) for form, words in self._operations], self._changing)
 
     def refuse(self, what: str) -> None:
-        """Note something that would be missing from a replay."""
+        """Note an operation that would be missing from a replay."""
         self.obstacle = self.obstacle or what
 
     def _note(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-        found = kernel.run(arguments)
+        result = kernel.run(arguments)
         form = kernel.form_for(arguments)
         if form.returns:
             self.refuse(f"the result of {kernel.py_func.__name__}")
-            return found
+            return result
         words: list[int] = []
-        for index, (argument, kind) in enumerate(zip(arguments, form.types, strict=True)):
+        for position, (argument, numba_type) in enumerate(zip(arguments, form.types, strict=True)):
             change = None
-            if index == form.team:
+            if position == form.team:
                 change = TEAM, 0
             elif isinstance(argument, Symbol):
-                change = argument.place, 0
+                change = argument.index, 0
             elif isinstance(argument, int) and not isinstance(argument, bool):
-                found = [(place, argument - low) for place, low, high in self._inputs if low <= argument < high]
-                change = found[0] if found else None
+                ranges = [(index, argument - low) for index, low, high in self._inputs if low <= argument < high]
+                change = ranges[0] if ranges else None
             if change is not None:
                 self._changing.append((self._words + len(words), *change))
-            words.append(_word(argument, kind))
+            words.append(_word(argument, numba_type))
         self._operations.append((form, words))
         self._words += len(words)
-        return found
+        return result
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        named = named or {}
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
         if function in _NEW:
             like = arguments[0] if isinstance(arguments[0], torch.Tensor) else None
             shape = arguments[0].shape if function is torch.ops.aten.empty_like.default else arguments[-1]
-            dtype = named.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+            dtype = keywords.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
             if shape is arguments[-1] or arguments[0].is_contiguous():
-                made = self._arena.take(shape, dtype)
-                self.full = self.full or made is None
-                return function(*arguments, **named) if made is None else made
-        returned = [each.alias_info for each in function._schema.returns]
+                tensor = self._arena.take(shape, dtype)
+                self.full = self.full or tensor is None
+                return function(*arguments, **keywords) if tensor is None else tensor
+        returned = [value.alias_info for value in function._schema.returns]
         if any(alias is None or alias.is_write for alias in returned):
             self.refuse(str(function))
-        return function(*arguments, **named)
+        return function(*arguments, **keywords)
 
 
 class _Reads(TorchFunctionMode):
@@ -219,18 +219,18 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function in _READS:
             self._recorder.refuse(f"a tensor's {function.__name__}()")
-        return function(*arguments, **(named or {}))
+        return function(*arguments, **(keywords or {}))
 
 
-def _word(argument: Any, kind: Any) -> int:
+def _word(argument: Any, numba_type: Any) -> int:
     """64 bits that stand for an argument."""
     if argument is None:
         return 0
     if isinstance(argument, (float, np.floating)):
-        packed = struct.pack("<f4x" if kind == numba.types.float32 else "<d", argument)
+        packed = struct.pack("<f4x" if numba_type == numba.types.float32 else "<d", argument)
         return int(struct.unpack("<q", packed)[0])
     return int(argument)
 
@@ -257,29 +257,29 @@ def _make_callers(forms: Sequence[CallForm]) -> None:
     if missing:
         module, names = ir.Module(), [f"caller{index}" for index in range(len(missing))]
         for name, types in zip(names, missing, strict=True):
-            _write_caller(module, name, [cpu_target.target_context.get_value_type(kind) for kind in types])
+            _write_caller(module, name, [cpu_target.target_context.get_value_type(numba_type) for numba_type in types])
         _known_callers.update(zip(missing, _compile(module, names), strict=True))
         for form in forms:
             form.caller = _known_callers[form.types]
 
 
-def _write_caller(module: ir.Module, name: str, kinds: Sequence[Any]) -> None:
+def _write_caller(module: ir.Module, name: str, types: Sequence[Any]) -> None:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_LONG, _LONG]), name)
     builder = ir.IRBuilder(function.append_basic_block())
     code, words = function.args
-    base, given = builder.inttoptr(words, _LONG.as_pointer()), []
-    for index, kind in enumerate(kinds):
+    base, arguments = builder.inttoptr(words, _LONG.as_pointer()), []
+    for index, llvm_type in enumerate(types):
         word = builder.load(builder.gep(base, [_LONG(index)]))
-        if isinstance(kind, ir.PointerType):
-            given.append(builder.inttoptr(word, kind))
-        elif isinstance(kind, ir.FloatType):
-            given.append(builder.bitcast(builder.trunc(word, ir.IntType(32)), kind))
-        elif isinstance(kind, ir.DoubleType):
-            given.append(builder.bitcast(word, kind))
+        if isinstance(llvm_type, ir.PointerType):
+            arguments.append(builder.inttoptr(word, llvm_type))
+        elif isinstance(llvm_type, ir.FloatType):
+            arguments.append(builder.bitcast(builder.trunc(word, ir.IntType(32)), llvm_type))
+        elif isinstance(llvm_type, ir.DoubleType):
+            arguments.append(builder.bitcast(word, llvm_type))
         else:
-            given.append(word if kind.width == 64 else builder.trunc(word, kind))
-    called = ir.FunctionType(ir.VoidType(), kinds).as_pointer()
-    builder.call(builder.inttoptr(code, called), given)
+            arguments.append(word if llvm_type.width == 64 else builder.trunc(word, llvm_type))
+    function_type = ir.FunctionType(ir.VoidType(), types).as_pointer()
+    builder.call(builder.inttoptr(code, function_type), arguments)
     builder.ret_void()
 
 
@@ -298,7 +298,7 @@ def _replayer() -> Any:
     builder.cbranch(builder.icmp_signed("<", index, function.args[1]), body, end)
     builder.position_at_end(body)
     row = builder.mul(index, _LONG(3))
-    caller, code, words = (builder.load(builder.gep(table, [builder.add(row, _LONG(place))])) for place in range(3))
+    caller, code, words = (builder.load(builder.gep(table, [builder.add(row, _LONG(column))])) for column in range(3))
     builder.call(builder.inttoptr(caller, ir.FunctionType(ir.VoidType(), [_LONG, _LONG]).as_pointer()), [code, words])
     index.add_incoming(builder.add(index, _LONG(1)), body)
     builder.branch(head)
@@ -330,7 +330,7 @@ class KernelList(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found: dict[str, int] = {}
+        self._extents: dict[str, int] = {}
         """Each name, and about how long it takes to compile (`_extent`)."""
         self._calls: set[tuple[Any, ...]] = set()
         """Kernels that were noted, with the types of their arguments."""
@@ -338,7 +338,7 @@ class KernelList(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def names(self) -> list[str]:
         """Names as `calls.compile_named` takes them, those that take longest first."""
-        return sorted(self._found, key=lambda name: -self._found[name])
+        return sorted(self._extents, key=lambda name: -self._extents[name])
 
     def __enter__(self) -> KernelList:
         self._tokens = noting.set(self._note), called_apart.set(self._note_address)
@@ -358,26 +358,26 @@ class KernelList(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = kernel, *map(type, arguments)
         if call not in self._calls:
             self._calls.add(call)
-            self._found[kernel.name_for(arguments)] = _extent(kernel, set())
+            self._extents[kernel.name_for(arguments)] = _extent(kernel, set())
 
     def _note_address(self, name: str, rare: bool) -> None:
-        self._found.setdefault(name, _APART)
+        self._extents.setdefault(name, _APART)
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        named = named or {}
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
         shape_of = _PRODUCTS.get(function.name().partition(".")[0])
         if shape_of is not None:
-            return next(each for each in arguments if isinstance(each, torch.Tensor)).new_empty(
-                shape_of(*arguments, **named)
+            return next(tensor for tensor in arguments if isinstance(tensor, torch.Tensor)).new_empty(
+                shape_of(*arguments, **keywords)
             )
-        found = function(*arguments, **named)
-        return found.zero_() if function in _NEW and found.dtype == torch.int64 else found
+        result = function(*arguments, **keywords)
+        return result.zero_() if function in _NEW and result.dtype == torch.int64 else result
 
 
 def _extent(function: Any, seen: set[Any]) -> int:
     """Bytes of Python's code of a kernel and of all kernels that it names."""
     seen.add(function)
-    code, known = function.py_func.__code__, function.py_func.__globals__
-    named = [known.get(name) for name in code.co_names]
-    others = [each for each in named if isinstance(each, Kernel) and each not in seen]
-    return len(code.co_code) + sum(_extent(each, seen) for each in others if each not in seen)
+    code, namespace = function.py_func.__code__, function.py_func.__globals__
+    values = [namespace.get(name) for name in code.co_names]
+    callees = [kernel for kernel in values if isinstance(kernel, Kernel) and kernel not in seen]
+    return len(code.co_code) + sum(_extent(kernel, seen) for kernel in callees if kernel not in seen)

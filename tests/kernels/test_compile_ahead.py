@@ -36,7 +36,7 @@ UNKNOWN = f"{_CPU}gather:nothing_of_the_kind:(int64)"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, of this process and of those it starts."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compile_ahead, "had", set())
+    monkeypatch.setattr(compile_ahead, "loaded_names", set())
     kernel_folder.cache_clear()
     yield tmp_path
     kernel_folder.cache_clear()
@@ -143,7 +143,7 @@ def test_a_kernel_that_a_needed_one_calls_is_needed_too(folder: Path, in_place: 
 @pytest.mark.parametrize("most", [1, 2])
 def test_what_this_process_has_is_not_looked_for(most: int, folder: Path) -> None:
     """A model that was loaded before, or another one with the same kernels, leaves kernels in this process."""
-    compile_ahead.had.update([SMALL, CALLS_OTHERS])
+    compile_ahead.loaded_names.update([SMALL, CALLS_OTHERS])
     ahead = CompileAhead(most)
     ahead.start([SMALL], [CALLS_OTHERS])
     assert (ahead.kept, ahead.left, serving()) == ([SMALL, CALLS_OTHERS], [], [])

@@ -61,7 +61,7 @@ class ProcessedRows:
             self._tokens = torch.zeros(self._most, dtype=torch.int64, device=logits.device)
             self._best = torch.zeros(self._most, device=logits.device)
         self._padding = np.zeros((row_numbers.NUMBERS, 1), dtype=np.int64)
-        self._padding[[row_numbers.SLOT, row_numbers.PLACE, row_numbers.MASK], 0] = len(last_token) - 1, self._most, -1
+        self._padding[[row_numbers.SLOT, row_numbers.ROW, row_numbers.MASK], 0] = len(last_token) - 1, self._most, -1
         self._graphs: dict[int, Graph] = {}
         self._taken: torch.Tensor | None = None
 
@@ -125,8 +125,8 @@ class ProcessedRows:
         gpu.process_logits(self._logits, processed, numbers, masks, self._words, self._inputs)
         self._sampler.sample(processed, numbers[row_numbers.SLOT], numbers[row_numbers.POSITION], tokens, best)
         for into, source, where in (
-            (self._chosen[0], tokens, row_numbers.PLACE),
-            (self._chosen[1], best, row_numbers.PLACE),
+            (self._chosen[0], tokens, row_numbers.ROW),
+            (self._chosen[1], best, row_numbers.ROW),
             (self._last_token, tokens, row_numbers.SLOT),
         ):  # fmt: skip
             into.index_copy_(0, numbers[where], source)

@@ -285,7 +285,7 @@ class SlotTables:
         """
         params = self._params
         numbers = np.zeros((n.NUMBERS, len(slots)), dtype=np.int64)
-        numbers[[n.SLOT, n.POSITION, n.PLACE]], numbers[n.MASK] = (slots, positions, places), -1
+        numbers[[n.SLOT, n.POSITION, n.ROW]], numbers[n.MASK] = (slots, positions, places), -1
         kept: list[torch.Tensor] = []
         penalized = np.flatnonzero(params.penalized[slots])
         if penalized.size:

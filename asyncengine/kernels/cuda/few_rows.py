@@ -1,8 +1,8 @@
 """Products of a few rows with a weight as torch keeps it, at the speed at which memory gives the weight.
 
-For one row and a small matrix a library's product spends more time on its start and on adding up parts than on reading
-the weight. Here each program makes a few outputs from all of the inputs, so that nothing is left to add up, and many
-programs keep many loads under way.
+For one row and a small matrix a library's product spends more time on its start and on adding partial sums than on
+reading the weight. Here each program makes a few outputs from all of the inputs, so that there are no partial sums, and
+many programs keep many loads under way.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,17 +23,17 @@ _ROWS, _ELEMENTS = 4, 2**23
 
 @triton.jit
 def _times(w, x, row, rows, x_stride, k, inside):
-    """Weights [outputs, inputs] times those inputs of a row, or of the last there is."""
-    own = tl.load(x + tl.minimum(row, rows - 1) * x_stride + k, mask=inside, other=0.0)
-    return w * own.to(tl.float32)[None, :]
+    """Weights [outputs, inputs] times the inputs `k` of a row; of the last row where `row` is behind it."""
+    values = tl.load(x + tl.minimum(row, rows - 1) * x_stride + k, mask=inside, other=0.0)
+    return w * values.to(tl.float32)[None, :]
 
 
 @triton.jit
 def _store(out, row, rows, n, total, bias, outputs: tl.constexpr, has_bias: tl.constexpr):
-    real = n < outputs
+    inside = n < outputs
     if has_bias:
-        total += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), mask=real & (n * 0 + row < rows))
+        total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), mask=inside & (n * 0 + row < rows))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,7 +86,7 @@ def few_rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x [rows, inputs] times weight [outputs, inputs] transposed, plus bias, in x's type or `dtype`; for what `pays`.
+    """x [rows, inputs] times weight [outputs, inputs] transposed, plus bias, in x's type or `dtype`. Where it `pays`.
 
     Gated: silu of the first half of the outputs times the second, of one row without bias.
     """

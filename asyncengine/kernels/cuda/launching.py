@@ -30,22 +30,22 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._found: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
         self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], numbers: tuple[float, ...],
         constants: tuple[Any, ...], **options: int,
     ) -> None:  # fmt: skip
         """`options`, as Triton's launches take them, are the same for the same constants."""
-        misplaced = 0
+        address_bits = 0
         for tensor in tensors:
-            misplaced |= tensor.data_ptr()
-        key = (tensors[0].get_device(), misplaced % 16 == 0, *[tensor.dtype for tensor in tensors], *constants)
-        found = self._found.get(key)
-        if found is not None:
-            found[grid](*tensors, *numbers, *constants)
+            address_bits |= tensor.data_ptr()
+        key = (tensors[0].get_device(), address_bits % 16 == 0, *[tensor.dtype for tensor in tensors], *constants)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *constants)
             return
         early = {"launch_pdl": True} if constants[-1] else {}
-        found = self._kernel[grid](*tensors, *numbers, *constants, **options, **early)
-        if found is not None and misplaced % 16 == 0:  # the interpreter compiles nothing
-            self._found[key] = found
+        compiled = self._kernel[grid](*tensors, *numbers, *constants, **options, **early)
+        if compiled is not None and address_bits % 16 == 0:  # the interpreter compiles nothing
+            self._compiled[key] = compiled

@@ -18,34 +18,34 @@ def process_logits(
     logits: torch.Tensor, processed: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor, words: int,
     inputs: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write float32 [rows, vocab]: the logits of each row's place, with all that `numbers` int64 [NUMBERS, rows] say.
+    """Write float32 [rows, vocab]: the logits of each row, after all that `numbers` int64 [NUMBERS, rows] say.
 
-    masks: int32, each of so many words, lowest bit first. inputs: int64, the token that each place's logits follow.
+    masks: int32 [masks, words], lowest bit first. inputs: int64, the token that each row of logits follows.
     """
     rows, vocab = processed.shape
     grid = (triton.cdiv(vocab, _BLOCK), rows)
     _penalize_and_mask[grid](
         logits, logits.stride(0), processed, numbers, masks, inputs, rows, words, vocab, block=_BLOCK
     )
-    _bias_and_hold_open[(rows,)](processed, numbers, rows, vocab, block=4 * _BLOCK, few=_FEW, num_warps=16)
+    _bias_and_hold_open[(rows,)](processed, numbers, rows, vocab, block=4 * _BLOCK, block_few=_FEW, num_warps=16)
 
 
-_PLACE, _PROMPT, _COUNTS, _COUNT, _MASK, _REPETITION, _FREQUENCY, _PRESENCE, _BIASED, _BIASES, _NUM_BIASES, _STOPS, \
+_ROW, _PROMPT, _COUNTS, _COUNT, _MASK, _REPETITION, _FREQUENCY, _PRESENCE, _BIASED, _BIASES, _NUM_BIASES, _STOPS, \
     _NUM_STOPS = (tl.constexpr(which) for which in (
-        row_numbers.PLACE, row_numbers.PROMPT, row_numbers.COUNTS, row_numbers.COUNT, row_numbers.MASK,
+        row_numbers.ROW, row_numbers.PROMPT, row_numbers.COUNTS, row_numbers.COUNT, row_numbers.MASK,
         row_numbers.REPETITION, row_numbers.FREQUENCY, row_numbers.PRESENCE, row_numbers.BIASED, row_numbers.BIASES,
         row_numbers.NUM_BIASES, row_numbers.STOPS, row_numbers.NUM_STOPS,
     ))  # fmt: skip
 
 
 @triton.jit
-def _number(numbers, which: tl.constexpr, rows, row):
-    return tl.load(numbers + which * rows + row)
+def _number(numbers, field: tl.constexpr, rows, row):
+    return tl.load(numbers + field * rows + row)
 
 
 @triton.jit
-def _penalty(numbers, which: tl.constexpr, rows, row):
-    return _number(numbers, which, rows, row).to(tl.float64, bitcast=True).to(tl.float32)
+def _penalty(numbers, field: tl.constexpr, rows, row):
+    return _number(numbers, field, rows, row).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 _ROWS = ["numbers", "masks", "inputs", "rows"]
@@ -56,22 +56,22 @@ _ROWS = ["numbers", "masks", "inputs", "rows"]
 def _penalize_and_mask(logits, stride, processed, numbers, masks, inputs, rows, words, vocab, block: tl.constexpr):
     ids = tl.program_id(0) * block + tl.arange(0, block)
     inside, row = ids < vocab, tl.program_id(1)
-    place = _number(numbers, _PLACE, rows, row)
-    x = tl.load(logits + place * stride + ids, mask=inside, other=0.0).to(tl.float32)
+    step_row = _number(numbers, _ROW, rows, row)
+    x = tl.load(logits + step_row * stride + ids, mask=inside, other=0.0).to(tl.float32)
     counts, mask = _number(numbers, _COUNTS, rows, row), _number(numbers, _MASK, rows, row)
     if counts != 0:
         prompt = _number(numbers, _PROMPT, rows, row).to(tl.pointer_type(tl.int8))
         output = counts.to(tl.pointer_type(tl.int32)) + ids
-        said = tl.load(output, mask=inside, other=0)
+        occurrences = tl.load(output, mask=inside, other=0)
         if _number(numbers, _COUNT, rows, row) != 0:  # in the one program whose block has it
-            token = tl.load(inputs + place)
-            said += (ids == token).to(tl.int32)
-            tl.store(output, said, mask=inside & (ids == token))
-        seen = (tl.load(prompt + ids, mask=inside, other=0) != 0) | (said > 0)
+            token = tl.load(inputs + step_row)
+            occurrences += (ids == token).to(tl.int32)
+            tl.store(output, occurrences, mask=inside & (ids == token))
+        seen = (tl.load(prompt + ids, mask=inside, other=0) != 0) | (occurrences > 0)
         repetition = _penalty(numbers, _REPETITION, rows, row)
         x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
-        x = x - said.to(tl.float32) * _penalty(numbers, _FREQUENCY, rows, row)
-        x = x - tl.where(said > 0, _penalty(numbers, _PRESENCE, rows, row), 0.0)
+        x = x - occurrences.to(tl.float32) * _penalty(numbers, _FREQUENCY, rows, row)
+        x = x - tl.where(occurrences > 0, _penalty(numbers, _PRESENCE, rows, row), 0.0)
     if mask >= 0:
         word = tl.load(masks + mask * words + ids // 32, mask=inside, other=0)
         x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
@@ -79,37 +79,37 @@ def _penalize_and_mask(logits, stride, processed, numbers, masks, inputs, rows, 
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def _bias_and_hold_open(processed, numbers, rows, vocab, block: tl.constexpr, few: tl.constexpr):
+def _bias_and_hold_open(processed, numbers, rows, vocab, block: tl.constexpr, block_few: tl.constexpr):
     """Add biases; then mask the ids that are held open, unless nothing else is left. A program for each row.
 
     A bias added behind a mask changes nothing that is masked.
     """
     row = tl.program_id(0)
-    values, some = processed + row.to(tl.int64) * vocab, tl.arange(0, few)
-    count, held = (
+    values, lanes = processed + row.to(tl.int64) * vocab, tl.arange(0, block_few)
+    num_biases, num_stops = (
         _number(numbers, _NUM_BIASES, rows, row).to(tl.int32),
         _number(numbers, _NUM_STOPS, rows, row).to(tl.int32),
     )
     ids = _number(numbers, _BIASED, rows, row).to(tl.pointer_type(tl.int64))
     biases = _number(numbers, _BIASES, rows, row).to(tl.pointer_type(tl.float32))
-    for first in range(0, count, few):
-        inside = first + some < count
-        where = values + tl.load(ids + first + some, mask=inside, other=0)
-        bias = tl.load(biases + first + some, mask=inside, other=0.0)
-        tl.store(where, tl.load(where, mask=inside, other=0.0) + bias, mask=inside)
-    if held > 0:
+    for first in range(0, num_biases, block_few):
+        inside = first + lanes < num_biases
+        addresses = values + tl.load(ids + first + lanes, mask=inside, other=0)
+        bias = tl.load(biases + first + lanes, mask=inside, other=0.0)
+        tl.store(addresses, tl.load(addresses, mask=inside, other=0.0) + bias, mask=inside)
+    if num_stops > 0:
         tl.debug_barrier()
         stops = _number(numbers, _STOPS, rows, row).to(tl.pointer_type(tl.int64))
         largest = tl.full([block], float("-inf"), tl.float32)
         for begin in range(0, vocab, block):
-            every = begin + tl.arange(0, block)
-            x = tl.load(values + every, mask=every < vocab, other=float("-inf"))
-            for place in range(0, held):
-                x = tl.where(every == tl.load(stops + place), float("-inf"), x)
+            vocab_ids = begin + tl.arange(0, block)
+            x = tl.load(values + vocab_ids, mask=vocab_ids < vocab, other=float("-inf"))
+            for stop in range(0, num_stops):
+                x = tl.where(vocab_ids == tl.load(stops + stop), float("-inf"), x)
             largest = tl.maximum(largest, tl.where(x == x, x, float("inf")))  # noqa: PLR0124
-        masked = tl.where(tl.max(largest, 0) > float("-inf"), held, 0)
+        masked = tl.where(tl.max(largest, 0) > float("-inf"), num_stops, 0)
         tl.debug_barrier()
-        for begin in range(0, masked, few):
-            chosen = begin + some < held
-            ends = values + tl.load(stops + begin + some, mask=chosen, other=0)
-            tl.store(ends, tl.full([few], float("-inf"), tl.float32), mask=chosen)
+        for begin in range(0, masked, block_few):
+            chosen = begin + lanes < num_stops
+            ends = values + tl.load(stops + begin + lanes, mask=chosen, other=0)
+            tl.store(ends, tl.full([block_few], float("-inf"), tl.float32), mask=chosen)

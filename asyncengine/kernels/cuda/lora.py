@@ -4,12 +4,12 @@ What is launched depends on the number of rows alone, so that a CUDA graph can h
 change before a replay. The ideas are those of Punica (Chen et al. 2023) and of vLLM's kernels for LoRA.
 
 * A few rows: one kernel. Each program makes x A^T of one row again, for some of the outputs.
-* More: rows are put in order by slot, in tiles of one slot each. One kernel makes x A^T of a tile in parts, another
-  adds them up and multiplies by B. There are as many programs as there could be tiles.
+* More: rows are sorted by slot, in tiles of one slot each. One kernel computes x A^T of a tile, its inputs split among
+  programs; another adds the splits and multiplies by B. There are as many programs as there could be tiles.
 
-A merged product is one launch of each, whatever the number of its parts. Sums are float32; no result of a row depends
-on the rows beside it. Programs without work end at once, but only behind `gdc_wait`: whoever waits for a kernel relies
-on that it waited, too.
+A merged product (of queries, keys and values) is one launch of each, whatever the number of its slices. Sums are
+float32; no result of a row depends on the rows beside it. Programs without work end at
+once, but only behind `gdc_wait`: a kernel that waits for this one relies on this one having waited, too.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -30,11 +30,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from asyncengine.kernels.cuda.launching import Launcher, starts_early
 
 _FEW, _A, _READ = 8, 2**17, 2**23
-"""Most rows of the form for a few; the most numbers of A that one of its programs reads, and that all read."""
-_AT_ONCE, _WIDE = 2**14, 128
+"""Most rows of the form for a few; the most numbers of A that one of its programs reads, and that all of them read."""
+_READ_AT_ONCE, _BLOCK_N = 2**14, 128
 """Numbers of A that such a program reads at once; outputs that a program makes, or half of them."""
-_SHARES, _PARTS = {16: 512, 64: 2048}, 8
-"""Inputs of a part of x A^T by the height of tiles, as long as there are no more than so many parts."""
+_SPLIT_INPUTS, _MOST_SPLITS = {16: 512, 64: 2048}, 8
+"""Inputs of a split of x A^T by the height of tiles; the most splits, which then have more inputs each."""
 _NUMBERS = ["x_step", "y_step", "inputs", "outputs", "rank"]
 
 
@@ -42,15 +42,15 @@ class Factors(NamedTuple):
     """The factors of all slots for one product."""
 
     a: torch.Tensor
-    """[slots, parts, rank, inputs], contiguous; the rank is a multiple of 8."""
+    """[slots, slices, rank, inputs], contiguous; the rank is a multiple of 8."""
     b: torch.Tensor
     """[slots, rank, outputs], contiguous."""
     begins: torch.Tensor
-    """int32 [parts + 1] on the device: where each part's outputs begin and the last one's end, in steps of `unit`."""
+    """int32 [slices + 1] on the device: begin of each slice's outputs, and the last one's end, in steps of `unit`."""
     widest: int
-    """Outputs of the largest part."""
+    """Outputs of the largest slice."""
     unit: int
-    """A power of two, at most 16, that divides the inputs and all ends of parts: it tells how wide loads may be."""
+    """A power of two, at most 16, that divides the inputs and all ends of slices: how wide loads may be."""
 
     @classmethod
     def of(cls, a: torch.Tensor, b: torch.Tensor, ends: Sequence[int]) -> Factors:
@@ -71,139 +71,138 @@ class Tiles(NamedTuple):
 @triton.jit(do_not_specialize=_NUMBERS)
 def _lora_few(
     x, a, b, begins, slots, y, x_step, y_step, inputs, outputs, rank,
-    step: tl.constexpr, unit: tl.constexpr, ranks: tl.constexpr, deep: tl.constexpr, chunks: tl.constexpr,
-    wide: tl.constexpr, pdl: tl.constexpr,
+    step: tl.constexpr, unit: tl.constexpr, block_r: tl.constexpr, block_k: tl.constexpr, chunks: tl.constexpr,
+    block_n: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """One row and up to `wide` outputs of a part. The slots and the factors are older than the kernel ahead."""
-    part, row, width, inner = tl.program_id(1), tl.program_id(2), outputs * unit, inputs * unit
+    """One row and up to `block_n` outputs of a slice. Slots and factors are older than the kernel ahead."""
+    slice_id, row, width, inner = tl.program_id(1), tl.program_id(2), outputs * unit, inputs * unit
     slot = tl.load(slots + row).to(tl.int64)
-    left = tl.load(begins + part) * unit + tl.program_id(0) * wide
-    right = tl.load(begins + part + 1) * unit
-    real = (slot >= 0) & (left < right)
-    n, r, k = left + tl.arange(0, wide), tl.arange(0, ranks), tl.arange(0, deep)
-    own = (r < tl.where(real, rank, 0))[:, None]
-    up = tl.load(b + (slot * rank + r)[:, None] * width + n[None, :], mask=own & (n < right)[None, :], other=0.0)
-    lines = a + ((slot * tl.num_programs(1) + part) * rank + r)[:, None] * inner
-    down = tl.load(lines + k[None, :], mask=own & (k < inner)[None, :], other=0.0)
+    first_n = tl.load(begins + slice_id) * unit + tl.program_id(0) * block_n
+    last_n = tl.load(begins + slice_id + 1) * unit
+    valid = (slot >= 0) & (first_n < last_n)
+    n, r, k = first_n + tl.arange(0, block_n), tl.arange(0, block_r), tl.arange(0, block_k)
+    rank_mask = (r < tl.where(valid, rank, 0))[:, None]
+    up = tl.load(b + (slot * rank + r)[:, None] * width + n[None, :], mask=rank_mask & (n < last_n)[None, :], other=0.0)
+    lines = a + ((slot * tl.num_programs(1) + slice_id) * rank + r)[:, None] * inner
+    down = tl.load(lines + k[None, :], mask=rank_mask & (k < inner)[None, :], other=0.0)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    if real:
-        at = y + row.to(tl.int64) * y_step * step + n
-        found = tl.load(at, mask=n < right, other=0.0).to(tl.float32)  # sooner than the sums that it waits for
-        total = tl.zeros([ranks, deep], tl.float32)
+    if valid:
+        targets = y + row.to(tl.int64) * y_step * step + n
+        result = tl.load(targets, mask=n < last_n, other=0.0).to(tl.float32)  # loaded before the sums, which take long
+        total = tl.zeros([block_r, block_k], tl.float32)
         for chunk in tl.static_range(chunks):
-            k = chunk * deep + tl.arange(0, deep)
+            k = chunk * block_k + tl.arange(0, block_k)
             if chunk > 0:
-                down = tl.load(lines + k[None, :], mask=own & (k < inner)[None, :], other=0.0)
+                down = tl.load(lines + k[None, :], mask=rank_mask & (k < inner)[None, :], other=0.0)
             values = tl.load(x + row.to(tl.int64) * x_step * step + k, mask=k < inner, other=0.0)
             total += down.to(tl.float32) * values.to(tl.float32)[None, :]
-        found += tl.sum(up.to(tl.float32) * tl.sum(total, 1)[:, None], 0)
-        tl.store(at, found.to(y.dtype.element_ty), mask=n < right)
+        result += tl.sum(up.to(tl.float32) * tl.sum(total, 1)[:, None], 0)
+        tl.store(targets, result.to(y.dtype.element_ty), mask=n < last_n)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _lora_tile(slots, own, rows, count, bins: tl.constexpr, height: tl.constexpr, chunk: tl.constexpr):
-    """One program for each tile: it counts the rows of all slots to find its own. The last bin is that of none."""
-    tile, each, bin = tl.program_id(0), tl.arange(0, chunk), tl.arange(0, bins)
+def _lora_tile(slots, tile_slots, rows, count, bins: tl.constexpr, height: tl.constexpr, chunk: tl.constexpr):
+    """One program for each tile: it counts the rows of all slots to find its own. The last bin has rows of no slot."""
+    tile, offsets, bin = tl.program_id(0), tl.arange(0, chunk), tl.arange(0, bins)
     sizes = tl.zeros([bins], tl.int32)
     for first in range(0, count, chunk):
-        found = tl.load(slots + first + each, mask=first + each < count, other=-1).to(tl.int32)
-        sizes += tl.histogram(tl.where(found < 0, bins - 1, found), bins)
+        row_slots = tl.load(slots + first + offsets, mask=first + offsets < count, other=-1).to(tl.int32)
+        sizes += tl.histogram(tl.where(row_slots < 0, bins - 1, row_slots), bins)
     tiles = tl.where(bin < bins - 1, (sizes + height - 1) // height, 0)
     slot = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    tl.store(own + tile, tl.where(slot < bins, slot, -1))
+    tl.store(tile_slots + tile, tl.where(slot < bins, slot, -1))
     begin = (tile - tl.sum(tl.where(bin < slot, tiles, 0), 0)) * height
-    place = tl.arange(0, height)
-    into = rows + tile * height
-    tl.store(
-        into + place, tl.full([height], -1, tl.int32), mask=begin + place >= tl.sum(tl.where(bin == slot, sizes, 0))
-    )
+    lane = tl.arange(0, height)
+    tile_rows = rows + tile * height
+    rows_of_slot = tl.sum(tl.where(bin == slot, sizes, 0))
+    tl.store(tile_rows + lane, tl.full([height], -1, tl.int32), mask=begin + lane >= rows_of_slot)
     for first in range(0, count, chunk):
-        found = tl.load(slots + first + each, mask=first + each < count, other=-1).to(tl.int32)
-        mine = (found == slot).to(tl.int32)
-        at = tl.cumsum(mine, 0) - mine - begin
-        tl.store(into + at, first + each, mask=(mine > 0) & (at >= 0) & (at < height))
-        begin -= tl.sum(mine, 0)
+        row_slots = tl.load(slots + first + offsets, mask=first + offsets < count, other=-1).to(tl.int32)
+        matches = (row_slots == slot).to(tl.int32)
+        positions = tl.cumsum(matches, 0) - matches - begin
+        tl.store(tile_rows + positions, first + offsets, mask=(matches > 0) & (positions >= 0) & (positions < height))
+        begin -= tl.sum(matches, 0)
 
 
 @triton.jit(do_not_specialize=["x_step", "inputs", "columns", "share"])
 def _lora_shrink(
     x, a, slots, rows, down, x_step, inputs, columns, share,
-    step: tl.constexpr, unit: tl.constexpr, height: tl.constexpr, broad: tl.constexpr, deep: tl.constexpr,
+    step: tl.constexpr, unit: tl.constexpr, block_m: tl.constexpr, block_r: tl.constexpr, block_k: tl.constexpr,
     pdl: tl.constexpr,
 ):  # fmt: skip
-    """One tile times up to `broad` rows of its A, over a share of the inputs."""
+    """One tile times up to `block_r` rows of its A, over one split of the inputs."""
     if pdl:
         gdc_wait()
         gdc_launch_dependents()  # not sooner: the next kernel looks at the tiles before it waits
     tile, inner = tl.program_id(0), inputs * unit
-    each = tl.arange(0, height)
-    slot, row = tl.load(slots + tile).to(tl.int64), tl.load(rows + tile * height + each)[:, None]
+    lanes = tl.arange(0, block_m)
+    slot, row = tl.load(slots + tile).to(tl.int64), tl.load(rows + tile * block_m + lanes)[:, None]
     if slot >= 0:
-        column = (tl.program_id(1) * broad + tl.arange(0, broad))[None, :]
-        left, right = x + row.to(tl.int64) * x_step * step, a + (slot * columns + column) * inner
-        first = tl.program_id(2) * share * deep
-        total = tl.zeros([height, broad], tl.float32)
-        for begin in range(first, tl.minimum(first + share * deep, inner), deep):
-            k = begin + tl.arange(0, deep)
-            own = tl.load(left + k[None, :], mask=(row >= 0) & (k < inner)[None, :], other=0.0)
-            factor = tl.load(right + k[:, None], mask=(column < columns) & (k < inner)[:, None], other=0.0)
-            total = tl.dot(own, factor, total, input_precision="ieee")
-        line = (tl.program_id(2) * tl.num_programs(0) + tile) * height + each[:, None]
-        tl.store(down + line.to(tl.int64) * columns + column, total, mask=column < columns)
+        column = (tl.program_id(1) * block_r + tl.arange(0, block_r))[None, :]
+        x_lines, a_lines = x + row.to(tl.int64) * x_step * step, a + (slot * columns + column) * inner
+        first = tl.program_id(2) * share * block_k
+        total = tl.zeros([block_m, block_r], tl.float32)
+        for begin in range(first, tl.minimum(first + share * block_k, inner), block_k):
+            k = begin + tl.arange(0, block_k)
+            values = tl.load(x_lines + k[None, :], mask=(row >= 0) & (k < inner)[None, :], other=0.0)
+            factor = tl.load(a_lines + k[:, None], mask=(column < columns) & (k < inner)[:, None], other=0.0)
+            total = tl.dot(values, factor, total, input_precision="ieee")
+        down_row = (tl.program_id(2) * tl.num_programs(0) + tile) * block_m + lanes[:, None]
+        tl.store(down + down_row.to(tl.int64) * columns + column, total, mask=column < columns)
 
 
 @triton.jit
-def _sums(lines, r, rank, apart, parts: tl.constexpr):
-    """x A^T of a tile: the sum of its parts, in their order."""
+def _sums(lines, r, rank, stride, splits: tl.constexpr):
+    """x A^T of a tile: the sum of its splits, in their order."""
     total = tl.load(lines + r[None, :], mask=(r < rank)[None, :], other=0.0)
-    for part in tl.static_range(1, parts):
-        total += tl.load(lines + part * apart + r[None, :], mask=(r < rank)[None, :], other=0.0)
+    for split in tl.static_range(1, splits):
+        total += tl.load(lines + split * stride + r[None, :], mask=(r < rank)[None, :], other=0.0)
     return total
 
 
 @triton.jit(do_not_specialize=["y_step", "outputs", "rank"])
 def _lora_expand(
     down, b, begins, slots, rows, y, y_step, outputs, rank,
-    step: tl.constexpr, unit: tl.constexpr, height: tl.constexpr, ranks: tl.constexpr, wide: tl.constexpr,
-    parts: tl.constexpr, pdl: tl.constexpr,
+    step: tl.constexpr, unit: tl.constexpr, block_m: tl.constexpr, block_r: tl.constexpr, block_n: tl.constexpr,
+    splits: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Up to `wide` outputs of a part, of one tile."""
-    tile, part, each = tl.program_id(0), tl.program_id(2), tl.arange(0, height)
-    slot, row = tl.load(slots + tile).to(tl.int64), tl.load(rows + tile * height + each)[:, None]
-    left = tl.load(begins + part) * unit + tl.program_id(1) * wide
-    right = tl.load(begins + part + 1) * unit
-    real = (slot >= 0) & (left < right)
-    n, r = (left + tl.arange(0, wide))[None, :], tl.arange(0, ranks)
+    """Up to `block_n` outputs of a slice, of one tile."""
+    tile, slice_id, lanes = tl.program_id(0), tl.program_id(2), tl.arange(0, block_m)
+    slot, row = tl.load(slots + tile).to(tl.int64), tl.load(rows + tile * block_m + lanes)[:, None]
+    first_n = tl.load(begins + slice_id) * unit + tl.program_id(1) * block_n
+    last_n = tl.load(begins + slice_id + 1) * unit
+    valid = (slot >= 0) & (first_n < last_n)
+    n, r = (first_n + tl.arange(0, block_n))[None, :], tl.arange(0, block_r)
     lines_b = b + slot * rank * outputs * unit + n
     factor = tl.load(
-        lines_b + r[:, None] * outputs * unit, mask=(r < tl.where(real, rank, 0))[:, None] & (n < right), other=0.0
+        lines_b + r[:, None] * outputs * unit, mask=(r < tl.where(valid, rank, 0))[:, None] & (n < last_n), other=0.0
     )
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
-    if real:
-        at, there = y + row.to(tl.int64) * y_step * step + n, (row >= 0) & (n < right)
-        before = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    if valid:
+        targets, mask = y + row.to(tl.int64) * y_step * step + n, (row >= 0) & (n < last_n)
+        before = tl.load(targets, mask=mask, other=0.0).to(tl.float32)
         columns = tl.num_programs(2) * rank
-        lines = down + (tile * height + each)[:, None].to(tl.int64) * columns + part * rank
-        apart = tl.num_programs(0).to(tl.int64) * height * columns
-        total = tl.dot(_sums(lines, r, rank, apart, parts).to(b.dtype.element_ty), factor, input_precision="ieee")
-        for first in range(ranks, rank, ranks):
-            r = first + tl.arange(0, ranks)
-            inside = (r < rank)[:, None] & (n < right)
+        lines = down + (tile * block_m + lanes)[:, None].to(tl.int64) * columns + slice_id * rank
+        stride = tl.num_programs(0).to(tl.int64) * block_m * columns
+        total = tl.dot(_sums(lines, r, rank, stride, splits).to(b.dtype.element_ty), factor, input_precision="ieee")
+        for first in range(block_r, rank, block_r):
+            r = first + tl.arange(0, block_r)
+            inside = (r < rank)[:, None] & (n < last_n)
             factor = tl.load(lines_b + r[:, None].to(tl.int64) * outputs * unit, mask=inside, other=0.0)
-            own = _sums(lines, r, rank, apart, parts).to(b.dtype.element_ty)
-            total = tl.dot(own, factor, total, input_precision="ieee")
-        tl.store(at, (before + total).to(y.dtype.element_ty), mask=there)
+            sums = _sums(lines, r, rank, stride, splits).to(b.dtype.element_ty)
+            total = tl.dot(sums, factor, total, input_precision="ieee")
+        tl.store(targets, (before + total).to(y.dtype.element_ty), mask=mask)
 
 
 _few, _shrunk, _expanded = (Launcher(kernel) for kernel in (_lora_few, _lora_shrink, _lora_expand))
 
 
 def tiles_of(slots: torch.Tensor, count: int) -> Tiles:
-    """Put rows in order by slot: `slots` int64 [rows] below `count`, -1 for none."""
+    """Sort rows by slot into tiles: `slots` int64 [rows] below `count`, -1 for rows without an adapter."""
     rows = len(slots)
     height = 16 if rows <= 256 else 64
     most = min(rows, (rows + count * (height - 1)) // height)
@@ -216,36 +215,37 @@ def tiles_of(slots: torch.Tensor, count: int) -> Tiles:
 def add_deltas(
     x: torch.Tensor, y: torch.Tensor, factors: Factors, slots: torch.Tensor, tiles: Callable[[], Tiles]
 ) -> None:
-    """Add to each row of y [rows, outputs] what its slot makes of its row of x [rows, inputs]; rows may lie apart.
+    """Add to each row of y [rows, outputs] its slot's B A x of its row of x [rows, inputs]; rows may lie apart.
 
-    `slots` int64 [rows], -1 for none, are older than the last kernel that was launched. `tiles`: these rows by slot.
+    `slots` int64 [rows], -1 for none, were written before the last kernel launched. `tiles`: these rows by slot.
     """
     (a, b, begins, widest, unit), rows = factors, len(x)
-    _, parts, rank, inputs = a.shape
+    _, slices, rank, inputs = a.shape
     if not rows:
         return
-    x, outputs, early = x if x.stride(1) == 1 else x.contiguous(), b.shape[2], starts_early(x.device)
+    x, outputs, pdl = x if x.stride(1) == 1 else x.contiguous(), b.shape[2], starts_early(x.device)
     step = gcd(16, x.stride(0), y.stride(0))
-    apart, ranks, blocks = (x.stride(0) // step, y.stride(0) // step), triton.next_power_of_2(rank), -(-widest // _WIDE)
-    if rows <= _FEW and ranks <= 128 and ranks * inputs <= _A and rows * blocks * parts * ranks * inputs <= _READ:
-        deep = min(_AT_ONCE // ranks, triton.next_power_of_2(inputs))
-        sizes = (*apart, inputs // unit, outputs // unit, rank)
-        constants = (step, unit, ranks, deep, -(-inputs // deep), _WIDE, early)
-        _few((blocks, parts, rows), (x, a, b, begins, slots, y), sizes, constants, num_warps=8)
+    steps, blocks = (x.stride(0) // step, y.stride(0) // step), -(-widest // _BLOCK_N)
+    ranks = triton.next_power_of_2(rank)
+    if rows <= _FEW and ranks <= 128 and ranks * inputs <= _A and rows * blocks * slices * ranks * inputs <= _READ:
+        block_k = min(_READ_AT_ONCE // ranks, triton.next_power_of_2(inputs))
+        sizes = (*steps, inputs // unit, outputs // unit, rank)
+        constants = (step, unit, ranks, block_k, -(-inputs // block_k), _BLOCK_N, pdl)
+        _few((blocks, slices, rows), (x, a, b, begins, slots, y), sizes, constants, num_warps=8)
         return
-    own, columns, deep = tiles(), parts * rank, 256 // x.element_size()
-    count, height = own.rows.shape
-    share = max(_SHARES[height] // deep, -(-inputs // (_PARTS * deep)))
-    shares = -(-inputs // (share * deep))
-    down = x.new_empty((shares, count, height, columns), dtype=torch.float32)
-    wide = 2 * _WIDE if widest > 4096 and ranks <= 32 and height == 16 else _WIDE
-    broad = min(32 if height == 16 else 64, max(16, triton.next_power_of_2(columns)))
+    by_slot, columns, block_k = tiles(), slices * rank, 256 // x.element_size()
+    count, height = by_slot.rows.shape
+    share = max(_SPLIT_INPUTS[height] // block_k, -(-inputs // (_MOST_SPLITS * block_k)))
+    splits = -(-inputs // (share * block_k))
+    down = x.new_empty((splits, count, height, columns), dtype=torch.float32)
+    block_n = 2 * _BLOCK_N if widest > 4096 and ranks <= 32 and height == 16 else _BLOCK_N
+    block_r = min(32 if height == 16 else 64, max(16, triton.next_power_of_2(columns)))
     _shrunk(
-        (count, -(-columns // broad), shares), (x, a, *own, down), (apart[0], inputs // unit, columns, share),
-        (step, unit, height, broad, deep, early), num_warps=4, num_stages=3,
+        (count, -(-columns // block_r), splits), (x, a, *by_slot, down), (steps[0], inputs // unit, columns, share),
+        (step, unit, height, block_r, block_k, pdl), num_warps=4, num_stages=3,
     )  # fmt: skip
     _expanded(
-        (count, -(-widest // wide), parts), (down, b, begins, *own, y), (apart[1], outputs // unit, rank),
-        (step, unit, height, min(64, max(16, ranks)), wide, shares, early),
+        (count, -(-widest // block_n), slices), (down, b, begins, *by_slot, y), (steps[1], outputs // unit, rank),
+        (step, unit, height, min(64, max(16, ranks)), block_n, splits, pdl),
         num_warps=4 if height == 16 else 8, num_stages=1,
     )  # fmt: skip

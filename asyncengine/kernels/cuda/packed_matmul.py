@@ -27,23 +27,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from asyncengine.kernels.cuda.launching import starts_early
 
 SOME = 64
-"""Rows of x up to which a product needs no dequantized copy."""
+"""Rows of x up to which a product needs no dequantized copy of the weight."""
 _INPUTS = 2**16
-"""Bytes of x that a program for them holds at once: of wide chunks, fewer rows."""
+"""Bytes of x that one of its programs holds at once: wide chunks allow fewer rows."""
 _SLICE = 2**26
 """Numbers of a weight that are dequantized at once, of two bytes each: 2^24 stay in a second-level cache, but take a
 sixth longer."""
 _NARROW, _TILE, WARPS = 8, 4096, 4
-"""Rows of a matrix that a program dequantizes, bytes that it takes of these at once; warps of one for few rows."""
+"""Rows of a matrix that a program dequantizes, and bytes that it reads of these at once; warps of a few-row program."""
 FLOATS = -1
-"""The middle of numbers that are e4m3 floats."""
+"""`ChunkedMatrix.middle` of a matrix whose numbers are e4m3 floats."""
 BIG = 0x4B000000
 """Bits of the float 2^23, whose lowest are a whole number: the cheapest way to a float. A kernel is given them, since a
 constant would be put into a register for each number again."""
 
 
 class Planes(NamedTuple):
-    """Tensors of a matrix [outputs, inputs], in memory of the device; None: it has none such.
+    """Tensors of a matrix [outputs, inputs], on the device; None for planes that its format does not have.
 
     Scales and minima are [groups, outputs], or [blocks, outputs] of numbers that `steps` [groups, outputs] multiply.
     """
@@ -58,7 +58,7 @@ class Planes(NamedTuple):
     minima: torch.Tensor | None = None
     minimum_steps: torch.Tensor | None = None
     table: torch.Tensor | None = None
-    """float32 [16]: what each number stands for."""
+    """float32 [16]: the value of each 4-bit number."""
 
 
 class ChunkedMatrix(NamedTuple):
@@ -68,7 +68,7 @@ class ChunkedMatrix(NamedTuple):
     inputs: int
     bits: int
     block: int
-    """Inputs of a block; 0: there are none."""
+    """Inputs of a block; 0 for formats without blocks."""
     middle: int
     """The zero of all groups, where there are no `zeros`."""
     table: tuple[int, ...] = ()
@@ -77,46 +77,46 @@ class ChunkedMatrix(NamedTuple):
 
 @triton.jit
 def _values(planes, packed, group, output, outputs, big, half: tl.constexpr, bits: tl.constexpr, middle: tl.constexpr):
-    """float32: the numbers of one half of each byte, or of all of it, less the zero of their group. Groups and outputs
-    have a dimension less, the last."""
+    """float32: the numbers of one half of each byte, or of all of it, less the zero of their group. `group` and
+    `output` lack the last dimension of `packed`."""
     number = packed.to(tl.int32)
     zero = middle + 0.0
     if planes.zeros is not None:
         zero = tl.expand_dims(tl.load(planes.zeros + (group * outputs + output)).to(tl.float32), -1)
     if middle < 0:
-        found = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        values = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif planes.table is not None:
-        found = tl.load(planes.table + ((number >> (4 * half)) & 15))
+        values = tl.load(planes.table + ((number >> (4 * half)) & 15))
     elif bits == 8:
-        found = (number | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
+        values = (number | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     elif half == 0:
-        found = ((number & 15) | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
+        values = ((number & 15) | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     else:
-        found = ((number & 240) | big).to(tl.float32, bitcast=True) * 0.0625 - (zero + 524288.0)
-    return found
+        values = ((number & 240) | big).to(tl.float32, bitcast=True) * 0.0625 - (zero + 524288.0)
+    return values
 
 
 @triton.jit
 def _of_group(values, steps, group, output, outputs, width: tl.constexpr, block: tl.constexpr):
     """float32: the scales or minima of groups."""
     if steps is None:
-        found = tl.load(values + (group * outputs + output)).to(tl.float32)
+        result = tl.load(values + (group * outputs + output)).to(tl.float32)
     else:
-        found = tl.load(values + (group * width // block * outputs + output)).to(tl.float32)
-        found *= tl.load(steps + (group * outputs + output)).to(tl.float32)
-    return found
+        result = tl.load(values + (group * width // block * outputs + output)).to(tl.float32)
+        result *= tl.load(steps + (group * outputs + output)).to(tl.float32)
+    return result
 
 
 @triton.jit
-def _scaled(planes, part, whole, group, output, outputs, width: tl.constexpr, block: tl.constexpr):
-    """Scale * part - minimum * whole; both have a last dimension that groups have not."""
+def _scaled(planes, products, x_sums, group, output, outputs, width: tl.constexpr, block: tl.constexpr):
+    """Scale * products - minimum * x_sums; both have a last dimension that groups have not."""
     if planes.scales is not None:
         scale = _of_group(planes.scales, planes.steps, group, output, outputs, width, block)
-        part *= tl.expand_dims(scale, -1)
+        products *= tl.expand_dims(scale, -1)
     if planes.minima is not None:
         minimum = _of_group(planes.minima, planes.minimum_steps, group, output, outputs, width, block)
-        part -= whole * tl.expand_dims(minimum, -1)
-    return part
+        products -= x_sums * tl.expand_dims(minimum, -1)
+    return products
 
 
 @triton.jit
@@ -124,108 +124,108 @@ def _numbers(
     planes, packed, group, output, outputs, big, x, half: tl.constexpr, bits: tl.constexpr,
     middle: tl.constexpr, code: tl.constexpr,
 ):  # fmt: skip
-    """The same in the type of x, by PTX of `unpacking` if there is `code`."""
+    """`_values` in the type of x, by PTX of `unpacking` if there is `code`."""
     if code == "":
-        found = _values(planes, packed, group, output, outputs, big, half, bits, middle).to(x.dtype.element_ty)
+        numbers = _values(planes, packed, group, output, outputs, big, half, bits, middle).to(x.dtype.element_ty)
     elif planes.table is not None or (middle == 128 and x.dtype.element_ty == tl.bfloat16):
-        found = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=x.dtype.element_ty, is_pure=True, pack=4)
+        numbers = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=x.dtype.element_ty, is_pure=True, pack=4)
     else:
         zero = tl.full([1, 1], middle, tl.float32)
         if planes.zeros is not None:
             zero = tl.load(planes.zeros + (group * outputs + output)).to(tl.float32)
         negative = ((-128.0 if x.dtype.element_ty == tl.bfloat16 else -1024.0) - zero).to(x.dtype.element_ty)
-        found = tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
             code, "=r,=r,r,r,r", [packed, tl.expand_dims(negative, -1)], dtype=x.dtype.element_ty, is_pure=True, pack=4
         )
-    return found
+    return numbers
 
 
 @triton.jit
 def product_of_few(
-    planes, x, source, there, output, inputs, outputs, chunks, big, even: tl.constexpr, tile: tl.constexpr,
+    planes, x, source, present, output, inputs, outputs, chunks, big, even: tl.constexpr, tile: tl.constexpr,
     bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr,
     high: tl.constexpr,
 ):  # fmt: skip
     """float32 [outputs, rows], of rows `output` of the matrix with those of x that begin at elements `source` and are
-    `there`. Each warp has chunks of its own, whose products are scaled before they are added: so no number is rounded.
+    `present`. Each warp has its own chunks, whose products are scaled before they are added: so no number is rounded.
     """
-    wide: tl.constexpr = output.shape[0]
-    most: tl.constexpr = source.shape[0]
+    block_n: tl.constexpr = output.shape[0]
+    block_m: tl.constexpr = source.shape[0]
     output = output[None, :]
-    each = tl.arange(0, tile)[:, None]
+    lane_chunks = tl.arange(0, tile)[:, None]
     lane = tl.arange(0, width)[None, :]
-    packs = planes.numbers + ((each * outputs + output).to(tl.int64)[:, :, None] * width + lane[:, None, :])
-    inner = each * (8 // bits * width) + lane
-    given = x + (source[None, None, :] + inner[:, :, None])
-    there = there[None, None, :]
-    total = tl.zeros([tile, wide, most], tl.float32)
+    packs = planes.numbers + ((lane_chunks * outputs + output).to(tl.int64)[:, :, None] * width + lane[:, None, :])
+    inner = lane_chunks * (8 // bits * width) + lane
+    x_addresses = x + (source[None, None, :] + inner[:, :, None])
+    present = present[None, None, :]
+    total = tl.zeros([tile, block_n, block_m], tl.float32)
     for begin in range(0, chunks, tile):
-        chunk = tl.minimum(begin + each, chunks - 1)
-        packed = tl.load(packs) if even else tl.load(packs, mask=(begin + each < chunks)[:, :, None], other=0)
+        chunk = tl.minimum(begin + lane_chunks, chunks - 1)
+        packed = tl.load(packs) if even else tl.load(packs, mask=(begin + lane_chunks < chunks)[:, :, None], other=0)
         for half in tl.static_range(8 // bits):
             group = chunk * (8 // bits) + half
             number = _numbers(
                 planes, packed, group, output, outputs, big, x, half, bits, middle,
                 low if half == 0 else high,
             )  # fmt: skip
-            mask = there
+            mask = present
             if not even:
-                mask = there & (begin * (8 // bits) * width + half * width + inner < inputs)[:, :, None]
-            own = tl.load(given + half * width, mask=mask, other=0.0)
-            part = tl.dot(number, own, input_precision="ieee")
-            whole = 0.0
+                mask = present & (begin * (8 // bits) * width + half * width + inner < inputs)[:, :, None]
+            x_values = tl.load(x_addresses + half * width, mask=mask, other=0.0)
+            products = tl.dot(number, x_values, input_precision="ieee")
+            x_sums = 0.0
             if planes.minima is not None:
-                whole = tl.sum(own.to(tl.float32), axis=1)[:, None, :]
-            total += _scaled(planes, part, whole, group, output, outputs, width, block)
+                x_sums = tl.sum(x_values.to(tl.float32), axis=1)[:, None, :]
+            total += _scaled(planes, products, x_sums, group, output, outputs, width, block)
         packs += tile * width * outputs.to(tl.int64)
-        given += tile * (8 // bits) * width
-    found = tl.sum(total, axis=0)
-    return found * tl.load(planes.row_scales + output).reshape(wide, 1)
+        x_addresses += tile * (8 // bits) * width
+    result = tl.sum(total, axis=0)
+    return result * tl.load(planes.row_scales + output).reshape(block_n, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
-    planes, x, out, bias, x_stride, out_stride, rows, inputs, outputs, chunks, big, most: tl.constexpr,
-    wide: tl.constexpr, gated: tl.constexpr, early: tl.constexpr, even: tl.constexpr, tile: tl.constexpr,
+    planes, x, out, bias, x_stride, out_stride, rows, inputs, outputs, chunks, big, block_m: tl.constexpr,
+    block_n: tl.constexpr, gated: tl.constexpr, early: tl.constexpr, even: tl.constexpr, tile: tl.constexpr,
     bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr, low: tl.constexpr,
     high: tl.constexpr,
 ):  # fmt: skip
-    """`wide` outputs of up to `most` rows. What is beyond the last output is the last again, and is not stored. Gated:
+    """`block_n` outputs of up to `block_m` rows. Outputs behind the last are that one again, and not stored. Gated:
     without a bias, silu of the first half of the matrix's outputs times the second."""
     if early:
         gdc_launch_dependents()
         gdc_wait()
-    row, real = tl.arange(0, most), tl.program_id(0) * wide + tl.arange(0, wide)
-    made = outputs // 2 if gated else outputs
-    output = tl.minimum(real, made - 1)
-    found = product_of_few(
+    row, column = tl.arange(0, block_m), tl.program_id(0) * block_n + tl.arange(0, block_n)
+    count = outputs // 2 if gated else outputs
+    output = tl.minimum(column, count - 1)
+    result = product_of_few(
         planes, x, row * x_stride, row < rows, output, inputs, outputs, chunks, big, even, tile, bits, width, block,
         middle, low, high,
     )  # fmt: skip
     if bias is not None:
-        found += tl.load(bias + output).to(tl.float32)[:, None]
+        result += tl.load(bias + output).to(tl.float32)[:, None]
     if gated:
-        second = product_of_few(
-            planes, x, row * x_stride, row < rows, output + made, inputs, outputs, chunks, big, even, tile, bits, width,
-            block, middle, low, high,
+        up = product_of_few(
+            planes, x, row * x_stride, row < rows, output + count, inputs, outputs, chunks, big, even, tile, bits,
+            width, block, middle, low, high,
         )  # fmt: skip
-        found = found / (1.0 + tl.exp(-found)) * second
-    at = row.to(tl.int64)[None, :] * out_stride + real[:, None]
-    tl.store(out + at, found.to(out.dtype.element_ty), mask=(real < made)[:, None] & (row < rows)[None, :])
+        result = result / (1.0 + tl.exp(-result)) * up
+    offsets = row.to(tl.int64)[None, :] * out_stride + column[:, None]
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=(column < count)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def _dequantize(
-    planes, ids, out, first, rows, inputs, outputs, chunks, big, narrow: tl.constexpr, tile: tl.constexpr,
+    planes, ids, out, first, rows, inputs, outputs, chunks, big, block_rows: tl.constexpr, tile: tl.constexpr,
     bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr,
 ):  # fmt: skip
     """Rows of the matrix: from `first` on, or those of `ids`."""
-    row = (tl.program_id(0) * narrow + tl.arange(0, narrow))[None, :]
+    row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows))[None, :]
     output = tl.minimum(row, rows - 1) + first
     if ids is not None:
         output = tl.load(ids + tl.minimum(row, rows - 1))
-    real = (tl.program_id(1) * tile + tl.arange(0, tile))[:, None]
-    chunk = tl.minimum(real, chunks - 1)
+    chunk_ids = (tl.program_id(1) * tile + tl.arange(0, tile))[:, None]
+    chunk = tl.minimum(chunk_ids, chunks - 1)
     lane = tl.arange(0, width)[None, None, :]
     packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
     for half in tl.static_range(8 // bits):
@@ -233,9 +233,9 @@ def _dequantize(
         number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
         number = _scaled(planes, number, 1.0, group, output, outputs, width, block)
         number *= tl.load(planes.row_scales + output)[:, :, None]
-        place = ((real * (8 // bits) + half) * width)[:, :, None] + lane
-        at = row.to(tl.int64)[:, :, None] * inputs + place
-        tl.store(out + at, number.to(out.dtype.element_ty), mask=(row[:, :, None] < rows) & (place < inputs))
+        column = ((chunk_ids * (8 // bits) + half) * width)[:, :, None] + lane
+        offsets = row.to(tl.int64)[:, :, None] * inputs + column
+        tl.store(out + offsets, number.to(out.dtype.element_ty), mask=(row[:, :, None] < rows) & (column < inputs))
 
 
 def read_rows(
@@ -263,56 +263,56 @@ def few_form(matrix: ChunkedMatrix, x: torch.Tensor, rows: int) -> tuple[bool, i
 
 
 @cache
-def unpacking(brain: bool, bits: int, middle: int, table: tuple[int, ...]) -> tuple[str, str]:
-    """PTX that makes bfloat16 (`brain`) or float16 of the lower halves, and of the upper, of four bytes; "": there is
-    none for this form.
+def unpacking(bf16: bool, bits: int, middle: int, table: tuple[int, ...]) -> tuple[str, str]:
+    """PTX that makes bf16 (`bf16`) or float16 of the lower halves, and of the upper, of four bytes; ""
+    for forms without such code.
 
-    Bits are put behind those of 128 or 1,024, which a second operand takes off again with the group's zero: bfloat16
-    has room for seven, and with a middle of 128 the eighth says what is taken off. Of a table whose second half is its
-    first with another sign, both bytes of an entry are looked up by permuting them.
+    Bits are put behind those of 128 or 1,024, which a second operand subtracts again with the group's zero: bf16
+    has room for seven bits, and with a middle of 128 the eighth says what is subtracted. Of a table whose second half
+    is its first with another sign, both bytes of an entry are looked up by permuting them.
     """
     halves = ("mov.b32 t, $2;", "shl.b32 w, t, 4;"), ("shr.b32 t, $2, 4;", "mov.b32 w, $2;")
-    big, one, kind = ("0x43434343", "0x3F803F80", "bf16x2") if brain else ("0x64646464", "0x3C003C00", "f16x2")
-    apart = f"prmt.b32 u, t, {big}, 0x4140; prmt.b32 v, t, {big}, 0x4342;"
-    less = "fma.rn.{0} $0, u, t, {1}; fma.rn.{0} $1, v, t, {2};"
-    rest = f"{apart} mov.b32 t, {one}; {less.format(kind, '$3', '$4')}"
+    big, one, pair = ("0x43434343", "0x3F803F80", "bf16x2") if bf16 else ("0x64646464", "0x3C003C00", "f16x2")
+    spread = f"prmt.b32 u, t, {big}, 0x4140; prmt.b32 v, t, {big}, 0x4342;"
+    subtract = "fma.rn.{0} $0, u, t, {1}; fma.rn.{0} $1, v, t, {2};"
+    convert = f"{spread} mov.b32 t, {one}; {subtract.format(pair, '$3', '$4')}"
     if table:
         values = np.array(table, np.float32)
         if (values[8:] != -values[:8]).any():
             return "", ""
-        words = values[:8].view(np.uint32) >> 16 if brain else values[:8].astype(np.float16).view(np.uint16)
-        lows, highs = (np.ascontiguousarray(part, np.uint8).view("<u4") for part in (words & 255, words >> 8))
-        rest = (
+        words = values[:8].view(np.uint32) >> 16 if bf16 else values[:8].astype(np.float16).view(np.uint16)
+        lows, highs = (np.ascontiguousarray(half, np.uint8).view("<u4") for half in (words & 255, words >> 8))
+        convert = (
             "and.b32 t, t, 0x07070707; shr.b32 u, t, 4; or.b32 t, t, u; prmt.b32 t, t, 0, 0x4420; "
             f"mov.b32 u, {lows[0]}; mov.b32 v, {lows[1]}; prmt.b32 u, u, v, t; and.b32 w, w, 0x80808080; "
             f"mov.b32 v, {highs[0]}; mov.b32 s, {highs[1]}; prmt.b32 v, v, s, t; or.b32 v, v, w; "
             "prmt.b32 $0, u, v, 0x5140; prmt.b32 $1, u, v, 0x7362;"
         )
-        low, high = (f"{begin} {sign} {rest}" for begin, sign in halves)
+        low, high = (f"{begin} {sign} {convert}" for begin, sign in halves)
     elif bits == 4:
-        low, high = (f"{begin} and.b32 t, t, 0x0F0F0F0F; {rest}" for begin, _ in halves)
-    elif not brain or middle == 32:  # of six bits
-        low = high = f"{halves[0][0]} {rest}"
+        low, high = (f"{begin} and.b32 t, t, 0x0F0F0F0F; {convert}" for begin, _ in halves)
+    elif not bf16 or middle == 32:  # of six bits
+        low = high = f"{halves[0][0]} {convert}"
     elif middle != 128:
         return "", ""
     else:
         low = high = (
-            f"and.b32 t, $2, 0x7F7F7F7F; not.b32 w, $2; and.b32 w, w, 0x80808080; {apart} mov.b32 t, {one}; "
-            "prmt.b32 s, w, 0xC3C3C3C3, 0x4140; prmt.b32 w, w, 0xC3C3C3C3, 0x4342; " + less.format(kind, "s", "w")
+            f"and.b32 t, $2, 0x7F7F7F7F; not.b32 w, $2; and.b32 w, w, 0x80808080; {spread} mov.b32 t, {one}; "
+            "prmt.b32 s, w, 0xC3C3C3C3, 0x4140; prmt.b32 w, w, 0xC3C3C3C3, 0x4342; " + subtract.format(pair, "s", "w")
         )
     return f"{{ .reg .b32 s, t, u, v, w; {low} }}", f"{{ .reg .b32 s, t, u, v, w; {high} }}"
 
 
 def gates(matrix: ChunkedMatrix, rows: int) -> bool:
-    """Whether a gate goes into the product: more rows or wider chunks take so many registers that fewer programs run
-    at once."""
+    """Whether a gated activation is fused into the product: with more rows or wider chunks it takes so many registers
+    that fewer programs run at once."""
     return rows <= 8 and matrix.planes.numbers.shape[2] <= 64
 
 
 def few_enough(matrix: ChunkedMatrix, rows: int) -> bool:
-    """Whether one kernel multiplies so many rows, without a dequantized copy."""
-    each = triton.next_power_of_2(max(rows, 1)) * WARPS * matrix.planes.numbers.shape[2] * (16 // matrix.bits)
-    return rows <= SOME and each <= _INPUTS
+    """Whether one kernel multiplies this many rows, without a dequantized copy of the matrix."""
+    x_bytes = triton.next_power_of_2(max(rows, 1)) * WARPS * matrix.planes.numbers.shape[2] * (16 // matrix.bits)
+    return rows <= SOME and x_bytes <= _INPUTS
 
 
 def multiply(
@@ -327,23 +327,23 @@ def multiply(
     if not few_enough(matrix, rows):
         return _many_rows(x, matrix, out, bias)
     if rows:
-        most, early = max(8, triton.next_power_of_2(rows)), starts_early(x.device)
-        wide = 16 if most <= 16 else 32
+        block_m, early = max(8, triton.next_power_of_2(rows)), starts_early(x.device)
+        block_n = 16 if block_m <= 16 else 32
         options = {"launch_pdl": True} if early else {}
-        _few_rows[(triton.cdiv(out.shape[1], wide),)](
-            matrix.planes, x, out, bias, x.stride(0), out.stride(0), rows, matrix.inputs, outputs, chunks, BIG, most,
-            wide, gated, early, *few_form(matrix, x, most), num_warps=WARPS, num_stages=3 if most <= 16 else 2,
+        _few_rows[(triton.cdiv(out.shape[1], block_n),)](
+            matrix.planes, x, out, bias, x.stride(0), out.stride(0), rows, matrix.inputs, outputs, chunks, BIG, block_m,
+            block_n, gated, early, *few_form(matrix, x, block_m), num_warps=WARPS, num_stages=3 if block_m <= 16 else 2,
             **options,
         )  # fmt: skip
     return out
 
 
 def _many_rows(x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply by torch, one slice of dequantized outputs after the other."""
+    """Multiply by torch, one slice of dequantized outputs after the other, so that the copy stays small."""
     outputs = matrix.planes.numbers.shape[1]
     step = min(outputs, max(256, _SLICE // matrix.inputs // 256 * 256))
-    memory = x.new_empty((step, matrix.inputs))
+    buffer = x.new_empty((step, matrix.inputs))
     for first in range(0, outputs, step):
-        part = read_rows(matrix, memory[: min(step, outputs - first)], first)
-        torch.mm(x, part.T, out=out[:, first : first + step])
+        weight = read_rows(matrix, buffer[: min(step, outputs - first)], first)
+        torch.mm(x, weight.T, out=out[:, first : first + step])
     return out if bias is None else out.add_(bias)

@@ -107,8 +107,8 @@ def _gated_norm(
     silu: tl.constexpr, shared: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """One group of a row a program."""
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
-    inside, column = place < size, tl.program_id(1) * size + place
+    row, index = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    inside, column = index < size, tl.program_id(1) * size + index
     values = tl.load(x + row * width + column, mask=inside, other=0.0)
     gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0 / (1.0 + tl.exp(-gates))
@@ -118,7 +118,7 @@ def _gated_norm(
         values *= factor
     if norm is not None:
         values *= tl.rsqrt(tl.sum(values * values, 0) / size + epsilon)
-        values *= tl.load(weight + (place if shared else column), mask=inside, other=0.0).to(tl.float32)
+        values *= tl.load(weight + (index if shared else column), mask=inside, other=0.0).to(tl.float32)
     if norm != "gated":
         values *= factor
     tl.store(out + row * width + column, (values * scale).to(out.dtype.element_ty), mask=inside)
@@ -137,21 +137,21 @@ def _factors(q_weight, k_weight, is_query, columns, inside):
 
 
 @triton.jit
-def _put(values, query_at, pool_at, is_query, present, columns, inside, largest: tl.constexpr):
-    """Queries beside the others' rows, keys and values into their page."""
-    own = is_query[:, None] & inside[None, :]
-    tl.store(query_at[:, None] + columns[None, :], values.to(query_at.dtype.element_ty), mask=own)
+def _store_heads(values, query_at, pool_at, is_query, present, columns, inside, largest: tl.constexpr):
+    """Store queries in their output rows, keys and values in their page."""
+    query_mask = is_query[:, None] & inside[None, :]
+    tl.store(query_at[:, None] + columns[None, :], values.to(query_at.dtype.element_ty), mask=query_mask)
     if largest > 0:  # 8 bits: larger numbers would become NaN
         values = tl.minimum(tl.maximum(values, -largest), largest)
-    stored = (present & (is_query == 0))[:, None] & inside[None, :]
-    tl.store(pool_at[:, None] + columns[None, :], values.to(pool_at.dtype.element_ty), mask=stored)
+    pool_mask = (present & (is_query == 0))[:, None] & inside[None, :]
+    tl.store(pool_at[:, None] + columns[None, :], values.to(pool_at.dtype.element_ty), mask=pool_mask)
 
 
 @triton.jit
 def _prepare_and_write(
     qkv, cos, sin, q_weight, k_weight, slots, query, pool, epsilon,
     qkv_stride: tl.constexpr, angle_stride: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr, dim: tl.constexpr,
-    rotary: tl.constexpr, half: tl.constexpr, behind_size: tl.constexpr, page: tl.constexpr, norm: tl.constexpr,
+    rotary: tl.constexpr, half: tl.constexpr, tail_size: tl.constexpr, page: tl.constexpr, norm: tl.constexpr,
     largest: tl.constexpr, heads: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one token. A head is read as the first and the second dimensions of all pairs that are rotated,
@@ -162,7 +162,7 @@ def _prepare_and_write(
     is_query = head < queries
     is_value = head >= queries + keys
     pair = tl.arange(0, half)
-    turned = pair < rotary // 2
+    rotated = pair < rotary // 2
     low, high = pair, pair + rotary // 2
     if interleaved:
         low, high = pair * 2, pair * 2 + 1
@@ -170,35 +170,35 @@ def _prepare_and_write(
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + token).to(tl.int64)
-    line = (slot // page * 2 + tl.where(is_value, 1, 0)) * page + slot % page
-    pool_at = pool + (line * keys + (head - queries - tl.where(is_value, keys, 0))) * dim
+    pool_row = (slot // page * 2 + tl.where(is_value, 1, 0)) * page + slot % page
+    pool_at = pool + (pool_row * keys + (head - queries - tl.where(is_value, keys, 0))) * dim
     query_at = query + (token * queries + head) * dim
     start = qkv + token * qkv_stride + head[:, None] * dim
-    both = present[:, None] & turned[None, :]
-    first = tl.load(start + low[None, :], mask=both, other=0.0).to(tl.float32)
-    second = tl.load(start + high[None, :], mask=both, other=0.0).to(tl.float32)
+    mask = present[:, None] & rotated[None, :]
+    first = tl.load(start + low[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(start + high[None, :], mask=mask, other=0.0).to(tl.float32)
     squares = tl.sum(first * first + second * second, 1)
-    if behind_size > 0:
-        others = rotary + tl.arange(0, behind_size)
-        behind = others < dim
-        rest = tl.load(start + others[None, :], mask=present[:, None] & behind[None, :], other=0.0).to(tl.float32)
+    if tail_size > 0:
+        tail = rotary + tl.arange(0, tail_size)
+        in_tail = tail < dim
+        rest = tl.load(start + tail[None, :], mask=present[:, None] & in_tail[None, :], other=0.0).to(tl.float32)
         squares += tl.sum(rest * rest, 1)
     if norm:
         inverse = tl.rsqrt(squares / dim + epsilon)[:, None]
-        plain = is_value[:, None]
-        first = tl.where(plain, first, first * inverse * _factors(q_weight, k_weight, is_query, low, turned))
-        second = tl.where(plain, second, second * inverse * _factors(q_weight, k_weight, is_query, high, turned))
-        if behind_size > 0:
-            rest = tl.where(plain, rest, rest * inverse * _factors(q_weight, k_weight, is_query, others, behind))
+        unnormed = is_value[:, None]
+        first = tl.where(unnormed, first, first * inverse * _factors(q_weight, k_weight, is_query, low, rotated))
+        second = tl.where(unnormed, second, second * inverse * _factors(q_weight, k_weight, is_query, high, rotated))
+        if tail_size > 0:
+            rest = tl.where(unnormed, rest, rest * inverse * _factors(q_weight, k_weight, is_query, tail, in_tail))
     angle = token * angle_stride + low
-    cosine = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.load(cos + angle, mask=rotated, other=1.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)[None, :]
     cosine = tl.where(is_value[:, None], 1.0, cosine)
     sine = tl.where(is_value[:, None], 0.0, sine)
-    _put(first * cosine - second * sine, query_at, pool_at, is_query, present, low, turned, largest)
-    _put(second * cosine + first * sine, query_at, pool_at, is_query, present, high, turned, largest)
-    if behind_size > 0:
-        _put(rest, query_at, pool_at, is_query, present, others, behind, largest)
+    _store_heads(first * cosine - second * sine, query_at, pool_at, is_query, present, low, rotated, largest)
+    _store_heads(second * cosine + first * sine, query_at, pool_at, is_query, present, high, rotated, largest)
+    if tail_size > 0:
+        _store_heads(rest, query_at, pool_at, is_query, present, tail, in_tail, largest)
 
 
 _prepare = Launcher(_prepare_and_write)
@@ -233,7 +233,7 @@ def prepare_and_write(
 
 @triton.jit
 def _angles(
-    positions, frequencies, found, scaling,
+    positions, frequencies, out, scaling,
     pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Cosines and then sines of one position."""
@@ -245,12 +245,12 @@ def _angles(
         gdc_launch_dependents()
         gdc_wait()
     angle = tl.load(positions + token).to(tl.float32) * frequency
-    cosine = (tl.cos(angle) * scaling).to(found.dtype.element_ty)
-    sine = (tl.sin(angle) * scaling).to(found.dtype.element_ty)
+    cosine = (tl.cos(angle) * scaling).to(out.dtype.element_ty)
+    sine = (tl.sin(angle) * scaling).to(out.dtype.element_ty)
     first, second = pair, pair + pairs
     if interleaved:
         first, second = pair * 2, pair * 2 + 1
-    line = found + token * 4 * pairs
+    line = out + token * 4 * pairs
     tl.store(line + first, cosine, mask=inside)
     tl.store(line + second, cosine, mask=inside)
     tl.store(line + 2 * pairs + first, sine, mask=inside)
@@ -268,8 +268,8 @@ def angles(
     Each pair's stand in both halves, or beside each other.
     """
     pairs = len(frequencies)
-    found = torch.empty(len(positions), 2, 2 * pairs, dtype=dtype, device=positions.device)
-    if found.numel():
+    out = torch.empty(len(positions), 2, 2 * pairs, dtype=dtype, device=positions.device)
+    if out.numel():
         constants = (pairs, 1 << (pairs - 1).bit_length(), interleaved, starts_early(positions.device))
-        _turn((len(positions), 1, 1), (positions, frequencies, found), (float(scaling),), constants, num_warps=1)
-    return found[:, 0], found[:, 1]
+        _turn((len(positions), 1, 1), (positions, frequencies, out), (float(scaling),), constants, num_warps=1)
+    return out[:, 0], out[:, 1]

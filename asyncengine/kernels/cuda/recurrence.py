@@ -42,8 +42,8 @@ _TINY = 1e-6
 class Recurrence:
     """Sizes and gates of a layer's heads: S = decay S + key change^T, read S^T query, for each token.
 
-    decay = exp(-rate softplus(gate + bias)). The delta rule's change is a learned part of what of the value S does not
-    know yet, and its keys and queries have length one; Mamba-2's change is the softplus times the value.
+    decay = exp(-rate softplus(gate + bias)). The delta rule's change is a learned fraction of the value minus what S
+    yields for the key, and its keys and queries have length one; Mamba-2's change is the softplus times the value.
     """
 
     heads: int
@@ -52,38 +52,37 @@ class Recurrence:
     key_dim: int
     value_dim: int
     firsts: tuple[int, int, int]
-    """First places of a token's queries, keys and values in its row."""
+    """First columns of a token's queries, keys and values in its row."""
     rate: torch.Tensor
-    """float32 [heads]; its sign is not looked at."""
+    """float32 [heads]; only its magnitude counts."""
     bias: torch.Tensor
     """float32 [heads], or [heads * key dim]: each dimension of a key forgets by itself."""
     limits: tuple[float, float] = (0.0, float("inf"))
     """Limits of the softplus."""
     skip: torch.Tensor | None = None
-    """float32 [heads], of Mamba-2: what times the value is added to what is read. None: it is the delta rule."""
-
+    """float32 [heads], of Mamba-2: the value times this is added to the output. None for the delta rule."""
     most_rate: int = 1
     """The largest rate of learning."""
 
     @property
     def _delta(self) -> int:
-        """0: it is Mamba-2; else `most_rate`."""
+        """`most_rate` of the delta rule; 0 for Mamba-2."""
         return self.most_rate if self.skip is None else 0
 
     @property
     def _skip(self) -> torch.Tensor:
-        """Vector that kernels are given; they look at it for Mamba-2 alone."""
+        """`skip`, or any vector of that length for the delta rule, whose kernels do not use it."""
         return self.rate if self.skip is None else self.skip
 
     def move(
         self, rows: torch.Tensor, learn: torch.Tensor, gates: torch.Tensor, states: torch.Tensor,
         slots: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(what is read, float32 [tokens, heads, value dim], in `out` if that is given; the states after).
+        """(outputs float32 [tokens, heads, value dim], in `out` if that is given; the states after the tokens).
 
         `rows` [tokens, all], `learn` [tokens, heads] of the delta rule and `gates` [tokens, as `bias`] may be part of
-        longer rows. `states` float32 [sequences, heads, key dim, value dim]: each sequence has equally many tokens, and
-        one's stand behind the other's. With `slots`, (sources, targets) int64 [sequences], they lie there in a pool.
+        longer rows. `states` float32 [sequences, heads, key dim, value dim]: all have the same number of
+        tokens, one behind the other. With `slots`, (sources, targets) int64 [sequences], they lie there in a pool.
         """
         tokens = len(rows)
         if out is None:
@@ -104,26 +103,26 @@ class Recurrence:
     def _move_chunks(
         self, rows: torch.Tensor, learn: torch.Tensor, gates: torch.Tensor, state: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """The `state` [1, heads, key dim, value dim] after these tokens of a sequence; `out` takes what is read."""
+        """The `state` [1, heads, key dim, value dim] after these span of a sequence; outputs go to `out`."""
         height, columns = max(16, triton.next_power_of_2(self.key_dim)), _COLUMNS
         blocks = triton.cdiv(self.value_dim, columns)
         width = 3 * height + _CHUNK + blocks * columns
         count = triton.cdiv(len(rows), _CHUNK)
-        most = max(1, min(count, _PREPARED_BYTES // (4 * _CHUNK * self.heads * width)))
-        prepared = rows.new_empty((most, self.heads, _CHUNK, width), dtype=torch.float32)
-        decays = rows.new_empty((most, self.heads), dtype=torch.float32)
+        chunks_at_once = max(1, min(count, _PREPARED_BYTES // (4 * _CHUNK * self.heads * width)))
+        prepared = rows.new_empty((chunks_at_once, self.heads, _CHUNK, width), dtype=torch.float32)
+        decays = rows.new_empty((chunks_at_once, self.heads), dtype=torch.float32)
         sizes = (self.heads, self.group, self.key_dim, self.value_dim, height, columns, _CHUNK, width)
-        for first in range(0, len(rows), most * _CHUNK):
-            part = slice(first, first + most * _CHUNK)
-            own = rows[part]
+        for first in range(0, len(rows), chunks_at_once * _CHUNK):
+            span = slice(first, first + chunks_at_once * _CHUNK)
+            own = rows[span]
             moved = torch.empty_like(state)
             _prepare[(triton.cdiv(len(own), _CHUNK), self.heads)](
-                own, learn[part], gates[part], self.rate, self.bias, prepared, decays, own.stride(0), learn.stride(0),
+                own, learn[span], gates[span], self.rate, self.bias, prepared, decays, own.stride(0), learn.stride(0),
                 gates.stride(0), len(own), self.key_dim**-0.5, _TINY, *self.limits, *self.firsts, *sizes, blocks,
                 self._delta, num_warps=8,
             )  # fmt: skip
             _sweep[(self.heads, blocks)](
-                own, prepared, decays, self._skip, state, moved, out[part], own.stride(0), len(own), self.firsts[2],
+                own, prepared, decays, self._skip, state, moved, out[span], own.stride(0), len(own), self.firsts[2],
                 *sizes, self._delta, num_warps=4, num_stages=2,
             )  # fmt: skip
             state = moved
@@ -132,7 +131,7 @@ class Recurrence:
 
 @triton.jit
 def _decay(gate, bias, rate, least, most):
-    """(the bounded softplus of gates, the logarithm of what is kept of a state)."""
+    """(the bounded softplus of gates, the logarithm of the state's decay)."""
     gate += bias
     soft = tl.where(gate > 20.0, gate, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))))
     soft = tl.minimum(tl.maximum(soft, least), most)
@@ -149,27 +148,28 @@ def _move(
     """One program for some columns of one head's state and one sequence."""
     head = tl.program_id(0) % heads
     sequence = tl.program_id(1).to(tl.int64)
-    line = tl.arange(0, height)
+    dim = tl.arange(0, height)
     column = tl.program_id(0) // heads * columns + tl.arange(0, columns)
-    real, inside = line < key_dim, column < value_dim
-    both = real[:, None] & inside[None, :]
+    key_mask, value_mask = dim < key_dim, column < value_dim
+    mask = key_mask[:, None] & value_mask[None, :]
     source, target = sequence, sequence
     if by_slot:
         source, target = tl.load(sources + sequence), tl.load(targets + sequence)
     size = heads * key_dim * value_dim
-    place = head * key_dim * value_dim + line[:, None] * value_dim + column[None, :]
-    state = tl.load(states + source * size + place, mask=both, other=0.0)
+    offsets = head * key_dim * value_dim + dim[:, None] * value_dim + column[None, :]
+    state = tl.load(states + source * size + offsets, mask=mask, other=0.0)
     rate, skip = tl.abs(tl.load(rates + head)), tl.load(skips + head)
-    bias = tl.load(biases + head * key_dim + line, mask=real, other=0.0) if by_channel else tl.load(biases + head)
+    bias = tl.load(biases + head * key_dim + dim, mask=key_mask, other=0.0) if by_channel else tl.load(biases + head)
     for step in range(count):
         token = sequence * count + step
-        own = rows + token * row_stride + head // group * key_dim + line
-        query = tl.load(own + query_at, mask=real, other=0.0).to(tl.float32)
-        key = tl.load(own + key_at, mask=real, other=0.0).to(tl.float32)
+        row_keys = rows + token * row_stride + head // group * key_dim + dim
+        query = tl.load(row_keys + query_at, mask=key_mask, other=0.0).to(tl.float32)
+        key = tl.load(row_keys + key_at, mask=key_mask, other=0.0).to(tl.float32)
         value = rows + token * row_stride + value_at + head * value_dim + column
-        value = tl.load(value, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(value, mask=value_mask, other=0.0).to(tl.float32)
         if by_channel:
-            gate = tl.load(gates + token * gate_stride + head * key_dim + line, mask=real, other=0.0).to(tl.float32)
+            gate = gates + token * gate_stride + head * key_dim + dim
+            gate = tl.load(gate, mask=key_mask, other=0.0).to(tl.float32)
         else:
             gate = tl.load(gates + token * gate_stride + head).to(tl.float32)
         soft, kept = _decay(gate, bias, rate, least, most)
@@ -178,16 +178,16 @@ def _move(
         if delta:
             query = query * (scale / tl.sqrt(tl.sum(query * query, 0) + tiny))
             key = key / tl.sqrt(tl.sum(key * key, 0) + tiny)
-            speed = delta / (1.0 + tl.exp(-tl.load(learn + token * learn_stride + head).to(tl.float32)))
-            change = (value - tl.sum(state * key[:, None], 0)) * speed
+            beta = delta / (1.0 + tl.exp(-tl.load(learn + token * learn_stride + head).to(tl.float32)))
+            change = (value - tl.sum(state * key[:, None], 0)) * beta
         else:
             change = value * soft
         state += key[:, None] * change[None, :]
         read = tl.sum(state * query[:, None], 0)
         if not delta:
             read += skip * value
-        tl.store(out + (token * heads + head) * value_dim + column, read, mask=inside)
-    tl.store(moved + target * size + place, state, mask=both)
+        tl.store(out + (token * heads + head) * value_dim + column, read, mask=value_mask)
+    tl.store(moved + target * size + offsets, state, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -197,53 +197,54 @@ def _prepare(
     group: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, height: tl.constexpr, columns: tl.constexpr,
     chunk: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, delta: tl.constexpr,
 ):  # fmt: skip
-    """One program for one chunk and head. For each of its tokens, side by side: what of the state its change is without
-    [height], its query on the state [height], its key at the chunk's end [height], how much it reads of each token's
-    change [chunk], and its change if the state was zero [blocks * columns]. Tokens behind the last change nothing."""
+    """One program for one chunk and head. For each of its tokens, side by side: the key whose product with the state is
+    subtracted from its change [height], its query on the state [height], its key at the chunk's end [height], its
+    attention to each token's change [chunk], and its change from a state of zeros [blocks * columns]."""
     head = tl.program_id(1)
     token, dim = tl.program_id(0) * chunk + tl.arange(0, chunk), tl.arange(0, height)
-    line, there = tl.arange(0, chunk), token < count
-    at, real = token.to(tl.int64), there[:, None] & (dim < key_dim)[None, :]
-    own = rows + at[:, None] * row_stride + head // group * key_dim + dim[None, :]
-    query = tl.load(own + query_at, mask=real, other=0.0).to(tl.float32)
-    key = tl.load(own + key_at, mask=real, other=0.0).to(tl.float32)
-    gate = tl.load(gates + at * gate_stride + head, mask=there, other=0.0).to(tl.float32)
+    lane, valid = tl.arange(0, chunk), token < count
+    wide, mask = token.to(tl.int64), valid[:, None] & (dim < key_dim)[None, :]
+    row_keys = rows + wide[:, None] * row_stride + head // group * key_dim + dim[None, :]
+    query = tl.load(row_keys + query_at, mask=mask, other=0.0).to(tl.float32)
+    key = tl.load(row_keys + key_at, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gates + wide * gate_stride + head, mask=valid, other=0.0).to(tl.float32)
     soft, kept = _decay(gate, tl.load(biases + head), tl.abs(tl.load(rates + head)), least, most)
     # Of sums in the thousands, as strong gates make them, differences of float32 would have four right digits.
-    total = tl.cumsum(tl.where(there, kept, 0.0).to(tl.float64), 0)
-    behind = line[:, None] >= line[None, :]
-    between = tl.exp(tl.where(behind, total[:, None] - total[None, :], 0.0).to(tl.float32))
-    begun, end = tl.exp(total.to(tl.float32)), tl.sum(tl.where(line == chunk - 1, total, 0.0), 0)
-    speed = soft
+    total = tl.cumsum(tl.where(valid, kept, 0.0).to(tl.float64), 0)
+    causal = lane[:, None] >= lane[None, :]
+    between = tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0).to(tl.float32))
+    decay_from_start, end = tl.exp(total.to(tl.float32)), tl.sum(tl.where(lane == chunk - 1, total, 0.0), 0)
+    beta = soft
     if delta:
         query = query * (scale / tl.sqrt(tl.sum(query * query, 1) + tiny))[:, None]
         key = key / tl.sqrt(tl.sum(key * key, 1) + tiny)[:, None]
-        speed = delta / (1.0 + tl.exp(-tl.load(learn + at * learn_stride + head, mask=there, other=0.0).to(tl.float32)))
-    place = prepared + ((tl.program_id(0).to(tl.int64) * heads + head) * chunk + line[:, None]) * width
-    tl.store(place + height + dim[None, :], query * begun[:, None])
-    tl.store(place + 2 * height + dim[None, :], key * tl.exp((end - total).to(tl.float32))[:, None])
+        beta = tl.load(learn + wide * learn_stride + head, mask=valid, other=0.0).to(tl.float32)
+        beta = delta / (1.0 + tl.exp(-beta))
+    out_row = prepared + ((tl.program_id(0).to(tl.int64) * heads + head) * chunk + lane[:, None]) * width
+    tl.store(out_row + height + dim[None, :], query * decay_from_start[:, None])
+    tl.store(out_row + 2 * height + dim[None, :], key * tl.exp((end - total).to(tl.float32))[:, None])
     # Three products of TF32 have float32's digits and use tensor cores; "ieee" spills tens of kilobytes of registers.
-    seen = tl.dot(query, tl.trans(key), input_precision="tf32x3")
-    tl.store(place + 3 * height + line[None, :], tl.where(behind, seen * between, 0.0))
+    scores = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+    tl.store(out_row + 3 * height + lane[None, :], tl.where(causal, scores * between, 0.0))
     tl.store(decays + tl.program_id(0) * heads + head, tl.exp(end.to(tl.float32)))
     if delta:
-        solved = tl.dot(key, tl.trans(key), input_precision="tf32x3") * between * -speed[:, None]
-        solved = tl.where(line[:, None] > line[None, :], solved, 0.0)
+        solved = tl.dot(key, tl.trans(key), input_precision="tf32x3") * between * -beta[:, None]
+        solved = tl.where(lane[:, None] > lane[None, :], solved, 0.0)
         for step in range(1, chunk):  # rows in front of this one are those of (I + A)^-1 - I
-            row = tl.sum(tl.where(line[:, None] == step, solved, 0.0), 0)
+            row = tl.sum(tl.where(lane[:, None] == step, solved, 0.0), 0)
             row += tl.sum(row[:, None] * solved, 0)
-            solved = tl.where(line[:, None] == step, row[None, :], solved)
-        solved = tl.where(line[:, None] == line[None, :], 1.0, solved)
-        unknown = key * (speed * begun)[:, None]
-        tl.store(place + dim[None, :], tl.dot(solved, unknown, input_precision="tf32x3"))
+            solved = tl.where(lane[:, None] == step, row[None, :], solved)
+        solved = tl.where(lane[:, None] == lane[None, :], 1.0, solved)
+        unknown = key * (beta * decay_from_start)[:, None]
+        tl.store(out_row + dim[None, :], tl.dot(solved, unknown, input_precision="tf32x3"))
     for block in range(blocks):
         column = block * columns + tl.arange(0, columns)
-        value = rows + at[:, None] * row_stride + value_at + head * value_dim + column[None, :]
-        value = tl.load(value, mask=there[:, None] & (column < value_dim)[None, :], other=0.0).to(tl.float32)
-        value *= speed[:, None]
+        value = rows + wide[:, None] * row_stride + value_at + head * value_dim + column[None, :]
+        value = tl.load(value, mask=valid[:, None] & (column < value_dim)[None, :], other=0.0).to(tl.float32)
+        value *= beta[:, None]
         if delta:
             value = tl.dot(solved, value, input_precision="tf32x3")
-        tl.store(place + 3 * height + chunk + column[None, :], value)
+        tl.store(out_row + 3 * height + chunk + column[None, :], value)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -253,30 +254,30 @@ def _sweep(
     chunk: tl.constexpr, width: tl.constexpr, delta: tl.constexpr,
 ):  # fmt: skip
     """One program for some columns of one head's state, over prepared chunks one after another."""
-    head, dim, line = tl.program_id(0), tl.arange(0, height), tl.arange(0, chunk)
+    head, dim, lane = tl.program_id(0), tl.arange(0, height), tl.arange(0, chunk)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < value_dim
-    at = (head * key_dim + dim[:, None]) * value_dim + column[None, :]
-    both = (dim < key_dim)[:, None] & inside[None, :]
-    state = tl.load(states + at, mask=both, other=0.0)
+    offsets = (head * key_dim + dim[:, None]) * value_dim + column[None, :]
+    mask = (dim < key_dim)[:, None] & inside[None, :]
+    state = tl.load(states + offsets, mask=mask, other=0.0)
     skip = tl.load(skips + head)
     for step in range(tl.cdiv(count, chunk)):
         first = prepared + (step * heads + head).to(tl.int64) * chunk * width
-        place = first + line[:, None] * width
-        change = tl.load(place + 3 * height + chunk + column[None, :])
+        chunk_rows = first + lane[:, None] * width
+        change = tl.load(chunk_rows + 3 * height + chunk + column[None, :])
         if delta:
-            change -= tl.dot(tl.load(place + dim[None, :]), state, input_precision="tf32x3")
-        read = tl.dot(tl.load(place + height + dim[None, :]), state, input_precision="tf32x3")
-        read = tl.dot(tl.load(place + 3 * height + line[None, :]), change, read, input_precision="tf32x3")
-        token = step * chunk + line
+            change -= tl.dot(tl.load(chunk_rows + dim[None, :]), state, input_precision="tf32x3")
+        read = tl.dot(tl.load(chunk_rows + height + dim[None, :]), state, input_precision="tf32x3")
+        read = tl.dot(tl.load(chunk_rows + 3 * height + lane[None, :]), change, read, input_precision="tf32x3")
+        token = step * chunk + lane
         valid = (token < count)[:, None] & inside[None, :]
         if not delta:
             value = rows + token.to(tl.int64)[:, None] * row_stride + value_at + head * value_dim + column[None, :]
             read += skip * tl.load(value, mask=valid, other=0.0).to(tl.float32)
         tl.store(out + (token.to(tl.int64)[:, None] * heads + head) * value_dim + column[None, :], read, mask=valid)
-        key = tl.load(first + 2 * height + dim[:, None] + line[None, :] * width)
+        key = tl.load(first + 2 * height + dim[:, None] + lane[None, :] * width)
         state = tl.dot(key, change, state * tl.load(decays + step * heads + head), input_precision="tf32x3")
-    tl.store(moved + at, state, mask=both)
+    tl.store(moved + offsets, state, mask=mask)
 
 
 # The short causal convolution of `layers.causal_conv` in one kernel, the inputs that it remembers included.
@@ -291,7 +292,7 @@ def convolve(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(results [tokens, channels], windows after them) of the next inputs x alike of some sequences.
 
-    Rows of x may be part of longer ones; each sequence has equally many, and one's stand behind the other's. `weight`
+    Rows of x may be part of longer ones; all sequences have the same number, one behind the other. `weight`
     float32 [taps, channels]. `windows` [sequences, taps - 1, channels]; with `slots`, (sources, targets) int64
     [sequences], of one token each, they lie there in a pool.
     """
@@ -321,28 +322,28 @@ def _convolve(
     if by_slot:
         source, target = tl.load(sources + sequence), tl.load(targets + sequence)
     before: tl.constexpr = taps - 1
-    own, window = x + sequence * count * x_stride + channel, windows + source * before * channels + channel
+    x_rows, window = x + sequence * count * x_stride + channel, windows + source * before * channels + channel
     token = tl.program_id(1) * tile + tl.arange(0, tile)
     total = tl.zeros([tile, width], tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
     for tap in tl.static_range(taps):
-        place = token - before + tap
-        given = (place >= 0) & (place < count)
-        value = tl.load(own + place.to(tl.int64)[:, None] * x_stride, mask=given[:, None] & inside[None, :], other=0.0)
-        old = tl.load(
-            window + (place + before)[:, None] * channels, mask=(place < 0)[:, None] & inside[None, :], other=0.0
-        )
+        index = token - before + tap
+        given = (index >= 0) & (index < count)
+        value = x_rows + index.to(tl.int64)[:, None] * x_stride
+        value = tl.load(value, mask=given[:, None] & inside[None, :], other=0.0)
+        earlier = window + (index + before)[:, None] * channels
+        earlier = tl.load(earlier, mask=(index < 0)[:, None] & inside[None, :], other=0.0)
         factor = tl.load(weight + tap * channels + channel, mask=inside, other=0.0)[None, :]
-        total += (value.to(tl.float32) + old.to(tl.float32)) * factor
+        total += (value.to(tl.float32) + earlier.to(tl.float32)) * factor
     if silu:
         total = total / (1.0 + tl.exp(-total))
-    at = out + (sequence * count + token)[:, None] * channels + channel[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(token < count)[:, None] & inside[None, :])
+    out_rows = out + (sequence * count + token)[:, None] * channels + channel[None, :]
+    tl.store(out_rows, total.to(out.dtype.element_ty), mask=(token < count)[:, None] & inside[None, :])
     if tl.program_id(1) == tl.num_programs(1) - 1:
-        # Where a window lies in the place of its source, what is read here is in front of what has been written.
+        # A window may overwrite its own source: ascending steps read only entries that are not overwritten yet.
         for step in tl.static_range(before):
             last = tl.full([width], 0, tl.int32) + (count - before + step)
-            kept = tl.load(own + last.to(tl.int64) * x_stride, mask=inside & (last >= 0), other=0.0)
+            kept = tl.load(x_rows + last.to(tl.int64) * x_stride, mask=inside & (last >= 0), other=0.0)
             kept += tl.load(window + (last + before) * channels, mask=inside & (last < 0), other=0.0)
             tl.store(moved + (target * before + step) * channels + channel, kept, mask=inside)

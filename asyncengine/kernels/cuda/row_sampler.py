@@ -24,10 +24,10 @@ class RowSampler:
         self._vocab_size, self._max_rows = vocab_size, max_rows
         self._blocks = -(-vocab_size // BLOCK.value)
         self._chunks = {name: -(-self._blocks // blocks) for name, (blocks, _) in _SHAPES.items()}
-        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self.settings = torch.zeros((slots + 1, SETTINGS.value), **whole)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.settings = torch.zeros((slots + 1, SETTINGS.value), **int32)
         """Parameters by slot; the last slot is for padding and takes the largest logit."""
-        self._counters = torch.zeros((4, max_rows), **whole)
+        self._counters = torch.zeros((4, max_rows), **int32)
         self._stats = torch.empty((max_rows, 3, self._blocks), device=device)
         self.states = torch.empty((max_rows, STATE.value), device=device)
         self._parts = torch.empty((max_rows, self._chunks["narrow"], PIVOTS.value), device=device)
@@ -49,21 +49,21 @@ class RowSampler:
         """
         if len(logits) > self._max_rows:
             for begin in range(0, len(logits), self._max_rows):
-                part = slice(begin, begin + self._max_rows)
-                self.sample(logits[part], slots[part], positions[part], tokens[part], best[part], truncated)
+                rows = slice(begin, begin + self._max_rows)
+                self.sample(logits[rows], slots[rows], positions[rows], tokens[rows], best[rows], truncated)
         elif len(logits):
-            own = (self.settings, slots, positions, tokens)
+            inputs = (self.settings, slots, positions, tokens)
             needs, arrivals, awaited, counts = self._counters
             shared, most = (self._stats, self.states, needs), {"most": 1 << (self._blocks - 1).bit_length()}
             gathered = (counts, self._candidates.view(logits.dtype), 4 * _ROOM // logits.element_size())
             later = _SHAPES["total"][0]
-            self._launch(scan, logits, *own, best, *shared, arrivals, awaited, counts, **most, later=later)
+            self._launch(scan, logits, *inputs, best, *shared, arrivals, awaited, counts, **most, later=later)
             if truncated:
                 for _ in range(_NARROWINGS):
                     self._launch(narrow, logits, *shared, arrivals, awaited, self._parts, **most)
                 self._launch(gather, logits, *shared, *gathered)
                 self._launch(settle, logits, *shared, awaited, *gathered, **most)
-                self._launch(total, logits, *own, *shared, arrivals, awaited, **most)
+                self._launch(total, logits, *inputs, *shared, arrivals, awaited, **most)
 
     def _launch(self, kernel: Any, logits: torch.Tensor, *arguments: Any, **options: int) -> None:
         (blocks, warps), chunks, rows = _SHAPES[kernel.__name__], self._chunks[kernel.__name__], len(logits)

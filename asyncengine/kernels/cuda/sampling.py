@@ -31,7 +31,7 @@ _ONE = tl.constexpr(2.0**40)
 """The weight of the likeliest token in fixed point."""
 _TOTAL, _GATHER, _NARROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Needs of a row: this kernel and those before it in this list. 0: it has its token."""
-_LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(place) for place in range(9))
+_LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(index) for index in range(9))
 """The threshold is in [LOW, HIGH): logits of HIGH and more weigh BASE together, and what is kept weighs TARGET. LEAST
 is what min-p keeps, then all of it. A logit weighs e^((logit - TOP) * SCALE), TOP being the largest; 1 if TOP_K > 0."""
 _ROWS = ["slots", "positions", "tokens", "best", "rows"]
@@ -58,21 +58,21 @@ def _gumbel(ids, low, high, position):
     outer = _mix(_mix(_mix(high ^ 0x7F4A7C15) ^ position) ^ low)
     bits = _mix(_mix(ids ^ inner) + outer)
     upper = bits >= 0x80000000
-    part = (tl.where(upper, bits ^ 0xFFFFFFFF, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    ratio = part / (2.0 - part)
+    fraction = (tl.where(upper, bits ^ 0xFFFFFFFF, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    ratio = fraction / (2.0 - fraction)
     square = ratio * ratio
     series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square * (
         1 / 11 + square * (1 / 13 + square * (1 / 15)))))))  # fmt: skip
-    return -tl.log(tl.where(upper, 2.0 * ratio * series, -tl.log(part)))
+    return -tl.log(tl.where(upper, 2.0 * ratio * series, -tl.log(fraction)))
 
 
 @triton.jit
 def _items(needs, rows, chunks, need):
     """Number of chunks to look at: none if no row needs this kernel, else those of all rows."""
-    place = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.int32)
     for first in range(0, rows, BLOCK):
-        most = tl.maximum(most, tl.load(needs + first + place, mask=first + place < rows, other=0))
+        most = tl.maximum(most, tl.load(needs + first + offsets, mask=first + offsets < rows, other=0))
     return tl.where(tl.max(most, 0) >= need, rows * chunks, 0)
 
 
@@ -87,21 +87,21 @@ def _is_last(arrivals, programs):
 
 
 @triton.jit
-def _pivot(low, high, place, count: tl.constexpr):
-    """Number `place`, from 1 to `count`, of ascending numbers in (low, high], the last of which is `high`; none is
+def _pivot(low, high, index, count: tl.constexpr):
+    """Number `index`, from 1 to `count`, of ascending numbers in (low, high], the last of which is `high`; none is
     infinite. Wherever it is computed it is the same to the bit."""
-    between = tl.fma(tl.minimum(high - low, 3.0e38), place.to(tl.float32) / count, low)
-    return tl.where(place == count, high, tl.minimum(between, high))
+    between = tl.fma(tl.minimum(high - low, 3.0e38), index.to(tl.float32) / count, low)
+    return tl.where(index == count, high, tl.minimum(between, high))
 
 
 @triton.jit
 def _weigh(x, weight, low, high, count: tl.constexpr):
-    """[count]: what of `x` is at least as large as each pivot weighs."""
-    order = tl.arange(0, count)
+    """[count]: the total weight of the elements of `x` that are not below each pivot."""
+    lanes = tl.arange(0, count)
     sums = tl.zeros([count], weight.dtype)
-    for place in tl.static_range(1, count + 1):
-        pivot = _pivot(low, high, tl.full([], place, tl.int32), count)
-        sums = tl.where(order == place - 1, tl.sum(tl.where(x >= pivot, weight, 0)), sums)
+    for index in tl.static_range(1, count + 1):
+        pivot = _pivot(low, high, tl.full([], index, tl.int32), count)
+        sums = tl.where(lanes == index - 1, tl.sum(tl.where(x >= pivot, weight, 0)), sums)
     return sums
 
 
@@ -115,8 +115,8 @@ def _bracket(reached, low, high, count: tl.constexpr):
 @triton.jit
 def _read(values, first, count, size: tl.constexpr):
     """float32 [size] of `values` from `first` on; -inf from `count` on."""
-    place = first + tl.arange(0, size)
-    return tl.load(values + place, mask=place < count, other=float("-inf")).to(tl.float32)
+    index = first + tl.arange(0, size)
+    return tl.load(values + index, mask=index < count, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -128,17 +128,17 @@ def _read_chunk(values, chunk, vocab, per_chunk: tl.constexpr):
 
 @triton.jit
 def _largest(maxima, chunk, blocks, per_chunk: tl.constexpr):
-    """The largest logit of a chunk, or of each of some."""
+    """The largest logit of a chunk, or of each of several."""
     largest = tl.load(maxima + chunk * per_chunk, mask=chunk * per_chunk < blocks, other=float("-inf"))
-    for part in tl.static_range(1, per_chunk):
-        block = chunk * per_chunk + part
+    for within_chunk in tl.static_range(1, per_chunk):
+        block = chunk * per_chunk + within_chunk
         largest = tl.maximum(largest, tl.load(maxima + block, mask=block < blocks, other=float("-inf")))
     return largest
 
 
 @triton.jit
 def _go_on(need, low, needs, awaited, maxima, blocks, per_chunk: tl.constexpr, most: tl.constexpr):
-    """Say which kernel the row needs next, and how many chunks that will read: those with a logit of at least `low`."""
+    """Store the kernel that the row needs next, and how many chunks that reads: those with a logit of `low` or more."""
     tl.store(needs, need)
     if need > 0:
         largest = _largest(maxima, tl.arange(0, most), blocks, per_chunk)
@@ -149,7 +149,7 @@ def _go_on(need, low, needs, awaited, maxima, blocks, per_chunk: tl.constexpr, m
 def _search(values, count, low, high, base, target, by_count, top, scale):
     """The largest of `count` values in [low, high) that weighs, with all above it and `base` for those not below
     `high`, at least `target`. Weights are whole numbers: 1, or in fixed point what a logit weighs."""
-    found = low
+    threshold = low
     while low < high:
         smallest, largest = high, low
         for first in range(0, count, _TILE):
@@ -157,7 +157,7 @@ def _search(values, count, low, high, base, target, by_count, top, scale):
             inside = (x >= low) & (x < high)
             smallest = tl.minimum(smallest, tl.min(tl.where(inside, x, high), 0))
             largest = tl.maximum(largest, tl.max(tl.where(inside, x, low), 0))
-        found = tl.where(smallest < high, smallest, low)
+        threshold = tl.where(smallest < high, smallest, low)
         if smallest < largest:
             sums = tl.zeros([_FINER], tl.int64) + base
             for first in range(0, count, _TILE):
@@ -167,14 +167,14 @@ def _search(values, count, low, high, base, target, by_count, top, scale):
                 sums += _weigh(x, weight, smallest, largest, _FINER)
             reached = tl.sum((sums >= target).to(tl.int32), 0)
             if reached == _FINER:
-                found, high = largest, low
+                threshold, high = largest, low
             else:
                 base = tl.sum(tl.where(tl.arange(0, _FINER) == reached, sums, 0), 0)
                 low, high = _bracket(reached, smallest, largest, _FINER)
-                found = low
+                threshold = low
         else:
             high = low
-    return found
+    return threshold
 
 
 @triton.jit
@@ -214,8 +214,8 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
             need = _GATHER
     elif top_p < 1:
         # were all tokens as unlikely as this, they would together be what top-p leaves out
-        faint = top + tl.log((1 - top_p) / vocab) / scale
-        need, low, target = _NARROW, tl.maximum(low, faint), top_p * tl.sum(tl.exp(masses - top * scale), 0)
+        negligible = top + tl.log((1 - top_p) / vocab) / scale
+        need, low, target = _NARROW, tl.maximum(low, negligible), top_p * tl.sum(tl.exp(masses - top * scale), 0)
     elif min_p > 0:
         need = _TOTAL
     tl.store(state + _LOW, low)
@@ -237,7 +237,7 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, n
     """Largest, smallest and mass of every block; then the token of rows that keep every logit, else what they need.
 
     Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks]; needs, arrivals (zeros at first), awaited
-    and counts int32 [rows]. most is a power of two of at least `blocks`; later: blocks in a chunk of the other kernels.
+    and counts int32 [rows]. most is a power of two of at least `blocks`; later: the other kernels'.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     values = logits + row.to(tl.int64) * stride
@@ -247,27 +247,27 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, n
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
     stats += row * 3 * blocks
-    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # with either the row has no token
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # NaN as inf: with either the row has no token
     maxima = tl.max(x, axis=1)
     tl.store(stats + block, maxima, mask=block < blocks)
     if scale > 0:
         minima = tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=1)
-        some = (maxima > float("-inf")) & (maxima < float("inf"))
-        mass = tl.sum(tl.exp((x - tl.where(some, maxima, 0.0)[:, None]) * scale), axis=1)
-        mass = tl.where(some, tl.log(tl.where(some, mass, 1.0)) + maxima * scale, float("-inf"))
+        finite_blocks = (maxima > float("-inf")) & (maxima < float("inf"))
+        mass = tl.sum(tl.exp((x - tl.where(finite_blocks, maxima, 0.0)[:, None]) * scale), axis=1)
+        mass = tl.where(finite_blocks, tl.log(tl.where(finite_blocks, mass, 1.0)) + maxima * scale, float("-inf"))
         tl.store(stats + blocks + block, minima, mask=block < blocks)
         tl.store(stats + 2 * blocks + block, mass, mask=block < blocks)
     if _is_last(arrivals + row, chunks):
-        tl.store(counts + row, 0)  # not where it is read: some threads of that program read it later than others
+        tl.store(counts + row, 0)  # not in `settle`, which reads it: its threads may read it at different times
         largest = _read(stats, 0, blocks, most)
         top = tl.max(largest, 0)
-        finite = (top > float("-inf")) & (top < float("inf"))
+        has_token = (top > float("-inf")) & (top < float("inf"))
         need, low, chosen = 0, top, tl.zeros([], tl.int64)
-        if finite:
+        if has_token:
             scores = largest
             if scale > 0:
-                every = tl.arange(0, most)
-                lowest = tl.min(tl.load(stats + blocks + every, mask=every < blocks, other=float("inf")), 0)
+                block_ids = tl.arange(0, most)
+                lowest = tl.min(tl.load(stats + blocks + block_ids, mask=block_ids < blocks, other=float("inf")), 0)
                 scores = _read(stats + 2 * blocks, 0, blocks, most)
                 state = states + row * STATE
                 need, low = _plan(state, largest, lowest, scores, top, scale, settings, vocab, blocks, most)
@@ -280,31 +280,31 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, n
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def narrow(logits, stride, stats, states, needs, arrivals, awaited, parts, rows, vocab, blocks, chunks,
+def narrow(logits, stride, stats, states, needs, arrivals, awaited, partial_sums, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Narrow [LOW, HIGH) to a sixteenth, of rows whose threshold may be anywhere.
 
     Like `gather` and `total`: any number of programs for all chunks of all rows, most of which are to be skipped soon,
-    of one warp, whose sums need not wait for other warps'. parts float32 [rows, chunks, PIVOTS].
+    of one warp, whose sums need not wait for other warps'. partial_sums float32 [rows, chunks, PIVOTS].
     """
     for item in range(tl.program_id(0), _items(needs, rows, chunks, _NARROW), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
         state, maxima = states + row * STATE, stats + row * 3 * blocks
         low, largest = tl.load(state + _LOW), _largest(maxima, chunk, blocks, per_chunk)
-        order = tl.arange(0, PIVOTS)
+        lanes = tl.arange(0, PIVOTS)
         if (tl.load(needs + row) == _NARROW) & (largest >= low):
             top, scale = tl.load(state + _TOP), tl.load(state + _SCALE)
             high = tl.minimum(tl.load(state + _HIGH), top)
             x = _read_chunk(logits + row.to(tl.int64) * stride, chunk, vocab, per_chunk)
             weight = tl.where(tl.load(state + _TOP_K) > 0, 1.0, tl.exp((x - top) * scale))
-            tl.store(parts + item * PIVOTS + order, _weigh(x, weight, low, high, PIVOTS))
+            tl.store(partial_sums + item * PIVOTS + lanes, _weigh(x, weight, low, high, PIVOTS))
             if _is_last(arrivals + row, tl.load(awaited + row)):
                 sums = tl.zeros([PIVOTS], tl.float32)
                 for first in range(0, chunks, PIVOTS):
-                    place = first + order
-                    wanted = (place < chunks) & (_largest(maxima, place, blocks, per_chunk) >= low)
-                    found = parts + (row * chunks + place[:, None]) * PIVOTS + order[None, :]
-                    sums += tl.sum(tl.load(found, mask=wanted[:, None], other=0.0), axis=0)
+                    index = first + lanes
+                    counted = (index < chunks) & (_largest(maxima, index, blocks, per_chunk) >= low)
+                    addresses = partial_sums + (row * chunks + index[:, None]) * PIVOTS + lanes[None, :]
+                    sums += tl.sum(tl.load(addresses, mask=counted[:, None], other=0.0), axis=0)
                 reached = tl.sum((sums >= tl.load(state + _TARGET)).to(tl.int32), 0)
                 need = tl.where(reached == PIVOTS, _TOTAL, _NARROW)
                 least = tl.load(state + _LEAST)
@@ -315,7 +315,7 @@ def narrow(logits, stride, stats, states, needs, arrivals, awaited, parts, rows,
                     low, high = _bracket(reached, low, high, PIVOTS)
                     tl.store(state + _LOW, low)
                     tl.store(state + _HIGH, high)
-                    tl.store(state + _BASE, tl.sum(tl.where(order == reached, sums, 0.0), 0))
+                    tl.store(state + _BASE, tl.sum(tl.where(lanes == reached, sums, 0.0), 0))
                 _go_on(need, low, needs + row, awaited + row, maxima, blocks, per_chunk, most)
 
 
@@ -335,11 +335,11 @@ def gather(logits, stride, stats, states, needs, counts, candidates, room, rows,
             x = _read_chunk(logits + row.to(tl.int64) * stride, chunk, vocab, per_chunk)
             x = tl.reshape(x, [per_chunk * BLOCK])
             inside = ((x >= low) & (x < high)).to(tl.int32)
-            some = tl.sum(inside, 0)
-            if some > 0:
-                place = tl.atomic_add(counts + row, some, sem="relaxed", scope="gpu") + tl.cumsum(inside, 0) - 1
-                kept = candidates + row.to(tl.int64) * room + place
-                tl.store(kept, x.to(candidates.dtype.element_ty), mask=(inside > 0) & (place < room))
+            matches = tl.sum(inside, 0)
+            if matches > 0:
+                index = tl.atomic_add(counts + row, matches, sem="relaxed", scope="gpu") + tl.cumsum(inside, 0) - 1
+                kept = candidates + row.to(tl.int64) * room + index
+                tl.store(kept, x.to(candidates.dtype.element_ty), mask=(inside > 0) & (index < room))
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)

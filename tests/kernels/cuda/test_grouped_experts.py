@@ -49,7 +49,7 @@ def test_near_the_exact_sum(
 @pytest.mark.parametrize(("rows", "count", "experts"), [(1, 1, 1), (1, 8, 40), (37, 3, 5), (700, 2, 20)])
 def test_pairs_are_in_order_of_their_experts(rows: int, count: int, experts: int) -> None:
     chosen = torch.rand(rows, experts, generator=torch.Generator().manual_seed(rows)).argsort(1)[:, :count]
-    order, spans = kernels.place_pairs(chosen, experts)
+    order, spans = kernels.sort_pairs(chosen, experts)
     flat = chosen.flatten()
     assert torch.equal(order.long(), flat.argsort(stable=True))
     begins, ends = spans[:, :experts].long()

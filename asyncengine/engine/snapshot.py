@@ -50,7 +50,7 @@ def snapshot(loop: EngineLoop, adapters: AdapterRegistry | None, started_at: flo
         stored=stored[0] if stored else StoreCounts(),
         speculation=speculation,
         state="awake" if loop.asleep is None else loop.asleep.state,
-        images=ImageStats(scheduler.encoding.encoded, scheduler.encoding.found, scheduler.encoding.nbytes),
+        images=ImageStats(scheduler.encoding.encoded, scheduler.encoding.reused, scheduler.encoding.nbytes),
     )
 
 

@@ -17,11 +17,11 @@ class BlockPool:
     the two bugs that otherwise surface as wrong tokens of another request.
     """
 
-    def __init__(self, num_pages: int, what: str = "page") -> None:
-        """`what` names the pages in errors: slots of recurrent states are handed out alike."""
+    def __init__(self, num_pages: int, noun: str = "page") -> None:
+        """`noun` names the pages in errors: slots of recurrent states are handed out alike."""
         if num_pages < 2:
-            raise ValueError(f"a pool needs at least 2 {what}s (number 0 is never handed out), got {num_pages}")
-        self.what = what
+            raise ValueError(f"a pool needs at least 2 {noun}s (number 0 is never handed out), got {num_pages}")
+        self.noun = noun
         self.capacity = num_pages - 1
         """Pages that can be handed out."""
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: low ids first, recently used (cache-warm) pages next
@@ -34,7 +34,7 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """`count` free pages. The caller has checked `num_free`."""
         if count > len(self._free):
-            raise InvariantViolation(f"asked for {count} {self.what}s, {len(self._free)} free")
+            raise InvariantViolation(f"asked for {count} {self.noun}s, {len(self._free)} free")
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._taken[page] = 1
@@ -43,7 +43,7 @@ class BlockPool:
     def give(self, pages: Iterable[int]) -> None:
         for page in pages:
             if not self._taken[page]:
-                raise InvariantViolation(f"{self.what} {page} given back while free")
+                raise InvariantViolation(f"{self.noun} {page} given back while free")
             self._taken[page] = 0
             self._free.append(page)
 
@@ -56,8 +56,8 @@ class BlockPool:
         for who, pages in [("free", self._free), *owned]:
             for page in pages:
                 if page in owner:
-                    raise InvariantViolation(f"{self.what} {page} is {owner[page]} and {who}")
+                    raise InvariantViolation(f"{self.noun} {page} is {owner[page]} and {who}")
                 owner[page] = who
         for page in range(1, self.capacity + 1):
             if page not in owner:
-                raise InvariantViolation(f"{self.what} {page} leaked: it is not free, and has no owner")
+                raise InvariantViolation(f"{self.noun} {page} leaked: it is not free, and has no owner")

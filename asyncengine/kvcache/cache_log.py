@@ -39,8 +39,8 @@ class CacheLog:
         self._last[node.hash] = node
 
     def drain(self, everything: Iterable[Node]) -> tuple[bool, list[Node], list[int]]:
-        """Whether too much happened to tell it, nodes of pages that came, and hashes of those that went. In the first
-        case `everything`, nodes of all pages, came, and is read only then."""
+        """(whether the log overflowed, nodes of new pages, hashes of evicted pages) since the last call. After an
+        overflow the nodes are `everything`, those of all pages, which is read only then."""
         whole, last, new = self.overflowed, self._last, self._new
         self._last, self._new, self.overflowed = {}, {}, False
         if whole:

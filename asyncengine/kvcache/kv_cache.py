@@ -42,7 +42,7 @@ class KVCache:
         self.pool = BlockPool(num_pages)
         back = None if num_states else Lookback.of(windows)
         if back is not None and self.pages_for(back.span + page_size) + BESIDE > self.pool.capacity:
-            back = None  # a window is nearly all of the pool: nothing would be won
+            back = None  # the window is nearly the whole pool: releasing pages would gain nothing
         self.lookback = back
         """Positions that layers see; None: all before their own, or as many as there are pages for."""
         strategy = STRATEGIES[eviction]
@@ -55,16 +55,16 @@ class KVCache:
         self.windows: PageGroup | None = None
         """None: all layers have the same pages."""
         self.groups: tuple[PageGroup, ...] = (self.pages,)
-        near = Lookback.of(kind for kind in windows if any(kind))
+        near = Lookback.of(window for window in windows if any(window))
         if num_window_pages and near is not None and not num_states:
             pool = BlockPool(num_window_pages, "window page")
             self.windows = PageGroup(pool, page_size, strategy, near, most_ahead, padded=False, keep=prefix_caching)
             self.tree.losing.append(self._drop_twin)
-            self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
+            self.groups = (self.windows, self.pages)  # in this order window pages go before their nodes
         self.copies = False
         """Requests start with copies of pages that others have filled in part."""
         self.saves: SaveLog | None = None
-        """Notes of what is to be stored; None: nothing is."""
+        """Notes of pages that are to be stored; None: none are."""
         self._pinned: dict[int, tuple[PageTable, Snapshot | None]] = {}
         """Tables without a request, and the snapshots at their ends, by the number of their pin."""
 
@@ -80,7 +80,7 @@ class KVCache:
             return list(tables)
         return [table.window for table in tables if table.window is not None]
 
-    def _parts(self, table: PageTable) -> tuple[tuple[PageGroup, PageTable], ...]:
+    def _group_tables(self, table: PageTable) -> tuple[tuple[PageGroup, PageTable], ...]:
         """Each group with its table of the request of `table`, in the order of `groups`."""
         if self.windows is None or table.window is None:
             return ((self.pages, table),)
@@ -104,8 +104,8 @@ class KVCache:
         return self.states is None or self.states.num_available > 0
 
     def will_have_more(self, computed: int, launched: int) -> bool:
-        """Pages need no preemption, only patience: some are retiring, or a request of which tokens up to `computed` are
-        computed gives some back when those up to `launched` are."""
+        """Whether waiting yields pages without a preemption: some are retiring, or a request that has computed
+        `computed` tokens gives some back when its `launched` tokens are computed."""
         for group in self.groups:
             back = group.lookback
             if group.retiring or (back is not None and back.first(computed) < back.first(launched)):
@@ -133,21 +133,23 @@ class KVCache:
         """
         promised = [0] * len(self.groups)
         for table, num_tokens in running:
-            for place, (group, part) in enumerate(self._parts(table)):
-                promised[place] += max(1, group.missing(part, num_tokens))
+            for index, (group, group_table) in enumerate(self._group_tables(table)):
+                promised[index] += max(1, group.missing(group_table, num_tokens))
         return promised
 
     def has_room(self, table: PageTable, num_tokens: int, promised: Sequence[int]) -> bool:
         """Whether there are pages for the request of `table`, beside those `promised` to others."""
-        parts = zip(self._parts(table), promised, strict=True)
-        return all(group.missing(part, num_tokens) + others <= group.num_available for (group, part), others in parts)
+        for (group, group_table), reserved in zip(self._group_tables(table), promised, strict=True):
+            if group.missing(group_table, num_tokens) + reserved > group.num_available:
+                return False
+        return True
 
     def could_have_room(self, table: PageTable, num_tokens: int, beside: Sequence[TableAndTokens]) -> bool:
         """Whether there would be pages for the request of `table` if only those `beside` it were running."""
         tables = [table, *(other for other, _ in beside), *self._pinned_tables]
-        for (group, part), others in zip(self._parts(table), self.promised(beside), strict=True):
-            held = {page for each in self._tables(group, tables) for page in each.pages if page}
-            if len(held) + group.missing(part, num_tokens) + others > group.pool.capacity:
+        for (group, group_table), reserved in zip(self._group_tables(table), self.promised(beside), strict=True):
+            in_use = {page for open_table in self._tables(group, tables) for page in open_table.pages if page}
+            if len(in_use) + group.missing(group_table, num_tokens) + reserved > group.pool.capacity:
                 return False
         return True
 
@@ -193,7 +195,7 @@ class KVCache:
         start = table.num_shared * self.page_size
         marks: list[int] = []
         if shared:
-            if table.matched.children:  # it goes another way than somebody before it
+            if table.matched.children:  # an earlier request went on differently: others may branch here, too
                 marks.append(table.matched.depth * self.page_size)
             marks.append((num_tokens - 1) // self.page_size * self.page_size)
             marks = sorted({mark: None for mark in marks if mark > start})
@@ -208,19 +210,19 @@ class KVCache:
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
-        parts = self._parts(table)
-        for group, _ in parts:
+        tables = self._group_tables(table)
+        for group, _ in tables:
             if group.num_available < missing:
                 return False
-        for group, part in parts:
-            group.grow(part, missing)
+        for group, group_table in tables:
+            group.grow(group_table, missing)
         return True
 
     def release(self, table: PageTable, computed: int, fence: int) -> None:
-        """Give back what no position from `computed` on sees: all that its request computes from now on. `fence`: the
-        last launched step that names it."""
-        for group, part in self._parts(table):
-            group.release(part, computed, fence)
+        """Give back pages that no position from `computed` on sees, the first that its request computes from now on.
+        `fence`: the last launched step that names them."""
+        for group, group_table in self._group_tables(table):
+            group.release(group_table, computed, fence)
 
     def publish(self, table: PageTable, tokens: Sequence[int], computed: int, fence: int, priority: int = 0) -> None:
         """Put the full pages of `tokens[:computed]` into the tree, so that others may start from them.
@@ -243,16 +245,17 @@ class KVCache:
         if table.state is not None and self.states is not None:
             self.states.close(table.state, table.node, self.page_size, fence)
             table.state = None
-        for group, part in self._parts(table):
-            group.close(part, fence)
+        for group, group_table in self._group_tables(table):
+            group.close(group_table, fence)
 
     def clear(self) -> None:
-        """Forget all that is cached, since it would be computed otherwise now. Nothing may be held or retiring."""
+        """Forget all that is cached: other weights would compute other values. Nothing may be held or retiring."""
         if any(group.retiring for group in self.groups) or self.drop_unused(None).in_use:
             raise InvariantViolation("a cache is cleared while its pages are in use")
 
     def drop_unused(self, salt: str | None) -> PrefixCacheReset:
-        """Forget what is cached with this salt (None: all that is) and held by nobody, states and window pages too."""
+        """Forget cached pages with this salt (None: with any) that no request holds, with their states and window
+        pages."""
         for group in self.groups:
             roots = [root for namespace, root in group.tree.roots.items() if salt is None or namespace[1] == salt]
             dropped = [page for root in roots for page in group.tree.drop(root)]
@@ -285,15 +288,15 @@ class KVCache:
         return number in self._pinned
 
     def pinned(self, number: int) -> tuple[Namespace, int, list[tuple[RecordType, int, int]]]:
-        """(namespace, number of pages, where their memory is) of a pin; the last as (part, index of the page in the
-        prefix, index in the pool). From any thread. Raises `KeyError` where there is no such pin any more."""
+        """(namespace, number of pages, where their memory is) of a pin; the last as (type of record, index of the page
+        in the prefix, index in the pool). From any thread. Raises `KeyError` where there is no such pin any more."""
         table, snapshot = self._pinned[number]
-        places = [(RecordType.PAGE, *each) for each in table.numbered(0)]
+        addresses = [(RecordType.PAGE, *page) for page in table.numbered(0)]
         if table.window is not None:
-            places += [(RecordType.WINDOW, *each) for each in table.window.numbered(0)]
+            addresses += [(RecordType.WINDOW, *page) for page in table.window.numbered(0)]
         if snapshot is not None:
-            places.append((RecordType.STATE, table.num_shared - 1, snapshot.slot))
-        return table.namespace, table.num_shared, places
+            addresses.append((RecordType.STATE, table.num_shared - 1, snapshot.slot))
+        return table.namespace, table.num_shared, addresses
 
     @property
     def _pinned_tables(self) -> list[PageTable]:
@@ -302,9 +305,9 @@ class KVCache:
     # ---------------------------------------------------------------- pages from elsewhere
 
     def begin_restore(self, namespace: Namespace, tokens: Sequence[int], num_pages: int) -> PageTable | None:
-        """A table like a request's, with new pages for what is to be read of the first `num_pages` full pages
-        of `tokens`. None: all of it is cached meanwhile, or there are not enough pages. The caller has seen that there
-        is room for the request (`has_room`); what a window has passed by then is not in the table."""
+        """A table like a request's, with new pages for those of the first `num_pages` full pages of `tokens` that are
+        not cached. None: all are cached meanwhile, or there are not enough pages. The caller has checked that there is
+        room for the request (`has_room`); pages that a window has passed by then are not in the table."""
         size = self.page_size
         table = self.open(namespace, tokens, num_pages * size)
         if table.num_shared < num_pages:
@@ -321,7 +324,7 @@ class KVCache:
         """The first `num_pages` pages of `tokens` have been read into `table`, and are published; the rest goes back.
         `table.node` is the last of them then."""
         if num_pages < table.num_pages and self._any_windows:
-            num_pages = 0  # what the windows have passed by the end is not there, and it ends before that
+            num_pages = 0  # it ended early, and pages that the windows pass by the full length were not read
         self.publish(table, tokens, num_pages * self.page_size, 0, priority)
         self.tree.share(table.node)
         self.close(table, 0)
@@ -364,7 +367,7 @@ class KVCache:
         for group in self.groups:
             pages = group.counts(self._tables(group, tables))
             if pages.free + pages.cached + pages.shared + pages.held + pages.retiring != pages.total:
-                raise InvariantViolation(f"{group.pool.what}s do not add up: {pages}")
+                raise InvariantViolation(f"{group.pool.noun}s do not add up: {pages}")
 
     def check(self, tables: Iterable[PageTable]) -> None:
         """Prove conservation of pages and states. Raises `InvariantViolation` naming the first that does not add up."""

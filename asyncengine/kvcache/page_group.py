@@ -1,13 +1,13 @@
-"""Pages of the layers that look equally far back: one pool, one radix tree, one way in and out.
+"""Pages of the layers that look equally far back: one pool and one radix tree.
 
 Every model has one group. Where only some layers have a window or a chunk, these have a second one, of *window pages*:
 pages have one number for all layers of a group, so one layer that sees everything would keep all pages of the others
 (two pools as in SGLang's `SWARadixCache`; vLLM loops over such managers in its `KVCacheCoordinator`).
 
 **Windows**: where a group looks back only so far (`lookback`), a running request gives back the pages that no later
-token sees (`release`): however long it becomes, it holds the pages of its windows and of what is being computed. Pages
-that it published stay in the tree until they are evicted. A page that its last reader has gone past is of no use unless
-another request's path parts there, so of unlocked pages those in sight of an *end* are kept longest. Ends are a
+token sees (`release`): however long it becomes, it holds the pages of its windows and of the tokens being computed.
+Pages that it published stay in the tree until they are evicted. A page that its last reader has gone past is of no use
+unless another request's path parts there, so of unlocked pages those in sight of an *end* are kept longest. Ends are a
 request's last page, its prompt's last full page, and how far the tree knew the prompt when it came.
 
 **Conservation**: free + cached + shared + held + retiring = capacity, always; `check` proves it page by page.
@@ -27,8 +27,8 @@ from asyncengine.kvcache.radix_tree import EvictionKey, Lookback, Namespace, Nod
 from asyncengine.kvcache.retiring import Retiring
 
 BESIDE = 3
-"""Pages that a request may hold beside as many as its window and what is computed fill: its window may begin and end
-anywhere in a page, and what is published next is joined to the last page in the tree."""
+"""Pages that a request may hold beside those that its window and the tokens being computed fill: a window may begin and
+end anywhere in a page, and the page published next is joined to the last one in the tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PageCounts:
     total: int = 0
 
 
-class _Given(NamedTuple):
+class _Release(NamedTuple):
     """Pages and locks that a request gives up together."""
 
     pages: Sequence[int]
@@ -72,17 +72,17 @@ class PageGroup:
         launched steps compute at a time, at most. `padded`: tables begin with page 0 for what was given back. `keep`:
         pages stay in the tree when the last request of their namespace has ended.
 
-        Raises `ValueError` if a request alone could not go on."""
+        Raises `ValueError` if the pool is too small for a single request."""
         self.pool = pool
         self.lookback = lookback
         self.tree = RadixTree(page_size, strategy, lookback)
-        self.retiring: Retiring[_Given] = Retiring(self._return)
+        self.retiring: Retiring[_Release] = Retiring(self._return)
         self._size = page_size
         self._most_ahead = most_ahead
         self._padded = padded
         self._keep = keep
         if self.most_alone < 1:
-            raise ValueError(f"{pool.capacity + 1} {pool.what}s of {page_size} tokens do not hold what a token sees")
+            raise ValueError(f"{pool.capacity + 1} {pool.noun}s of {page_size} tokens do not hold what a token sees")
 
     # ---------------------------------------------------------------- room
 
@@ -114,17 +114,17 @@ class PageGroup:
             return missing
         ahead = min(self._most_ahead, num_tokens)
         most = min(self.pages_for(self.lookback.span + ahead) + BESIDE, self.pool.capacity)
-        kept_from_others = table.num_pages - table.num_unseen + (0 < table.num_shared <= table.num_unseen)
-        return min(missing, most - kept_from_others)
+        occupied = table.num_pages - table.num_unseen + (0 < table.num_shared <= table.num_unseen)
+        return min(missing, most - occupied)
 
     # ---------------------------------------------------------------- requests
 
-    def open(self, namespace: Namespace, node: Node, prompt_len: int, known: int) -> PageTable:
-        """Table of a request that starts behind `node`, locked. `known`: pages of its prompt that the tree knew."""
+    def open(self, namespace: Namespace, node: Node, prompt_len: int, matched: int) -> PageTable:
+        """Table of a request that starts behind `node`, locked. `matched`: pages of its prompt that the tree knew."""
         unseen = min(self.tree.num_unseen(node.depth), max(node.depth - 1, 0))
         self.tree.lock(node, unseen)
         pages = self.tree.path_pages(node, unseen)
-        ends = () if self.lookback is None else (self._in_view(known), self._in_view((prompt_len - 1) // self._size))
+        ends = () if self.lookback is None else (self._in_view(matched), self._in_view((prompt_len - 1) // self._size))
         if self._padded:
             return PageTable(namespace, node, [0] * unseen + pages, unseen, ends=ends)
         return PageTable(namespace, node, pages, unseen, unseen, ends)
@@ -137,22 +137,22 @@ class PageGroup:
         table.pages.extend(self.pool.take(count))
 
     def release(self, table: PageTable, computed: int, fence: int) -> None:
-        """Give back what no position from `computed` on sees. Pages in the tree stay there until they are evicted; its
-        own are free once step `fence`, which may name them, has retired."""
+        """Give back pages that no position from `computed` on sees. Pages in the tree stay there until they are
+        evicted; its own are free once step `fence`, which may name them, has retired."""
         if self.lookback is None:
             return
         unseen = min(self.lookback.first(computed), computed - self._size) // self._size
         if unseen <= table.num_unseen:
             return
-        first, locked_from, held_from = table.first, table.num_unlocked, max(table.num_unseen, table.node.depth)
-        own = table.pages[held_from - first : unseen - first]
+        first, locked_from, owned_from = table.first, table.num_unlocked, max(table.num_unseen, table.node.depth)
+        unpublished = table.pages[owned_from - first : unseen - first]
         kept = table.pages[unseen - first :]
         table.num_unseen = unseen
         if self._padded:
             table.pages = [0] * unseen + kept
         else:
             table.pages, table.first = kept, unseen
-        self._give_back(own, table, table.node, locked_from, table.num_unlocked, fence)
+        self._give_back(unpublished, table, table.node, locked_from, table.num_unlocked, fence)
 
     def publish(self, table: PageTable, keys: Sequence[tuple[int, ...]], fence: int, priority: int) -> list[Node]:
         """Put the next pages of `table`, whose tokens are `keys`, into the tree; returns the nodes of those it has.
@@ -166,13 +166,13 @@ class PageGroup:
             if index < table.num_unseen:
                 node = self.tree.pass_over(node, key)
                 continue
-            place = index - table.first
-            node = self.tree.extend(node, key, pages[place], priority, table.branches)
-            if node.page != pages[place]:
+            slot = index - table.first
+            node = self.tree.extend(node, key, pages[slot], priority, table.branches)
+            if node.page != pages[slot]:
                 if pages is table.pages:
                     pages = list(pages)
-                duplicates.append(pages[place])
-                pages[place] = node.page
+                duplicates.append(pages[slot])
+                pages[slot] = node.page
             joined.append(node)
         table.node, table.pages = node, pages
         self._give_back(duplicates, table, before, locked_from, min(table.num_unlocked, before.depth), fence)
@@ -181,8 +181,8 @@ class PageGroup:
     def close(self, table: PageTable, fence: int) -> None:
         """The request is done with its pages, which return when step `fence` has retired."""
         ends = table.ends if self.lookback is None else (*table.ends, self._in_view(table.num_shared))
-        given = _Given(table.own_pages(), table.node, table.num_unlocked, ends, table.namespace)
-        self.retiring.add(given, fence)
+        release = _Release(table.own_pages(), table.node, table.num_unlocked, ends, table.namespace)
+        self.retiring.add(release, fence)
 
     def drop(self, node: Node) -> None:
         """Give up the page of `node`, which nothing can be started from any more."""
@@ -198,14 +198,14 @@ class PageGroup:
         while locked and node.depth > depth:
             node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
         if pages or locked:
-            self.retiring.add(_Given(pages, node if locked else None, above, table.ends), fence)
+            self.retiring.add(_Release(pages, node if locked else None, above, table.ends), fence)
 
-    def _return(self, given: _Given) -> None:
-        self.pool.give(given.pages)
-        if given.node is None:
+    def _return(self, release: _Release) -> None:
+        self.pool.give(release.pages)
+        if release.node is None:
             return
-        self.tree.unlock(given.node, given.above, root=given.closed is not None, ends=given.ends)
-        root = None if given.closed is None or self._keep else self.tree.roots.get(given.closed)
+        self.tree.unlock(release.node, release.above, root=release.closed is not None, ends=release.ends)
+        root = None if release.closed is None or self._keep else self.tree.roots.get(release.closed)
         if root is not None and not root.locks:
             # Caching is off: only samples of one prompt share pages, and the last of them is gone.
             self.pool.give(self.tree.drop(root))
@@ -217,7 +217,7 @@ class PageGroup:
         return PageCounts(
             free=self.pool.num_free, cached=self.tree.num_evictable, shared=self.tree.num_locked,
             held=sum(len(table.own_pages()) for table in tables),
-            retiring=sum(len(given.pages) for given in self.retiring), total=self.pool.capacity,
+            retiring=sum(len(release.pages) for release in self.retiring), total=self.pool.capacity,
         )  # fmt: skip
 
     def check(self, tables: Sequence[PageTable]) -> None:
@@ -227,32 +227,32 @@ class PageGroup:
         """
         owned: list[tuple[str, Iterable[int]]] = [("cached", [node.page for node in self.tree.nodes()])]
         owned += [("held", table.own_pages()) for table in tables]
-        owned += [("retiring", given.pages) for given in self.retiring]
+        owned += [("retiring", release.pages) for release in self.retiring]
         self.pool.check(owned)
         self._check_locks(tables)
 
     def _check_locks(self, tables: Sequence[PageTable]) -> None:
         expected: dict[Node, int] = {}
         holders: list[tuple[Node, int]] = [(table.node, table.num_unlocked) for table in tables]
-        holders += [(given.node, given.above) for given in self.retiring if given.node is not None]
+        holders += [(release.node, release.above) for release in self.retiring if release.node is not None]
         for deepest, above in holders:
             step = deepest
             while step.parent is not None and step.depth > above:
                 expected[step] = expected.get(step, 0) + 1
                 step = step.parent
-        what, nodes = self.pool.what, list(self.tree.nodes())
+        noun, nodes = self.pool.noun, list(self.tree.nodes())
         for node in nodes:
             if node.locks != (count := expected.pop(node, 0)):
-                raise InvariantViolation(f"{what} {node.page}: {node.locks} locks, {count} holders")
+                raise InvariantViolation(f"{noun} {node.page}: {node.locks} locks, {count} holders")
         if expected:
-            raise InvariantViolation(f"{len(expected)} {what}s are locked and not in the tree")
-        counted, found = (self.tree.num_locked, self.tree.num_passed), [0, 0]
+            raise InvariantViolation(f"{len(expected)} {noun}s are locked and not in the tree")
+        counted, actual = (self.tree.num_locked, self.tree.num_passed), [0, 0]
         for node in nodes:
-            found[0] += node.locks > 0
-            found[1] += node.passed
-        if tuple(found) != counted:
-            raise InvariantViolation(f"(locked, passed) {what}s are {found}, counted {counted}")
+            actual[0] += node.locks > 0
+            actual[1] += node.passed
+        if tuple(actual) != counted:
+            raise InvariantViolation(f"(locked, passed) {noun}s are {actual}, counted {counted}")
         for table in tables:
             shared = table.pages[table.num_unseen - table.first : max(table.num_shared - table.first, 0)]
             if shared != self.tree.path_pages(table.node, table.num_unseen):
-                raise InvariantViolation(f"a table of {what}s disagrees with the tree at {shared}")
+                raise InvariantViolation(f"a table of {noun}s disagrees with the tree at {shared}")

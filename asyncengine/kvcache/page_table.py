@@ -45,17 +45,17 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages up to the last one, those that it has given back included."""
+        """Number of pages up to the last one, including those given back."""
         return self.first + len(self.pages)
 
     @property
     def num_unlocked(self) -> int:
         """Nodes at the beginning of the path to `node` on which it has no lock: those unseen, but never `node` itself,
-        to which what is published next is joined."""
+        to which the next published page is joined."""
         return min(self.num_unseen, max(self.node.depth - 1, 0))
 
     def numbered(self, start: int) -> tuple[tuple[int, int], ...]:
-        """(place among all pages, page) of those from place `start` on that its windows see."""
+        """(index among all pages, page) of those from index `start` on that its windows see."""
         first = max(start, self.num_unseen)
         return tuple(enumerate(self.pages[first - self.first :], first))
 

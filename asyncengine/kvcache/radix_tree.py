@@ -44,14 +44,14 @@ class Lookback(NamedTuple):
 
     @classmethod
     def of(cls, windows: Iterable[Window]) -> Lookback | None:
-        """Lookback of layers of these kinds. None: some see everything, or there are none."""
-        kinds = tuple(sorted({(window, chunk) for window, chunk in windows}))
-        return cls(kinds) if kinds and all(any(kind) for kind in kinds) else None
+        """Lookback of layers with these windows. None: some see everything, or there are no layers."""
+        distinct = tuple(sorted(set(windows)))
+        return cls(distinct) if distinct and all(any(window) for window in distinct) else None
 
     @property
     def span(self) -> int:
         """Largest number of positions before its own that a token sees."""
-        return max(min(most for most in kind if most) - 1 for kind in self.windows)
+        return max(min(size for size in window if size) - 1 for window in self.windows)
 
     def first(self, position: int) -> int:
         """The first position that `position` and those after it see."""
@@ -76,8 +76,8 @@ class Branches:
         self.closed = False
 
     def rank(self, last_used: int, now: int) -> int:
-        """Tick of the last use of a page of which as much is to be expected. An order by last use takes a page to be
-        wanted in as long as it has not been; one that is wanted at `back` ranks as if it were used as long before."""
+        """The tick of last use by which a page of the session ranks. An order by last use expects the next use as far
+        ahead as the last one lies back; a page that is wanted at `back` ranks as if it was used as long before now."""
         return min(2 * now - self.back, max(self.back, last_used)) if self.back else last_used
 
 
@@ -103,7 +103,7 @@ class Node:
         self.queued = False  # has an entry in the eviction heap
         self.state = 0  # slot of the snapshot of the recurrent state after this page (`kvcache.states`); 0: none
         self.twin: Node | None = None  # node of the same tokens in the tree of window pages
-        self.passed = False  # nobody is expected to start from here
+        self.passed = False  # no request is expected to start from here
         self.private = False  # only sessions have used it
         self.owner: Branches | None = None  # the session that used it last
         self.tips: tuple[Branches, ...] = ()  # sessions of which a branch ends here
@@ -143,7 +143,7 @@ class RadixTree:
         self.passing: list[Callable[[Node], None]] = []
         """Called with each node from which no request is expected to start any more."""
         self.logs: tuple[CacheLog, ...] = ()
-        """Told of every page that comes or goes. Nobody who has none pays for it."""
+        """Told of every page that comes or goes. Without logs no hashes are computed."""
         self.roots: dict[Namespace, Node] = {}
         """The root of each namespace that has pages or is locked."""
         self._heap: list[tuple[object, int, Node]] = []  # what `evict` may take, by a key that may be out of date
@@ -198,7 +198,7 @@ class RadixTree:
         return 0 if self.lookback is None else self.lookback.first(depth * self.page_size) // self.page_size
 
     def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> Node:
-        size, found, hole = self.page_size, node, 0
+        size, deepest, hole = self.page_size, node, 0
         for start in range(0, limit - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -207,8 +207,8 @@ class RadixTree:
             if not node.page:
                 hole = node.depth
             elif not hole or hole <= self.num_unseen(node.depth):
-                found = node
-        return found
+                deepest = node
+        return deepest
 
     def path_pages(self, node: Node, above: int = 0) -> list[int]:
         """Pages from the root to `node`, in order of their tokens, without the first `above`."""
@@ -237,7 +237,7 @@ class RadixTree:
         from which others may want to start; in a tree with windows, all else of it has been passed."""
         step: Node | None = node
         while step is not None:
-            parent = step.parent  # what is settled may be gone
+            parent = step.parent  # read first: `_settle` may unlink the node
             if step.depth > above or (root and parent is None):
                 if step.locks <= 0:
                     raise InvariantViolation(f"page {step.page} unlocked more often than locked")
@@ -265,7 +265,7 @@ class RadixTree:
         if not child.page:
             child.created, child.priority = self._tick, priority
             child.private = owner is not None or node.private
-            child.page = page  # last: who copies a page on another thread sees by both that it is the same one
+            child.page = page  # set last: a copying thread checks `page` and `created` in `Unsaved.is_intact`
             self.num_pages += 1
             for log in self.logs:
                 log.note(child)

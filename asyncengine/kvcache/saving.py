@@ -27,7 +27,7 @@ MOST_UNSAVED = 2**16
 
 
 class Unsaved(NamedTuple):
-    """A page, window page or state that may be copied, by its number in the memory of its part."""
+    """A page, window page or state that may be copied, by its number in the memory of its type."""
 
     type: RecordType
     number: int
@@ -44,7 +44,7 @@ class Unsaved(NamedTuple):
     """Its bytes, where they have been copied already."""
 
     def is_intact(self) -> bool:
-        """Whether a copy that was made before this call is one of what was noted. From any thread."""
+        """Whether a copy made before this call has the content that was noted. From any thread."""
         if self.copy is not None:
             return True
         if self.states is not None:

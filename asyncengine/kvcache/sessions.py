@@ -66,7 +66,7 @@ def close_branches(tree: RadixTree, branches: Branches) -> None:
 
 def _leave(branches: Branches, tip: Node) -> None:
     branches.tips.pop(tip, None)
-    tip.tips = tuple(each for each in tip.tips if each is not branches)
+    tip.tips = tuple(owner for owner in tip.tips if owner is not branches)
 
 
 def _common_depth(one: Node, other: Node) -> int:

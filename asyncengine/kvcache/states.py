@@ -1,6 +1,6 @@
 """Slots of recurrent states: those of running requests, and snapshots that others start from.
 
-A state (`layers.states`) is all that state layers remember of a sequence after some number of its tokens. It can be
+A state (`layers.states`) is all that state layers keep of a sequence after some number of its tokens. It can be
 copied, but not cut: a request can start behind a cached prefix only where an earlier request left a snapshot of the
 state. One pool of slots serves both. A running request always wins over a snapshot; a snapshot takes a free slot or
 that of the least recently used one. A state is large, so there are few, and they are taken only where they will be
@@ -122,7 +122,7 @@ class StateGroup:
         self.hanging: Callable[[Snapshot], None] | None = None
         """Called with each new snapshot."""
         self.evicting: Callable[[Snapshot], None] | None = None
-        """Called with each snapshot whose slot somebody else takes."""
+        """Called with each snapshot whose slot is taken for something else."""
         self._num_pinned = 0
         self._hits = self._evictions = 0
 
@@ -164,9 +164,9 @@ class StateGroup:
     def use(
         self, working: WorkingState, start: int, end: int, step: int, full: bool = False, guesses: int = 0
     ) -> StateUse:
-        """Slots that a row over the positions [start, end) of launched step `step` reads and writes, with so many
-        `guesses` behind them, or fewer where slots are short. `full`: it begins with a page of the answer, so that a
-        trail may be left there."""
+        """Slots that a row over the positions [start, end) of launched step `step` reads and writes, with up to
+        `guesses` guesses behind them, fewer where slots are short. `full`: it begins with a page of the answer, so that
+        a trail may be left there."""
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
@@ -204,11 +204,11 @@ class StateGroup:
             self._trails[working.trail] = working
 
     def settle_guesses(
-        self, use: StateUse, working: WorkingState | None = None, accepted: int = 0, made: int = 0,
+        self, use: StateUse, working: WorkingState | None = None, accepted: int = 0, computed: int = 0,
         trail: int | None = None,
     ) -> None:  # fmt: skip
-        """Take back the slots between guesses of a retired step, of which `made` were computed and `accepted` right.
-        `working`: the request's state, which goes on from the last right one; None: the result does not count.
+        """Take back the slots between guesses of a retired step, of which `computed` were computed and `accepted` were
+        right. `working`: the request's state, which goes on from the last right one; None: the result does not count.
         `trail`: number of accepted guesses up to the last page that they fill of its answer; None: they fill none."""
         free = set(use.guesses)
         self._guessed -= free
@@ -218,7 +218,7 @@ class StateGroup:
                 working.trail, working.trail_position = use.guesses[trail], working.position + trail
                 working.trail_step = self._retiring.retired
                 self._trails[working.trail] = working
-            if accepted < made:
+            if accepted < computed:
                 free.add(working.slot)
                 working.slot = working.source = use.guesses[accepted]
             working.position += accepted
@@ -228,7 +228,7 @@ class StateGroup:
     def _take_trail(self) -> int:
         """The slot of the oldest trail that no launched step reads; 0: there is none."""
         retired = self._retiring.retired
-        working = next((each for each in self._trails.values() if each.trail_step <= retired), None)
+        working = next((state for state in self._trails.values() if state.trail_step <= retired), None)
         if working is None:
             return 0
         slot, working.trail = working.trail, 0
@@ -294,13 +294,13 @@ class StateGroup:
 
     def _touch(self, node: Node) -> None:
         """Note that a request starts from here: this one, and those at branch points above, are used now."""
-        found = [self._passed.pop(node.state)] if node.state in self._passed else []
+        used = [self._passed.pop(node.state)] if node.state in self._passed else []
         step: Node | None = node
         while step is not None:
             if step.state in self.snapshots:
-                found.append(self.snapshots.pop(step.state))
+                used.append(self.snapshots.pop(step.state))
             step = step.parent
-        for snapshot in reversed(found):
+        for snapshot in reversed(used):
             self.snapshots[snapshot.slot] = snapshot
 
     def forget(self, node: Node) -> None:
@@ -372,7 +372,7 @@ class StateGroup:
         """A free slot, else the one of the snapshot that is least worth keeping; 0: all are in use."""
         if not self.pool.num_free:
             in_order = chain(self._passed.values(), self.snapshots.values())
-            victim = next((each for each in in_order if not each.readers), None)
+            victim = next((snapshot for snapshot in in_order if not snapshot.readers), None)
             if victim is None:
                 return 0
             self._evict(victim)
@@ -397,7 +397,7 @@ class StateGroup:
         before = snapshot.readers
         snapshot.readers += count
         if snapshot.readers < 0:
-            raise InvariantViolation(f"state slot {snapshot.slot} is read by fewer than nobody")
+            raise InvariantViolation(f"state slot {snapshot.slot} has a negative number of readers")
         self._num_pinned += (snapshot.readers > 0) - (before > 0)
 
     # ---------------------------------------------------------------- conservation and counts

@@ -86,7 +86,7 @@ class FirstComeFirstServed(Policy):
 
 
 class ByPriority(Policy):
-    """Lower `priority` first, then arrival; who runs gives way to who is more important."""
+    """Lower `priority` first, then arrival; a running request gives way to a more important one."""
 
     name = "priority"
 
@@ -135,9 +135,9 @@ class WeightedFair(Policy):
     """Tokens computed are shared among flows in proportion to their weights; within a flow, by arrival.
 
     Start-time fair queueing (Goyal, Vin and Cheng 1996) where costs are known afterwards (VTC; Sheng et al. 2024): each
-    flow has an account of what was computed for it by weight, and the one that has least goes first. Who comes after a
-    pause starts at the least of those that are active, the virtual time: idleness is no credit. Without memory for all,
-    the flow that has most gives way.
+    flow has an account of what was computed for it by weight, and the one that has least goes first. A flow that comes
+    back after a pause starts at the least account of the active ones, the virtual time: idleness is no credit. Without
+    memory for all, the flow that has most gives way.
     """
 
     name = "weighted-fair"
@@ -150,8 +150,8 @@ class WeightedFair(Policy):
             raise InvalidParameter("by", "must be 'tenant', 'adapter' or 'cache_salt'", by)
         if weights is not None and not (isinstance(weights, Mapping) and all(isinstance(n, str) for n in weights)):
             raise InvalidParameter("weights", "must map names to numbers", weights)
-        given = dict(weights or {}).items()
-        self.terms = (by, {name: as_number("weights", each, 0, 1e9, exclusive_low=True) for name, each in given})
+        items = dict(weights or {}).items()
+        self.terms = (by, {name: as_number("weights", weight, 0, 1e9, exclusive_low=True) for name, weight in items})
         self._requests: Counter[str] = Counter()
         self._accounts: dict[str, float] = {}
         """Accounts of flows that have requests."""
@@ -185,7 +185,7 @@ class WeightedFair(Policy):
     def arrive(self, request: Request) -> None:
         flow = self.flow(request)
         if not self._accounts:
-            self._idle.clear()  # nobody competed
+            self._idle.clear()  # no flow was active: old accounts mean nothing
         if flow not in self._accounts:
             virtual_time = min(self._accounts.values(), default=0.0)
             self._accounts[flow] = max(virtual_time, self._idle.pop(flow, 0.0))
@@ -217,8 +217,8 @@ def as_policy(name: str, value: Any, choices: Collection[str] = POLICIES) -> str
     rule = f"must be one of {', '.join(map(repr, choices))}, or an object like asyncengine.Policy"
     if isinstance(value, str | int | type) or value is None:
         raise InvalidParameter(name, rule, value)
-    protocol = [each for each in (*Policy.__annotations__, *vars(Policy)) if not each.startswith("_")]
-    if missing := [each for each in protocol if not hasattr(value, each)]:
+    protocol = [member for member in (*Policy.__annotations__, *vars(Policy)) if not member.startswith("_")]
+    if missing := [member for member in protocol if not hasattr(value, member)]:
         raise InvalidParameter(name, f"{rule}; {type(value).__name__} lacks {', '.join(missing)}")
     if type(value).__hash__ is None:
         raise InvalidParameter(name, "must be hashable, as configurations are", value)

@@ -10,9 +10,9 @@ first takes no more requests until its slot is free (the drain rule of S-LoRA an
 all).
 
 Where the policy says so, the first in order takes the place of a running request, the least important of those that it
-goes before: its slot, its pages, its state, or the slot of an adapter that only such requests use. What is on its way
-back is waited for, no request gives way in vain, and in a step in which one gave way only those start that go before
-it, too. One that is overdue keeps its place.
+goes before: its slot, its pages, its state, or the slot of an adapter that only such requests use. Resources on their
+way back are waited for, no request gives way in vain, and in a step in which one gave way only those start that go
+before it, too. An overdue request keeps running.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PageFrontiers:
             self._pages[page] = request.ticket
 
     def foresee(self, request: Request, namespace: Namespace, limit: int, leader: Request | None = None) -> None:
-        """`request` waits, and may find up to `limit` tokens cached in `namespace`: see that what it will need is left
-        behind by those that run, or by `leader` if the others know. Here whatever a request computes is left behind."""
+        """`request` waits, and may find up to `limit` tokens cached in `namespace`: see that the running requests leave
+        behind the state that it will start from; `leader`: ask this one only. Pages are left behind in any case."""
 
     def awaits(self, request: Request, table: PageTable) -> bool:
         """Whether `request`, which could start with `table`, should rather wait."""
@@ -119,10 +119,10 @@ Frontiers = PageFrontiers | SnapshotFrontiers
 
 def frontiers(kv: KVCache, running: Iterable[Request]) -> Frontiers:
     """Frontiers of the requests that run now."""
-    found: Frontiers = PageFrontiers(kv) if kv.states is None else SnapshotFrontiers(kv.page_size)
+    result: Frontiers = PageFrontiers(kv) if kv.states is None else SnapshotFrontiers(kv.page_size)
     for request in running:
-        found.add(request)
-    return found
+        result.add(request)
+    return result
 
 
 def common_pages(one: Sequence[int], other: Sequence[int], limit: int, page_size: int) -> int:
@@ -139,24 +139,24 @@ def common_pages(one: Sequence[int], other: Sequence[int], limit: int, page_size
 
 
 _WALK = 16
-"""Waiting requests looked at in a step, in lookaheads: passing over one of a blocked adapter costs next to nothing, and
-behind them may be many whose adapter is running."""
+"""Waiting requests examined in a step, as a multiple of the lookahead: skipping one of a blocked adapter is cheap, and
+behind it may be many whose adapter is running."""
 
 
 class Verdict(Enum):
     ADMITTED = "admitted"
     SKIPPED = "skipped"
-    """Not now; those behind it may go first."""
+    """Not now; requests behind it may start."""
     NO_SLOT = "no slot"
     """Its adapter does not fit beside the running ones, nor does it for others with that adapter; else as SKIPPED."""
     FULL = "full"
-    """No memory or slot for it; those behind it must not take them either."""
+    """No memory or slot for it; requests behind it must not take them either."""
     HOPELESS = "hopeless"
-    """It would not help if those gave way that it goes before; else as FULL."""
+    """Preempting every request that it goes before would not help; else as FULL."""
 
 
 class _Beside:
-    """The requests that run while others are admitted, what they will leave in the cache, and the pages they need."""
+    """The requests that run while others are admitted: their frontiers in the cache, and the pages they will need."""
 
     def __init__(self, kv: KVCache, running: dict[int, Request]) -> None:
         self.running = running
@@ -204,7 +204,7 @@ class Admission:
         Only those start that go before each of `behind`. `preempt`: makes a running request give way.
         """
         if not (self.preempts or self._kv.states or (plan.left and self._slots.num_free)):
-            return  # nobody can start, take a place, or say which state it will want to start from
+            return  # no request can start or preempt, and no snapshot need be asked for
         self._refresh_keys(waiting)
         beside = self._look(waiting, running)
         admitted: list[Request] = []
@@ -219,7 +219,7 @@ class Admission:
             verdict = self._try(request, beside, plan)
             while self.preempts and (verdict is Verdict.FULL or (verdict is Verdict.NO_SLOT and not draining)):
                 victims = self._victims(request, running.values(), verdict)
-                if not victims or self._slots.retiring:  # what is on its way back may be enough
+                if not victims or self._slots.retiring:  # slots on their way back may suffice
                     verdict = Verdict.FULL if victims else verdict
                     break
                 for victim in victims:
@@ -240,8 +240,8 @@ class Admission:
                 if request.overdue and not draining:
                     draining = _done_first(running.values())
                 used = {other.adapter_digest for other in running.values()}
-                # on their way back, perhaps for a request that goes before their users
-                returning = [each for each in self._slots.retiring if self.preempts and each not in used]
+                # slots on their way back may be meant for a request that goes before their adapter's users
+                returning = [digest for digest in self._slots.retiring if self.preempts and digest not in used]
                 kept = (request.adapter_digest, draining, *returning)
                 blocked |= dict.fromkeys(filter(None, kept))
             elif verdict is not Verdict.SKIPPED or request.overdue:
@@ -282,14 +282,14 @@ class Admission:
             self._slots.acquire(request, beside.running.values())
             return Verdict.ADMITTED
         table = self._kv.open(self.namespace(request), request.keys, self.match_limit(request))
-        known = table.matched
+        matched = table.matched
         verdict = self._fits(request, table, beside)
         if verdict is not Verdict.ADMITTED:
             self._kv.close(table, 0)
             return verdict
         request.table, table.branches = table, request.branches
         if request.branches is not None and self.match_limit(request) == len(request.tokens) - 1:
-            continue_branch(self._kv.tree, request.branches, known)
+            continue_branch(self._kv.tree, request.branches, matched)
         request.num_computed = request.num_launched = table.num_shared * self._kv.page_size
         if request.first_step_at is None:
             request.cached_tokens = request.num_computed
@@ -324,7 +324,7 @@ class Admission:
         """The last token is always computed: its logits are what the next one is sampled from."""
         params = request.spec.params
         most = len(request.tokens) - 1
-        if params.traced_from is not None and not request.num_output:  # else all but the last token have been computed
+        if params.traced_from is not None and not request.num_output:  # a resumed request computes its last only
             most = min(params.traced_from, most)
         if params.prompt_logprobs and not request.num_output:  # logits are asked for from the position before on
             return min(max(params.prompt_logprobs_start - 1, 0), most)
@@ -358,7 +358,7 @@ class Admission:
         if not admitted or not waiting:
             return
         tickets: dict[Hashable, list[int]] = {}
-        for other in sorted(admitted, key=lambda each: each.ticket):
+        for other in sorted(admitted, key=lambda admission: admission.ticket):
             tickets.setdefault(self._policy.flow(other), []).append(other.ticket)
         for request in list(waiting):
             later = tickets.get(self._policy.flow(request), [])

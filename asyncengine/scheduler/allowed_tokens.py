@@ -21,18 +21,18 @@ class AllowedTokens:
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         if self._mask is None:
-            made = mask.copy()
-            words = made.view("uint32")
+            filled = mask.copy()
+            words = filled.view("uint32")
             words[:] = 0
             for token in self.token_ids:
                 words[token >> 5] |= 1 << (token & 31)
-            self._mask = made
+            self._mask = filled
         mask[:] = self._mask
 
     def fill_along(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> int:
         for mask in masks:
             self.fill_mask(mask)
-        refused = (place for place, token in enumerate(drafts) if token not in self.token_ids)
+        refused = (index for index, token in enumerate(drafts) if token not in self.token_ids)
         return 1 + next(refused, len(drafts))
 
     def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:

@@ -39,7 +39,7 @@ class Drafting:
         if prompt and len(rows) > 1:
             return
         if any(row.adapter_slot for row in rows.values()):
-            budget = min(budget, LONG_ADAPTER_RUN - 1 - tokens)  # a token's sums are those of a step without drafts
+            budget = min(budget, LONG_ADAPTER_RUN - 1 - tokens)  # more tokens would change the order of sums, and bits
         candidates: list[Candidate] = []
         for ticket, row in rows.items():
             request = running[ticket]
@@ -52,7 +52,7 @@ class Drafting:
         if not candidates:
             return
         if prompt:
-            drafted = {one.key: planner.plan_behind_prompt(one, tokens) for one in candidates}
+            drafted = {candidate.key: planner.plan_behind_prompt(candidate, tokens) for candidate in candidates}
         else:
             drafted = planner.plan(candidates, tokens, len(rows))
         for ticket, planned in drafted.items():
@@ -90,8 +90,8 @@ def _room(request: Request, row: Row, kv: KVCache) -> int:
     table = request.table
     assert table is not None
     end = row.start + row.num_scheduled
-    held = len(table.pages) + (1 if kv.num_free else 0)
-    return min(request.spec.max_total - len(request.tokens) - 1, held * kv.page_size - end)
+    num_pages = len(table.pages) + (1 if kv.num_free else 0)
+    return min(request.spec.max_total - len(request.tokens) - 1, num_pages * kv.page_size - end)
 
 
 def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, index: int) -> int:

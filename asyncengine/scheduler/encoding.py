@@ -1,8 +1,8 @@
-"""Pictures that have been encoded, as the scheduler knows of them: which are in memory, and which is encoded next.
+"""Bookkeeping of encoded pictures for the scheduler: which are in memory, and which is encoded next.
 
 The hidden states themselves are the runner's (`runner/step_inputs.py`), which does what a batch says: encode this, drop
 those. A step encodes at most one picture, so that streams go on, and a prompt is computed up to the first picture that
-is not encoded yet. What is found in the prefix cache needs none.
+is not encoded yet. Positions in the prefix cache need no picture.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EncodedImages:
         self._next: Encode | None = None
         self._forgotten: dict[bytes, None] = {}
         """Digests that the runner may still have, and that are to be dropped."""
-        self.encoded = self.found = 0
-        """Pictures that were encoded, and uses of one that was there."""
+        self.encoded = self.reused = 0
+        """Pictures that were encoded, and uses of one that was in memory already."""
 
     def fit(self, request: Request, count: int) -> int:
         """Number of the next `count` positions of `request` that may be computed in this step.
@@ -51,11 +51,11 @@ class EncodedImages:
         return end - start
 
     def _have(self, image: PromptImage) -> bool:
-        """Whether the step that is being planned finds it encoded, as it is or by then."""
+        """Whether the picture is encoded when the planned step runs: already, or by that step, which is noted then."""
         digest = image.digest
         if digest in self.sizes:
             self.sizes[digest] = self.sizes.pop(digest)
-            self.found += digest not in self.used
+            self.reused += digest not in self.used
         elif self._next is not None or (dropped := self._make_room(image.nbytes)) is None:
             return False
         else:
@@ -68,8 +68,8 @@ class EncodedImages:
         return True
 
     def _make_room(self, nbytes: int) -> list[bytes] | None:
-        """Digests that go, least recently used first; None: those that are needed leave no room. One that is larger
-        than the budget is there alone."""
+        """Drop pictures for one of `nbytes`. Returns their digests, least recently used first; None: those in use leave
+        no room. A picture that is larger than the budget is kept alone."""
         kept = dict.fromkeys((*self.used, *self.cut()))
         free = self._budget - nbytes - sum(self.sizes.values())
         dropped = []

@@ -1,8 +1,8 @@
 """Pace of prompts beside running streams: as many of their tokens in a step as let it end in the time it aims at.
 
-Nobody tells the scheduler how fast the machine is. It sees when it scheduled a step and when it got the result, which
-are clock readings that a recording has; from these it learns what a token of a prompt costs now: in this context,
-beside these decodes, on this machine with whatever else runs there. Chunks beside decodes are Sarathi's
+The scheduler is not told how fast the machine is. It knows when it scheduled a step and when it got the result, clock
+readings that a recording has, too. From these it learns the current cost of a prompt's token: in this context, beside
+these decodes, on this machine with its other load. Chunks beside decodes are Sarathi's
 (arXiv:2403.02310), which sizes them in tokens, once.
 """
 
@@ -61,8 +61,8 @@ class Pace:
         measured = (took - min(self._decodes, 0.75 * took)) / tokens
         if not expected or measured < expected or took > self._aim:  # else there were too few tokens to tell
             weight = min(1.0, 2 * expected * tokens / self._aim)
-            known = min(expected, max(self._per_token, measured))
-            self._per_token = _blend(known, measured, weight)
+            base = min(expected, max(self._per_token, measured))
+            self._per_token = _blend(base, measured, weight)
             self._decodes_then = self._decodes
 
     @property
@@ -72,5 +72,5 @@ class Pace:
         return self._per_token * min(max(1.0, slower), _MAX_RISE)
 
 
-def _blend(known: float, new: float, weight: float) -> float:
-    return known + _GAIN * weight * (min(new, _MAX_RISE * known) - known) if known else new
+def _blend(old: float, new: float, weight: float) -> float:
+    return old + _GAIN * weight * (min(new, _MAX_RISE * old) - old) if old else new

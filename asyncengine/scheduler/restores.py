@@ -5,8 +5,8 @@ reading is worth it, pages are taken for it, like a running request's, and an or
 (`take_orders`; the answer is `PrefixLoaded`). Then they are published, and the request waits for its turn: it finds
 them as it finds everything in the cache. Requests whose next page is being read already wait for the same reading.
 
-Nobody else waits. Who has waited long enough computes; a reading that fails has found less, and is no error. Pages
-that are being read belong to the reading alone until the answer comes, whatever happens to those who wait for it.
+No other request waits. One that has waited long enough computes; a reading that fails yields fewer pages, and is no
+error. Pages that are being read belong to the reading alone until its answer comes, even if its requests have ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RestoreOrder:
-    """Pages to be filled from a disk or by a peer. Read by another thread; nothing changes but `cancelled`."""
+    """Pages to be filled from a disk or by a peer. Another thread reads it; only `cancelled` and `late` change."""
 
     number: int
     namespace: Namespace
@@ -49,7 +49,7 @@ class RestoreOrder:
     start: int
     """The number of pages at the beginning that are in the cache."""
     pages: tuple[tuple[int, int], ...]
-    """(place among the pages of `tokens`, page) to be filled, in order."""
+    """(index among the pages of `tokens`, page) to be filled, in order."""
     windows: tuple[tuple[int, int], ...] = ()
     """Window pages likewise."""
     slot: int = 0
@@ -59,9 +59,9 @@ class RestoreOrder:
     until: float = 0.0
     """Clock reading until which the first request waits for it."""
     cancelled: bool = False
-    """True: no request waits for it any more, so that it may end early."""
+    """Whether it may end early, since no request waits for it any more."""
     late: bool = False
-    """It has taken so long that those who waited for it compute."""
+    """It has taken so long that the requests which waited for it compute."""
     imported: int = 0
     """Number of the `ImportPrefix` that it answers; 0: requests wait for it."""
 
@@ -115,12 +115,12 @@ class Restores:
     @property
     def tables(self) -> list[TableAndTokens]:
         """Tables of readings, each with the number of its tokens."""
-        return [(each.table, len(each.order.tokens)) for each in self.readings.values()]
+        return [(reading.table, len(reading.order.tokens)) for reading in self.readings.values()]
 
     @property
     def next_deadline(self) -> float:
         """The clock reading before which no request has waited long enough."""
-        return min((each.until for each in self.readings.values() if each.waiting), default=float("inf"))
+        return min((reading.until for reading in self.readings.values() if reading.waiting), default=float("inf"))
 
     # ---------------------------------------------------------------- requests
 
@@ -143,13 +143,13 @@ class Restores:
     def take_wanted(self) -> list[Wanted]:
         """Requests to be looked up since the last call."""
         wanted, self._wanted = self._wanted, []
-        found = []
+        lookups = []
         for request in wanted:
             if request.ticket in self.queue:
                 space, limit = self._namespace(request), self._match_limit(request)
                 cached = self._kv.peek(space, request.keys, limit)
-                found.append(Wanted(request, space, limit, cached))
-        return found
+                lookups.append(Wanted(request, space, limit, cached))
+        return lookups
 
     def take_orders(self) -> list[RestoreOrder]:
         """Readings to begin."""
@@ -167,9 +167,9 @@ class Restores:
 
     # ---------------------------------------------------------------- answers
 
-    def found(self, answer: PrefixFound, running: Iterable[TableAndTokens]) -> Request | None:
-        """`answer` says how much of a request is on the disk. Returns the request, if it is to compute instead: there
-        is nothing, reading is not worth it, or there is no room beside those `running`."""
+    def start_reading(self, answer: PrefixFound, running: Iterable[TableAndTokens]) -> Request | None:
+        """Begin the reading of a request, of which `answer` says how many pages a source has. Returns the request if it
+        is to compute instead: no pages, not worth it, or no room beside those `running`."""
         request = self.queue.get(answer.ticket)
         if request is None:
             return None
@@ -186,8 +186,8 @@ class Restores:
         del self.queue[request.ticket]
         return request
 
-    def loaded(self, answer: PrefixLoaded) -> list[Request]:
-        """A reading has ended. Returns those who have waited for it, and compute what else they need."""
+    def end_reading(self, answer: PrefixLoaded) -> list[Request]:
+        """Publish the pages of a reading that has ended. Returns its requests that go on to compute the rest."""
         reading = self.readings.pop(answer.number)
         order, table = reading.order, reading.table
         before = table.num_shared
@@ -196,9 +196,9 @@ class Restores:
             whole = answer.state and len(order.tokens) == table.num_shared * self._kv.page_size
             self._kv.states.settle_reserved(order.slot, table.node if whole else None)
         done = []
-        for place, request in enumerate(reading.waiting.values()):
+        for index, request in enumerate(reading.waiting.values()):
             request.restored_tokens += (table.num_shared - before) * self._kv.page_size
-            if place:  # it may have more in common with what is on the disk than with this prompt
+            if index:  # the disk may have more of it than it shares with this prompt: look again
                 self._wanted.append(request)
             else:
                 del self.queue[request.ticket]

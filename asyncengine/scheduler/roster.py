@@ -1,8 +1,8 @@
-"""Every request there is, each in exactly one place: how it gets there, gives way, and ends.
+"""Every request of an engine, each in exactly one queue: arrival, preemption, suspension, end.
 
-This is the state that the scheduler's verbs share. They decide what becomes of whom (`scheduler` before a step,
-`results` after it); here it is done, so that no request moves without everything that goes with it: its pages and slot,
-its deadline, what others may start from, and what its consumer is told.
+This is the state that the scheduler's verbs share. They decide (`scheduler` before a step, `results` after it), and the
+roster acts, so that no request changes its queue without all that goes with it: pages and slot, deadline, the prefix
+that others may start from, and the news for its consumer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sessions:
         return branches
 
     def tell(self, event: SessionEvent) -> None:
-        """Take note of what a session's owner says."""
+        """Apply an event of a session."""
         if event.what == "close":
             self._close(event.name)
         elif event.what == "open":
@@ -61,9 +61,9 @@ class Sessions:
         """Close sessions that have not been used for as long as they said."""
         self._kv.tree.advance(now)
         if now >= self._next_expiry:
-            for name in [name for name, each in self._branches.items() if each.expiry <= now]:
+            for name in [name for name, branches in self._branches.items() if branches.expiry <= now]:
                 self._close(name)
-            self._next_expiry = min((each.expiry for each in self._branches.values()), default=math.inf)
+            self._next_expiry = min((branches.expiry for branches in self._branches.values()), default=math.inf)
 
     def _use(self, name: str, at: float, patience: float | None = None) -> Branches:
         branches = self._branches[name] = self._branches.pop(name) if name in self._branches else Branches()
@@ -89,7 +89,7 @@ class WeightUpdates:
     def __init__(self) -> None:
         self.held: dict[int, Request] = {}
         self.pending: dict[int, tuple[int, UpdateMode]] = {}
-        """Place of an update in the order of all of them, and its mode, by its number."""
+        """(rank in the order of all updates, mode) of each update, by its number."""
         self.num_asked = 0
         self._paused: int | None = None
         """The number of the pause that has begun, which is among those pending."""
@@ -99,8 +99,8 @@ class WeightUpdates:
         self.pending[number] = (self.num_asked, mode)
 
     def remove(self, number: int) -> list[Request]:
-        """It has happened, or is not wanted any more. Returns who need not wait any longer; unknown numbers change
-        nothing."""
+        """Forget an update that has happened or was withdrawn. Returns the requests that need not wait any longer;
+        unknown numbers change nothing."""
         self.pending.pop(number, None)
         freed = [request for request in self.held.values() if not self.is_before(request)]
         for request in freed:
@@ -108,18 +108,18 @@ class WeightUpdates:
         return freed
 
     def pause(self, number: int) -> bool:
-        """Pause `number` begins. False: there is one already, which is as good."""
+        """Begin pause `number`. False: one has begun already, which suffices."""
         first, self._paused = self._paused is None, number if self._paused is None else self._paused
         return first
 
     def resume(self) -> int | None:
-        """The pause ends. Returns its number, to be removed; None: there was none."""
+        """End the pause. Returns its number, to be removed; None: there was none."""
         number, self._paused = self._paused, None
         return number
 
     def is_before(self, request: Request) -> bool:
         """Whether an update that `request` came after has yet to happen."""
-        return any(place <= request.num_updates for place, _ in self.pending.values())
+        return any(order <= request.num_updates for order, _ in self.pending.values())
 
     @property
     def stop_steps(self) -> bool:
@@ -129,7 +129,7 @@ class WeightUpdates:
     def due(self, requests: Mapping[int, Request]) -> int | None:
         """The number of the update that may happen as soon as no step is in flight. `requests`: all there are, in order
         of arrival."""
-        number = next((each for each in self.pending if each != self._paused), None)
+        number = next((pending for pending in self.pending if pending != self._paused), None)
         if number is None:
             return None
         first = next(iter(requests.values()), None)
@@ -164,9 +164,9 @@ class Roster:
         """Tickets of requests whose prompts are to be pinned when they end."""
         self.weights = WeightUpdates()
         self.suspended: dict[int, Request] = {}
-        """Requests in state WAITING that hold nothing and are not admitted, for their consumers do not read."""
+        """Requests in state WAITING that hold no pages and are not admitted until their consumers read."""
         self.suspends = True
-        """False: the engine drains, and nothing that it waits for may wait for a consumer."""
+        """False: the engine drains, and its last requests must not wait for a consumer."""
         self.sessions = Sessions(kv)
         self.deadlines = Deadlines()
         self.counters = Counters()
@@ -191,14 +191,15 @@ class Roster:
             self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        """It has all it needs: it waits for its turn, or before that for other weights."""
+        """Put a request that has its grammar and adapter into the waiting queue, or among those held for a weight
+        update."""
         if self.weights.is_before(request):
             self.weights.held[request.ticket] = request
         elif not self.restores.add(request):
             self.waiting.add(request)
 
     def leave_restores(self, requests: Iterable[Request]) -> None:
-        """They have waited for a disk, and wait for their turn now."""
+        """Put requests that waited for a disk or a peer into the waiting queue."""
         for request in requests:
             request.move(RequestState.WAITING)
             self.waiting.add(request)
@@ -219,14 +220,15 @@ class Roster:
             self._wait(request)
 
     def release_held(self, number: int) -> None:
-        """Update `number` has happened, or is not wanted any more: who was held for it alone waits for its turn."""
+        """Update `number` has happened or was withdrawn: requests that were held for it alone join the waiting
+        queue."""
         for request in self.weights.remove(number):
             self.waiting.add(request)
 
     # ---------------------------------------------------------------- running
 
     def note_start(self, request: Request, now: float) -> None:
-        """It was admitted: whether for the first time is seen here."""
+        """Count an admission, if it is the first of its request."""
         if request.first_step_at is None:
             request.first_step_at = now
             self._count_left_queue(request)
@@ -276,7 +278,7 @@ class Roster:
                 self.waiting.add(request)
 
     def add_update(self, number: int, mode: UpdateMode) -> None:
-        """The weights are to change. What may have to end before that waits for no consumer."""
+        """Note that the weights are to change. Suspended requests go on, as they may have to end before that."""
         self.weights.add(number, mode)
         self.resume(list(self.suspended), 0.0)
 
@@ -317,13 +319,13 @@ class Roster:
             self.end(request, reason, why)
 
     def end(self, request: Request, reason: EndReason, error: Exception | str | None = None, **news: Any) -> None:
-        """The request ends, and its consumer hears why."""
+        """End the request, and put out its reason."""
         self.forget(request)
         self.outputs.append(with_counts(request, reason=reason, error=error, **news))
 
     def forget(self, request: Request) -> None:
-        """It has ended; its pages, slot and adapter return when the last step that names them has retired. Its consumer
-        hears of it with its last token, not here."""
+        """Remove a request that has ended; its pages, slot and adapter return when the last step that names them has
+        retired. Its last output is the caller's business."""
         match request.state:
             case RequestState.RUNNING:
                 self._close(request)
@@ -385,7 +387,7 @@ class Roster:
         return len(self.waiting) + len(self.weights.held)
 
     def check_places(self) -> None:
-        """Raises `InvariantViolation` if a request is in no place, or in two."""
+        """Raises `InvariantViolation` if a request is in no queue, or in two."""
         queued = {**self.grammar_queue, **self.adapter_queue, **self.restores.queue}
         if len(self.running) + self.num_waiting + len(self.suspended) + len(queued) != len(self.requests):
             raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")

@@ -55,7 +55,7 @@ class Plan:
         self.left = max(0, self.left - count)
 
     def drop(self, request: Request) -> None:
-        """`request` is not in this step after all."""
+        """Take `request` out of this step."""
         self.copies.pop(request.ticket, None)
         planned = self.rows.pop(request.ticket, None)
         if planned is not None:
@@ -115,18 +115,18 @@ def constrained_end(
 
 def can_copy(source: PageTable, table: PageTable) -> bool:
     """Whether `source` begins with the same shared pages as `table`, and still has the page behind them."""
-    place, near = table.num_shared, source if source.window is None else source.window
-    if source.namespace != table.namespace or max(source.num_unseen, near.num_unseen) > place:
+    index, window = table.num_shared, source if source.window is None else source.window
+    if source.namespace != table.namespace or max(source.num_unseen, window.num_unseen) > index:
         return False
-    return not place or source.pages[place - 1 : place] == table.pages[place - 1 : place]
+    return not index or source.pages[index - 1 : index] == table.pages[index - 1 : index]
 
 
 def copied(source: PageTable, table: PageTable) -> list[tuple[RecordType, int, int]]:
     """`Batch.copies` by which the first page of `table` behind its shared ones becomes one of `source`."""
-    place, found = table.num_shared, [(RecordType.PAGE, source, table)]
+    index, pairs = table.num_shared, [(RecordType.PAGE, source, table)]
     if source.window is not None and table.window is not None:
-        found.append((RecordType.WINDOW, source.window, table.window))
-    return [(part, one.pages[place - one.first], own.pages[place - own.first]) for part, one, own in found]
+        pairs.append((RecordType.WINDOW, source.window, table.window))
+    return [(type_, old.pages[index - old.first], new.pages[index - new.first]) for type_, old, new in pairs]
 
 
 def next_row(request: Request, count: int) -> Row:

@@ -3,9 +3,9 @@
 Four verbs, called by the engine's loop alone:
 
     apply(message)        the world changes: a request arrives, leaves, its grammar is ready
-    schedule(now)         what the next step computes: expire, run, preempt, admit
+    schedule(now)         the next step: expire, run, preempt, admit
     commit(result)        a step has retired: tokens are appended, pages published, requests end (`results`)
-    take_outputs()        what that means for the requests' consumers
+    take_outputs()        the tokens and ends that consumers are to be told of
 
 The requests are in the `roster`, each in exactly one place; this module decides what is computed.
 
@@ -70,7 +70,7 @@ class Scheduler:
         restores = Restores(kv, self._admission.namespace, self._admission.match_limit)
         roster = Roster(kv, self._policy, slots, drafts, self._admission.namespace, restores)
         self.roster = roster
-        # its dictionaries under their own names: they are read in every line below
+        # aliases of the roster's dictionaries, which every method below reads
         self.requests, self.running, self.waiting = roster.requests, roster.running, roster.waiting
         self.grammar_queue, self.adapter_queue = roster.grammar_queue, roster.adapter_queue
         self.restores = restores
@@ -108,10 +108,10 @@ class Scheduler:
                     self.adapter_queue[ticket].use_adapter(digest, invocation)
                 self.roster.leave_queue(self.adapter_queue, ticket, error)
             case messages.PrefixFound():
-                request = self.restores.found(message, tables_of(self.running.values()))
+                request = self.restores.start_reading(message, tables_of(self.running.values()))
                 self.roster.leave_restores([] if request is None else [request])
             case messages.PrefixLoaded():
-                self.roster.leave_restores(self.restores.loaded(message))
+                self.roster.leave_restores(self.restores.end_reading(message))
             case messages.ImportPrefix():
                 self.restores.import_prefix(message, tables_of(self.running.values()))
             case messages.Drain():
@@ -152,16 +152,16 @@ class Scheduler:
         rows = plan.rows
         preemptions = self.counters.preemptions
         self._force_preemption()
-        held = self._schedule_running(plan)
+        yielding = self._schedule_running(plan)
         had_to_preempt = self.counters.preemptions > preemptions
         if self.waiting and (not had_to_preempt or not (rows or self._in_flight)):
-            self._admit(plan, now, held)
-        for request in held:
+            self._admit(plan, now, yielding)
+        for request in yielding:
             if request.state is RequestState.RUNNING and request.ticket not in rows:
                 self._schedule_prompt(request, plan)
         if plan.threshold is not None and rows and len(self.running) == 1:
             lone = next(iter(self.running.values()))
-            if not lone.spec.images:  # which may not be there, or may not be cut
+            if not lone.spec.images:  # an image may not be encoded yet, and its tokens may not be cut
                 plan.widen(lone, self.kv)
         if rows:
             self._drafting.add(rows, plan.total)
@@ -173,12 +173,12 @@ class Scheduler:
         return None
 
     def _schedule_running(self, plan: Plan) -> list[Request]:
-        """Decodes first, so that no prompt delays them; then prompts share the rest of the budget. Returns those that
-        get only what the first in the queue leaves, which goes before them."""
+        """Decodes first, so that no prompt delays them; then prompts share the rest of the budget. Returns the prompts
+        that yield to the first request in the queue: they get the budget that it leaves."""
         prompts: list[Request] = []
         rows, page_size, drafting = plan.rows, self.kv.page_size, self.roster.drafts is not None
         stages = self.config.pipeline_parallel
-        most = -(-len(self.running) // stages)  # else one step would have them all, and all but one stage nothing
+        most = -(-len(self.running) // stages)  # else one step would take all rows, and the other stages would idle
         for request in list(self.running.values()):
             launched = request.num_launched
             behind = len(request.tokens) + request.num_pending - launched
@@ -195,20 +195,20 @@ class Scheduler:
             full = launched >= len(request.table.pages) * page_size
             if full and not self._make_room(request, launched + 1, plan):
                 continue
-            rows[request.spec.ticket] = next_row(request, 1)  # as `plan.add`, for nearly all rows there are
+            rows[request.spec.ticket] = next_row(request, 1)  # `plan.add` inlined: nearly every row comes this way
             plan.left -= 1
         if rows or any(map(is_stream, self.running.values())):
             wanting = len(prompts) + min(len(self.waiting), self.roster.slots.num_free)
             plan.left = self._pace.most(plan.left, len(rows), wanting)
         first = None
-        if self._admission.preempts:  # else they are in order of admission
+        if self._admission.preempts:  # other policies keep the order of admission
             prompts.sort(key=self._admission.rank)
             first = None if self._policy.dynamic else self.waiting.first
-        for place, request in enumerate(prompts):
+        for index, request in enumerate(prompts):
             if not plan.left:
                 break
             if first is not None and self._admission.goes_before(first, request):
-                return prompts[place:]
+                return prompts[index:]
             if request.state is RequestState.RUNNING:
                 self._schedule_prompt(request, plan)
         return []
@@ -226,17 +226,18 @@ class Scheduler:
             plan.add(request, count)
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
-        """Pages for `num_tokens` of `request`, preempting others if need be. False: not in this step."""
+        """Grow the pages of `request` to `num_tokens`, preempting others if need be. False: not possible in this
+        step."""
         assert request.table is not None
         self.kv.release(request.table, request.num_computed, request.last_step)
         while not self.kv.grow(request.table, num_tokens):
             if self.kv.will_have_more(request.num_computed, request.num_launched):
                 return False
             for reading in self.restores.readings.values():
-                reading.order.cancelled = True  # it ends with what it has
+                reading.order.cancelled = True  # it ends early, with the pages that it has read
             if len(self.running) == 1:
                 if self.restores:
-                    return False  # their pages are cached ones in a moment
+                    return False  # their pages become evictable as soon as they end
                 if self.roster.drop_pins(CROWDED):
                     continue
                 needed = self.kv.pages_for(num_tokens)
@@ -262,9 +263,9 @@ class Scheduler:
             if ahead:
                 self.roster.preempt(max(ahead, key=self._admission.rank))
 
-    def _admit(self, plan: Plan, now: float, held: list[Request]) -> None:
+    def _admit(self, plan: Plan, now: float, yielding: list[Request]) -> None:
         preempt = partial(self._preempt, plan=plan)
-        for request in self._admission.admit(self.waiting, self.running, plan, held, preempt):
+        for request in self._admission.admit(self.waiting, self.running, plan, yielding, preempt):
             self.roster.note_start(request, now)
             leader = self._leader_of(request)
             if leader is not None:
@@ -276,7 +277,7 @@ class Scheduler:
                 plan.add(request, count)
             if leader is not None and leader.table is not None and request.table is not None:
                 plan.copies[request.ticket] = copied(leader.table, request.table)
-                leader.last_step = self.last_step + 1  # which names its pages
+                leader.last_step = self.last_step + 1  # a fence: the copying step reads the leader's page
 
     def _leader_of(self, request: Request) -> Request | None:
         """A running request (another sample, another fork) that has computed all tokens of `request` but the last, if
@@ -284,18 +285,18 @@ class Scheduler:
         table, last = request.table, len(request.tokens) - 1
         if not self.kv.copies or table is None or request.spec.images or self._admission.match_limit(request) < last:
             return None
-        known = table.num_shared * self.kv.page_size
-        if not known < last < known + self.kv.page_size:
+        start = table.num_shared * self.kv.page_size
+        if not start < last < start + self.kv.page_size:
             return None
-        beyond = request.keys[known:last]
+        beyond = request.keys[start:last]
         for leader in self.running.values():
             ahead = leader.num_computed >= last and leader.table is not None and can_copy(leader.table, table)
-            if ahead and leader.keys[known:last] == beyond:  # last, as keys may be a copy of all tokens
+            if ahead and leader.keys[start:last] == beyond:  # compared last: `keys` may copy all tokens
                 return leader
         return None
 
     def _launch(self, plan: Plan, now: float) -> Batch:
-        """Make the plan a fact: from here on results for it will come."""
+        """Turn the plan into a batch in flight, and count its positions as launched."""
         rows = plan.rows
         self.last_step += 1
         requests = [self.running[ticket] for ticket in rows]
@@ -345,8 +346,8 @@ class Scheduler:
     # ---------------------------------------------------------------- texts alone
 
     def step_alone(self, specs: Sequence[RequestSpec], now: float) -> Batch | None:
-        """A step of whole texts that come while there is no request: no queue, and no record of a request, is needed
-        for them. None: they have to go the usual way. Its result goes to `commit_alone` before anything else is done.
+        """A step of whole texts that come while there is no request, without a queue and records of requests. None:
+        they must be posted. Its result goes to `commit_alone` before any other call.
         """
         if self.requests or self._in_flight or self.roster.weights.stop_steps or self._policy_listens:
             return None
@@ -384,15 +385,15 @@ class Scheduler:
         return None if self._in_flight or self.restores else self.roster.weights.due(self.requests)
 
     def start_anew(self, number: int) -> None:
-        """The model's weights are those of update `number` from here on: nothing that was computed counts any more.
-        Running requests keep their tokens, and compute them again."""
+        """Apply weight update `number`: all keys, values and drafts of the old weights are dropped. Running requests
+        keep their tokens, and compute them again."""
         self.clear_cache()
         if self.roster.drafts is not None:
             self.roster.drafts.clear()
         self.roster.release_held(number)
 
     def clear_cache(self) -> None:
-        """Nothing that was computed is there any more; running requests compute their tokens again."""
+        """Drop all that is cached; running requests compute their tokens again."""
         for request in list(self.running.values()):
             self.roster.preempt(request)
         self.roster.drop_pins("the cache was emptied")

@@ -57,14 +57,14 @@ class Slots:
 
     def release(self, request: Request, fence: int) -> None:
         """Take the slots of `request`; they return when step `fence` has retired."""
-        given, request.slot, request.adapter_slot = (request.slot, request.adapter_digest), -1, 0
-        self._retiring.add(given, fence)
+        slots, request.slot, request.adapter_slot = (request.slot, request.adapter_digest), -1, 0
+        self._retiring.add(slots, fence)
 
     def retire(self, step: int) -> None:
         self._retiring.retire(step)
 
-    def _return(self, given: tuple[int, str]) -> None:
-        slot, adapter = given
+    def _return(self, slots: tuple[int, str]) -> None:
+        slot, adapter = slots
         self._free.append(slot)
         if adapter and self.adapters is not None:
             self.adapters.release(adapter)

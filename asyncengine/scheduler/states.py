@@ -18,17 +18,17 @@ from asyncengine.step import Row, StepResult
 
 def with_states(rows: Sequence[Row], requests: Sequence[Request], kv: KVCache, step: int) -> tuple[Row, ...]:
     """`rows` of launched step `step`, each with its state, and with as many of its drafts as there are slots for."""
-    made = []
+    planned = []
     for row, request in zip(rows, requests, strict=True):
         assert kv.states is not None
         assert request.table is not None
         assert request.table.state is not None
         full = row.start >= len(row.spec.prompt) and row.start % kv.page_size == 0
-        known = row.num_scheduled - len(row.drafts)
-        use = kv.states.use(request.table.state, row.start, row.start + known, step, full, len(row.drafts))
+        count = row.num_scheduled - len(row.drafts)
+        use = kv.states.use(request.table.state, row.start, row.start + count, step, full, len(row.drafts))
         drafts = row.drafts[: len(use.guesses)]
-        made.append(row._replace(state=use, num_scheduled=known + len(drafts), drafts=drafts))
-    return tuple(made)
+        planned.append(row._replace(state=use, num_scheduled=count + len(drafts), drafts=drafts))
+    return tuple(planned)
 
 
 def settle_snapshots(flown: InFlight, result: StepResult, kv: KVCache, publish: Callable[[Request], None]) -> None:
@@ -45,14 +45,14 @@ def settle_snapshots(flown: InFlight, result: StepResult, kv: KVCache, publish: 
             states.discard(use.saves)
             states.settle_guesses(use)
             continue
-        working, known = request.table.state, row.start + row.num_scheduled - len(row.drafts)
+        working, position = request.table.state, row.start + row.num_scheduled - len(row.drafts)
         assert working is not None
         if use.saves:
-            request.num_computed = known
+            request.num_computed = position
             publish(request)
             states.settle(use.saves, working, request.table.node, kv.page_size)
         if use.guesses:
-            accepted, made = result.accepted.get(index, 0), result.drafted.get(index, 0)
-            page = (known + accepted - 1) // kv.page_size * kv.page_size  # the last that they fill and go beyond
-            filled = page - known if page >= max(known, len(row.spec.prompt)) else None
-            states.settle_guesses(use, working, accepted, made, filled if accepted else None)
+            accepted, computed = result.accepted.get(index, 0), result.drafted.get(index, 0)
+            page = (position + accepted - 1) // kv.page_size * kv.page_size  # the last that they fill and go beyond
+            filled = page - position if page >= max(position, len(row.spec.prompt)) else None
+            states.settle_guesses(use, working, accepted, computed, filled if accepted else None)

@@ -102,9 +102,9 @@ class Acceptance:
             self._parent.learn(draft, drafted, accepted)
         source = draft.source
         tried, right = self._tried[source], self._right[source]
-        for place, level in enumerate(_LEVELS[draft.agreed : draft.agreed + min(drafted, accepted + 1)]):
+        for index, level in enumerate(_LEVELS[draft.agreed : draft.agreed + min(drafted, accepted + 1)]):
             tried[level] = tried[level] * _MEMORY + 1
-            right[level] = right[level] * _MEMORY + (place < accepted)
+            right[level] = right[level] * _MEMORY + (index < accepted)
         self._misses[source] = 0 if accepted else self._misses[source] + 1
         over = self._misses[source] - _PATIENCE * (1 if self._parent is not None else 4)
         self._waits[source] = min(_LONGEST_WAIT, 2**over) if over > 0 else 0

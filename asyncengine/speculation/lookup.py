@@ -1,7 +1,7 @@
 """Drafts by looking up: the tokens that followed the last ones where these stood before, in the text or another one.
 
 Texts repeat themselves: a quotation, an edited file, a field's name, a loop. The last two tokens, or else the last one,
-are looked up in prompt and output (prompt lookup, Saxena 2023); of all places the one whose past agrees longest is
+are looked up in prompt and output (prompt lookup, Saxena 2023); the occurrence whose past agrees longest is
 followed (suffix decoding, Oliaro et al. 2024).
 """
 
@@ -16,14 +16,14 @@ from itertools import cycle, islice, pairwise
 from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, NOTHING, Draft, Source
 
 LONGEST = 16
-"""Tokens up to which a longer agreement makes one place better than another."""
+"""Tokens up to which a longer agreement makes one occurrence better than another."""
 _LATEST = 4
 """Latest occurrences that are looked at."""
 BYTES_PER_TOKEN = 360
-"""Estimated memory of a token of an earlier answer: an entry of a dictionary, its key and a place."""
+"""Estimated memory of a token of an earlier answer: an entry of a dictionary, its key and an occurrence."""
 
-Place = tuple[Sequence[int], int]
-"""A position in a text: (the text, position of the token that follows)."""
+Occurrence = tuple[Sequence[int], int]
+"""An occurrence of the last tokens: (the text, position of the token that follows them)."""
 Namespace = tuple[Hashable, ...]
 
 
@@ -31,7 +31,7 @@ class FixedIndex:
     """Index of the tokens and pairs of tokens of a text that does not change: sorted keys, 32 bytes a token."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        import numpy as np  # not before somebody drafts: it takes longer to import than all the rest
+        import numpy as np  # not before the first draft: importing it takes longer than all the rest
 
         self.tokens = tokens
         values = np.array(tokens, dtype=np.int64)[:-1]  # the last one has nothing behind it
@@ -44,22 +44,22 @@ class FixedIndex:
 
     def behind(self, *last: int) -> Sequence[int]:
         """Positions behind one token, or two in a row, the latest ones, earliest first."""
-        places, begin, end = self._range(last)
-        return places[max(begin, end - _LATEST) : end]
+        positions, begin, end = self._range(last)
+        return positions[max(begin, end - _LATEST) : end]
 
     def nearest_behind(self, position: int, *last: int) -> int | None:
         """Position behind one token, or two in a row, that is nearest to `position`; None: they do not occur."""
-        places, begin, end = self._range(last)
-        place = bisect_left(places, position, begin, end)
-        near = places[max(begin, place - 1) : min(end, place + 1)]
-        return min(near, key=lambda found: abs(found - position), default=None)
+        positions, begin, end = self._range(last)
+        index = bisect_left(positions, position, begin, end)
+        near = positions[max(begin, index - 1) : min(end, index + 1)]
+        return min(near, key=lambda candidate: abs(candidate - position), default=None)
 
     def _range(self, last: tuple[int, ...]) -> tuple[array[int], int, int]:
         """All positions of the index, of which those from the begin to the end, rising, are behind `last`."""
-        keys, places = self._sorted[len(last) - 1]
+        keys, positions = self._sorted[len(last) - 1]
         key = last[0] if len(last) == 1 else (last[0] << 32) | last[1]
         begin = bisect_left(keys, key)
-        return places, begin, bisect_right(keys, key, begin)
+        return positions, begin, bisect_right(keys, key, begin)
 
 
 class GrowingIndex:
@@ -68,21 +68,21 @@ class GrowingIndex:
     def __init__(self, tokens: Sequence[int], start: int) -> None:
         self.tokens = tokens
         self._next = start + 1
-        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._positions: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def behind(self, *last: int) -> Sequence[int]:
         """Positions behind one token, or two in a row, the latest ones, earliest first. A token is taken in once that
         behind it is known."""
         for second in range(self._next, len(self.tokens) - 1):
-            self._places[self.tokens[second],].append(second + 1)
-            self._places[self.tokens[second - 1], self.tokens[second]].append(second + 1)
+            self._positions[self.tokens[second],].append(second + 1)
+            self._positions[self.tokens[second - 1], self.tokens[second]].append(second + 1)
         self._next = max(self._next, len(self.tokens) - 1)
-        return self._places.get(last, ())[-_LATEST:]
+        return self._positions.get(last, ())[-_LATEST:]
 
 
-def agreement(tokens: Sequence[int], place: Place, most: int = LONGEST) -> int:
-    """Number of last tokens that stand before `place` as well, up to `most`."""
-    text, position = place
+def agreement(tokens: Sequence[int], occurrence: Occurrence, most: int = LONGEST) -> int:
+    """Number of the last tokens that also precede `occurrence`, up to `most`."""
+    text, position = occurrence
     most = min(most, position, len(tokens))
     for back in range(1, most + 1):
         if text[position - back] != tokens[-back]:
@@ -98,37 +98,37 @@ class OwnText:
         self._prompt = prompt
         self._output = GrowingIndex(tokens, max(0, len(prompt) - 2))
         self._texts: tuple[FixedIndex, GrowingIndex] | None = None
-        self._followed: tuple[Place, int] | None = None
-        """The place that was followed last, and the length of the text then."""
+        self._followed: tuple[Occurrence, int] | None = None
+        """The occurrence that was followed last, and the length of the text then."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """The draft from the place that agrees longest with the end of `tokens`, the latest of equals."""
+        """The draft from the occurrence that agrees longest with the end of `tokens`, the latest of equals."""
         if self._followed is not None:
             # a copy that is still going on need not be looked up again
             (text, position), length = self._followed
-            place = text, position + len(tokens) - length
-            if place[1] < len(text) and agreement(tokens, place, LONG) >= LONG:
-                return Draft(_follow(place, limit), Source.OWN_TEXT, LONG)
+            occurrence = text, position + len(tokens) - length
+            if occurrence[1] < len(text) and agreement(tokens, occurrence, LONG) >= LONG:
+                return Draft(_follow(occurrence, limit), Source.OWN_TEXT, LONG)
         if self._texts is None:  # not before the first draft: a request that ends with its first token needs none
             self._texts = FixedIndex(self._prompt), self._output
-        self._followed, places = None, list[Place]()
+        self._followed, occurrences = None, list[Occurrence]()
         for last in (tokens[-2:], tokens[-1:]):
-            places = places or [(text.tokens, place) for text in self._texts for place in text.behind(*last)]
-        if not places:
+            occurrences = occurrences or [(text.tokens, index) for text in self._texts for index in text.behind(*last)]
+        if not occurrences:
             return NOTHING
-        agreed = [agreement(tokens, place) for place in places]
+        agreed = [agreement(tokens, occurrence) for occurrence in occurrences]
         longest = max(agreed)
-        equals = [place for place, count in zip(places, agreed, strict=True) if count == longest]
+        equals = [occurrence for occurrence, count in zip(occurrences, agreed, strict=True) if count == longest]
         self._followed = equals[-1], len(tokens)
         ambiguous = len({text[position] for text, position in equals}) > 1
-        # that several places go on alike says as much as a longer agreement
+        # several occurrences that go on alike are as good as a longer agreement
         sure = AMBIGUOUS if ambiguous else min(LONG, longest + len(equals) - 1)
         return Draft(_follow(equals[-1], limit), Source.OWN_TEXT, sure)
 
 
-def _follow(place: Place, limit: int) -> tuple[int, ...]:
-    """The `limit` tokens from `place` on; a text that ends before is taken to repeat itself, as loops do."""
-    text, position = place
+def _follow(occurrence: Occurrence, limit: int) -> tuple[int, ...]:
+    """The `limit` tokens from `occurrence` on; a text that ends before is assumed to repeat itself, as loops do."""
+    text, position = occurrence
     return tuple(islice(cycle(text[position : position + limit]), limit))
 
 
@@ -144,7 +144,7 @@ class EarlierAnswers:
         self._max_tokens = max_bytes // BYTES_PER_TOKEN
         self._answers: deque[tuple[Namespace, tuple[int, ...]]] = deque()
         self._latest: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
-        """(namespace, token, token) -> the place behind these tokens in the last answer in which they stood."""
+        """(namespace, token, token) -> their occurrence in the latest answer."""
         self.num_tokens = 0
 
     def add(self, namespace: Namespace, tokens: Sequence[int]) -> None:
@@ -159,18 +159,18 @@ class EarlierAnswers:
         while self.num_tokens > self._max_tokens:
             space, oldest = self._answers.popleft()
             for pair in pairwise(oldest):
-                place = self._latest.get((space, *pair))
-                if place is not None and place[0] is oldest:
+                occurrence = self._latest.get((space, *pair))
+                if occurrence is not None and occurrence[0] is oldest:
                     del self._latest[space, *pair]
             self.num_tokens -= len(oldest)
 
     def propose(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Draft:
         """The tokens that followed the last two of `tokens` when these stood in an answer the last time."""
-        place = self._latest.get((namespace, *tokens[-2:]))
-        if place is None:
+        occurrence = self._latest.get((namespace, *tokens[-2:]))
+        if occurrence is None:
             return NOTHING
-        answer, position = place
-        return Draft(answer[position : position + limit], Source.EARLIER_ANSWER, agreement(tokens, place, LONG))
+        answer, position = occurrence
+        return Draft(answer[position : position + limit], Source.EARLIER_ANSWER, agreement(tokens, occurrence, LONG))
 
     def clear(self) -> None:
         """Keep nothing."""

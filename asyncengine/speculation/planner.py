@@ -23,7 +23,7 @@ from asyncengine.step import DRAFT_CATCH_UP, MEASURED_SIZES, OPEN
 # Proposers of drafts: objects that guess what one request writes next, seeing its text grow.
 
 _NEAR = 24
-"""Tokens around the place that was left, among which one alone is enough to be found again."""
+"""Distance in tokens from where the prediction was left, within which a single token suffices to find it again."""
 _SURE = 3
 """Tokens in a row that are as predicted, from which on it is not doubted."""
 
@@ -49,7 +49,7 @@ class Prediction:
         self._seen = prompt_len
         """Tokens of the request that have been compared."""
         self._next = 0
-        """The place that the next token is compared with."""
+        """The index that the next token is compared with."""
         self._agreed = _SURE
         """Tokens in a row that were as predicted; it is believed from the beginning."""
         self._left = 0
@@ -58,33 +58,34 @@ class Prediction:
         """Tokens since."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
-        """`tokens`: prompt and output so far. Nothing while the place is not known."""
-        for place in range(self._seen, len(tokens)):
-            self._compare(tokens[place - 1], tokens[place])
+        """`tokens`: prompt and output so far. No tokens while the position in the prediction is unknown."""
+        for position in range(self._seen, len(tokens)):
+            self._compare(tokens[position - 1], tokens[position])
         self._seen = len(tokens)
-        found = self._predicted[self._next : self._next + limit]
-        if not found or (self._agreed < 1 and self._since > 1):
+        predicted = self._predicted[self._next : self._next + limit]
+        if not predicted or (self._agreed < 1 and self._since > 1):
             return NOTHING
-        return Draft(found, Source.PREDICTION, LONG if self._agreed >= _SURE else self._agreed or AMBIGUOUS)
+        return Draft(predicted, Source.PREDICTION, LONG if self._agreed >= _SURE else self._agreed or AMBIGUOUS)
 
     def _compare(self, before: int, token: int) -> None:
-        """Was it predicted? Else it may have been put in, left out or changed: which of these, the next ones say."""
+        """Compare `token` with the prediction. Another token may be inserted, omitted or changed: the next ones tell
+        which."""
         self._since += 1
         if self._next < len(self._predicted) and self._predicted[self._next] == token:
             self._next += 1
             self._agreed = min(self._agreed + 1, _SURE)
             return
-        if self._agreed >= _SURE:  # else it was not found again in truth
+        if self._agreed >= _SURE:  # else the prediction had not really been found again
             self._left, self._since = self._next, 1
         self._agreed = 0
-        expected = self._left + self._since  # had it changed words only
-        place = self._index.nearest_behind(expected, before, token) if self._since > 1 else None
-        if place is not None:
-            self._next, self._agreed = place, 2
+        expected = self._left + self._since  # the index if words were only replaced, token by token
+        index = self._index.nearest_behind(expected, before, token) if self._since > 1 else None
+        if index is not None:
+            self._next, self._agreed = index, 2
             return
-        place = self._index.nearest_behind(expected, token)
-        if place is not None and abs(place - expected) <= _NEAR:
-            self._next, self._agreed = place, 1
+        index = self._index.nearest_behind(expected, token)
+        if index is not None and abs(index - expected) <= _NEAR:
+            self._next, self._agreed = index, 1
         elif self._since == 1:
             self._next = self._left + 1
 
@@ -97,7 +98,7 @@ class LookupProposer:
     """Drafts from the caller's prediction, the request's own text and earlier answers of its namespace."""
 
     def __init__(self, spec: RequestSpec, tokens: Sequence[int], namespace: Namespace, answers: EarlierAnswers) -> None:
-        # ids of pictures need more than 8 bytes; whatever they are, nobody is to write them
+        # ids of pictures need more than 8 bytes, which the index has not, and are never drafted
         prompt = tuple(max(token, -1) for token in spec.prompt) if spec.images else spec.prompt
         self._sources: list[Callable[[Sequence[int], int], Draft]] = [
             OwnText(prompt, tokens).propose, partial(answers.propose, namespace)
@@ -157,7 +158,7 @@ class SpeculationCounters:
     by_model: tuple[int, int] = (0, 0)
     """`drafted` and `accepted` tokens that a draft model guessed."""
     by_position: list[int] = field(default_factory=list)
-    """Accepted tokens at the first, second, ... place of a draft."""
+    """Accepted tokens at the first, second, ... position of a draft."""
 
 
 @dataclass(slots=True)
@@ -208,44 +209,44 @@ class DraftPlanner:
         guesses: list[_Guess] = []
         drafts: dict[int, Draft] = {}
         unsure: list[int] = []
-        for place, candidate in enumerate(candidates):
+        for row, candidate in enumerate(candidates):
             draft, chances = self._looked_up(candidate, len(costs) - 1)
             if draft.tokens:
-                drafts[place] = draft
+                drafts[row] = draft
             if best_prefix(chances, costs, num_sampling)[0]:
-                guesses += [(-chance, place, 0.0) for chance in chances]
+                guesses += [(-chance, row, 0.0) for chance in chances]
             else:
-                unsure.append(place)
+                unsure.append(row)
         if unsure and self._draft_costs is not None:
             modelled = self._worth_asking(candidates, unsure, costs)
             guesses += modelled
-            asked = {place: _OPEN for _, place, _ in modelled}
+            asked = {row: _OPEN for _, row, _ in modelled}
             drafts |= asked
-            for place in unsure:
-                if place not in asked:
-                    self.requests[candidates[place].key].acceptance.rest(Source.MODEL)
+            for row in unsure:
+                if row not in asked:
+                    self.requests[candidates[row].key].acceptance.rest(Source.MODEL)
         # the likeliest guesses of all rows, as many as yield the most tokens per time
         guesses = sorted(guesses)[: len(costs) - 1]
         making = accumulate(self._making(guesses), initial=0.0)
-        with_making = [cost + made for cost, made in zip(costs, making, strict=False)]
+        with_making = [cost + extra for cost, extra in zip(costs, making, strict=False)]
         worth, gain = best_prefix([-minus for minus, _, _ in guesses], with_making, num_sampling)
-        if gain < _MIN_MODEL_GAIN and any(made for _, _, made in guesses):
+        if gain < _MIN_MODEL_GAIN and any(cost for _, _, cost in guesses):
             guesses = [guess for guess in guesses if not guess[2]]
             worth = best_prefix([-minus for minus, _, _ in guesses], costs, num_sampling)[0]
-        counts = Counter(place for _, place, _ in guesses[:worth])
-        for place, draft in drafts.items():
-            request = self.requests[candidates[place].key]
-            if place in counts:
-                request.draft, request.asked_at = draft, len(candidates[place].tokens)
+        counts = Counter(row for _, row, _ in guesses[:worth])
+        for row, draft in drafts.items():
+            request = self.requests[candidates[row].key]
+            if row in counts:
+                request.draft, request.asked_at = draft, len(candidates[row].tokens)
             else:
                 request.acceptance.rest(draft.source)
-        return {candidates[place].key: drafts[place].tokens[:count] for place, count in counts.items()}
+        return {candidates[row].key: drafts[row].tokens[:count] for row, count in counts.items()}
 
     def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
         """Drafts for a request whose prompt ends with the `num_tokens` of a step that it has for itself.
 
-        They are those that its caller predicts, which save a pass. Nobody else's first token may come later for the
-        sake of a guess.
+        They are those that its caller predicts, which save a pass. Steps with other requests carry none: no first token
+        may come later for the sake of a guess.
         """
         if not candidate.spec.prediction:
             return ()
@@ -267,7 +268,7 @@ class DraftPlanner:
         draft, chances = self._looked_up(candidate, len(costs) - 1)
         if not draft.tokens:
             return False
-        # its own tokens for the time of its step: what is computed for others meanwhile is no reason to wait
+        # tokens per time of this request alone: work for others meanwhile is no reason to wait
         if best_prefix(chances, costs, 1.0)[1] >= _MIN_WAIT_GAIN:
             return True
         self.requests[candidate.key].acceptance.rest(draft.source)
@@ -285,15 +286,15 @@ class DraftPlanner:
         counters.rows += 1
         counters.drafted += drafted
         counters.accepted += accepted
-        for place in range(accepted):
-            counters.by_position[place] += 1
+        for position in range(accepted):
+            counters.by_position[position] += 1
         if request is None:
             return
         request.acceptance.learn(request.draft, drafted, accepted)
         request.guesses = request.guesses[0] + drafted, request.guesses[1] + accepted
         if request.draft.source is Source.MODEL:
-            made, right = counters.by_model
-            counters.by_model = made + drafted, right + accepted
+            drafted_by_model, right = counters.by_model
+            counters.by_model = drafted_by_model + drafted, right + accepted
         elif request.draft.source is Source.PREDICTION:
             right, wrong = request.prediction
             request.prediction = right + accepted, wrong + drafted - accepted
@@ -332,47 +333,45 @@ class DraftPlanner:
         return draft, request.acceptance.chances(draft, limit)
 
     def _making(self, guesses: Sequence[_Guess]) -> Iterator[float]:
-        """The cost of making each of these: those at one place of several rows are made in one pass."""
-        places, passes = Counter[int](), Counter[int]()
-        for _, row, made in guesses:
-            if not made or self._draft_costs is None:
+        """The cost of making each of these: guesses at the same position of several rows are made in one pass."""
+        positions, passes = Counter[int](), Counter[int]()
+        for _, row, cost in guesses:
+            if not cost or self._draft_costs is None:
                 yield 0.0
                 continue
-            number = places[row]
+            number = positions[row]
             alone = passes[number]
             yield self._draft_costs.of(alone + 1) - (self._draft_costs.of(alone) if alone else 0.0)
-            places[row] += 1
+            positions[row] += 1
             passes[number] += 1
 
     def _worth_asking(
-        self, candidates: Sequence[Candidate], places: Sequence[int], costs: Sequence[float]
+        self, candidates: Sequence[Candidate], rows: Sequence[int], costs: Sequence[float]
     ) -> list[_Guess]:
-        """Guesses that a draft model should make for the candidates at `places`; `costs`: of the step by guesses.
+        """Guesses that a draft model should make for the candidates at indices `rows`; `costs`: of the step by guesses.
 
         The fewer rows, the more each has to pay of a pass of the draft model, so rows are dropped until all pay.
         """
         assert self._draft_costs is not None
-        while places:
-            making = self._draft_costs.of(len(places)) / len(places)
+        while rows:
+            making = self._draft_costs.of(len(rows)) / len(rows)
             guesses = [
-                (-chance, place, making)
-                for place in places
-                for chance in self._model_chances(candidates[place], making, costs)
+                (-chance, row, making) for row in rows for chance in self._model_chances(candidates[row], making, costs)
             ]
-            paying = sorted({place for _, place, _ in guesses})
-            if len(paying) == len(places):
+            paying = sorted({row for _, row, _ in guesses})
+            if len(paying) == len(rows):
                 return guesses
-            places = paying
+            rows = paying
         return []
 
     def _model_chances(self, candidate: Candidate, making: float, costs: Sequence[float]) -> list[float]:
         """Chances of the guesses that are worth asking a draft model for, at a cost of `making` each."""
         assert self._draft_costs is not None
-        request, known = self._of(candidate), len(candidate.tokens)
+        request, num_tokens = self._of(candidate), len(candidate.tokens)
         chances = request.acceptance.chances(_OPEN, min(candidate.room, self._max_drafts, len(costs) - 1))
-        # what was written while nobody asked it has to be computed by the draft model first: paid by what is to come
-        ahead = min(candidate.spec.max_total - known, max(_MIN_AHEAD, known - len(candidate.spec.prompt)))
-        missing = known - request.caught_up if self._falls_behind else 1
+        # tokens written without the draft model must be computed by it first: the tokens to come pay for them
+        ahead = min(candidate.spec.max_total - num_tokens, max(_MIN_AHEAD, num_tokens - len(candidate.spec.prompt)))
+        missing = num_tokens - request.caught_up if self._falls_behind else 1
         catching_up = self._draft_costs.of(missing) - self._draft_costs.of(1)
         extra = 2 * max(0.0, catching_up) / max(1, ahead)
         with_making = [cost + number * making + extra * (number > 0) for number, cost in enumerate(costs)]

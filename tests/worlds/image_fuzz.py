@@ -65,7 +65,7 @@ class ImageLife(Life):
             self.dropped += len(batch.encode.dropped)
 
     def counts(self) -> Counter[str]:
-        found = self.scheduler.encoding.found
+        found = self.scheduler.encoding.reused
         return super().counts() + Counter(
             pictured=self.pictured, encoded=self.encoded, dropped=self.dropped, encoded_before=found
         )

@@ -66,8 +66,8 @@ class SystemDisk:
             if create or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             descriptor = os.open(path, flags | os.O_RDONLY)
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             os.close(descriptor)
             raise PermissionError(errno.EPERM, "not a file that only this user can write", path)
         return descriptor
@@ -76,10 +76,10 @@ class SystemDisk:
         return os.fstat(descriptor).st_size
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return _in_parts(partial(os.preadv, descriptor), buffers, offset)
+        return _in_chunks(partial(os.preadv, descriptor), buffers, offset)
 
     def pwritev(self, descriptor: int, buffers: Sequence[Buffer], offset: int) -> int:
-        return _in_parts(partial(os.pwritev, descriptor), buffers, offset)
+        return _in_chunks(partial(os.pwritev, descriptor), buffers, offset)
 
     def sync_folder(self, folder: str) -> None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -99,13 +99,13 @@ def opened(disk: Disk, path: str, *, create: bool = False) -> Iterator[int]:
         disk.close(descriptor)
 
 
-def _in_parts(transfer: Callable[[Sequence[Any], int], int], buffers: Sequence[Buffer], offset: int) -> int:
+def _in_chunks(transfer: Callable[[Sequence[Any], int], int], buffers: Sequence[Buffer], offset: int) -> int:
     """Bytes that `transfer` of (buffers, offset) reads or writes, of as many buffers at once as the system takes."""
     done = 0
     for start in range(0, len(buffers), _MOST_BUFFERS):
-        part = buffers[start : start + _MOST_BUFFERS]
-        count = transfer(part, offset + done)
+        chunk = buffers[start : start + _MOST_BUFFERS]
+        count = transfer(chunk, offset + done)
         done += count
-        if count < sum(len(each) for each in part):
+        if count < sum(len(buffer) for buffer in chunk):
             break
     return done

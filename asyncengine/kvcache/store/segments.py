@@ -4,11 +4,11 @@
     <fingerprint>-<number>.index    the head of each, and where it lies; written when the records are on the disk
     <fingerprint>.lock              locked by the one process that writes records of this fingerprint
 
-A folder may hold records of any number of fingerprints; a store sees its own alone. Of an index those entries count
-that are whole: what a process that died, or a disk without power, left behind the last one is cut off, and the next
-records go there. Where the bytes of all files exceed the budget, the oldest segments go as a whole.
+A folder may hold records of any number of fingerprints; a store sees its own alone. Only whole entries of an
+index count: bytes that a process that died, or a disk without power, left behind the last one are cut off, and the
+next records go there. Where the bytes of all files exceed the budget, the oldest segments go as a whole.
 
-One thread appends; any threads read. What a disk does to records is found out before they are used: a record counts
+One thread appends; any threads read. Damage on a disk is detected before a record is used: a record counts
 only if its head is the one in memory, to the last token, and its payload has the head's checksum.
 """
 
@@ -36,13 +36,13 @@ _SEGMENT = 256 * 2**20
 """Bytes of a segment, where the budget is large."""
 _MOST_FAILURES = 3
 """Failed writes in a row after which nothing is written any more."""
-_PLACE = struct.Struct("<QI")
+_ENTRY_TAIL = struct.Struct("<QI")
 """Offset of a record, and the CRC-32 of its entry up to there."""
 NAME = re.compile(r"([0-9a-f]{32})-(\d{8,})\.(data|index)")
 
 
 class Entry(NamedTuple):
-    """Place of a record in the folder."""
+    """Position of a record in the folder."""
 
     segment: int
     offset: int
@@ -199,9 +199,9 @@ class SegmentStore:
             return active
         self._commit()
         self._leave_segment()
-        found = self._segments()
-        self._make_room(found)
-        number = 1 + max((number for _, number in found), default=0)
+        segments = self._segments()
+        self._make_room(segments)
+        number = 1 + max((number for _, number in segments), default=0)
         data = self._disk.open(self._path(number, "data"), create=True)
         index = self._disk.open(self._path(number, "index"), create=True)
         self._active = _Active(number, data, index, 0, 0)
@@ -233,10 +233,10 @@ class SegmentStore:
         """Bytes of each segment of the folder, of any fingerprint, by (fingerprint's name, number)."""
         sizes: dict[tuple[str, int], int] = {}
         for name in sorted(self._disk.listdir(self._folder)):
-            found = NAME.fullmatch(name)
-            if found is None:
+            match = NAME.fullmatch(name)
+            if match is None:
                 continue
-            key = found[1], int(found[2])
+            key = match[1], int(match[2])
             sizes[key] = sizes.get(key, 0) + self._size_of(posixpath.join(self._folder, name))
         return sizes
 
@@ -262,12 +262,12 @@ class SegmentStore:
     def _drop(self, name: str, number: int) -> None:
         if name == self._prefix:
             self._entries = {key: entry for key, entry in self._entries.items() if entry.segment != number}
-        for kind in ("index", "data"):  # the index first: nobody looks for records that are gone
+        for suffix in ("index", "data"):  # the index first: no reader looks for records that are gone
             with contextlib.suppress(OSError):
-                self._disk.unlink(posixpath.join(self._folder, f"{name}-{number:08}.{kind}"))
+                self._disk.unlink(posixpath.join(self._folder, f"{name}-{number:08}.{suffix}"))
 
-    def _path(self, number: int, kind: str) -> str:
-        return posixpath.join(self._folder, f"{self._prefix}-{number:08}.{kind}")
+    def _path(self, number: int, suffix: str) -> str:
+        return posixpath.join(self._folder, f"{self._prefix}-{number:08}.{suffix}")
 
     def _take_lock(self) -> int | None:
         descriptor = None
@@ -325,10 +325,10 @@ class SegmentStore:
         with opened(self._disk, self._path(number, "index")) as descriptor:
             data = read_whole(self._disk, descriptor)
         data_end = index_end = 0
-        for entry, place in entries_of(number, data):
+        for entry, span in entries_of(number, data):
             if entry.header.fingerprint == self.fingerprint and entry.end <= most:
                 self._entries[entry.header.digest, entry.header.type] = entry
-                data_end, index_end = max(data_end, entry.end), place.stop
+                data_end, index_end = max(data_end, entry.end), span.stop
         return number, data_end, index_end
 
     def _go_on_with(self, number: int, data_end: int, index_end: int) -> None:
@@ -360,12 +360,12 @@ def entries_of(segment: int, data: bytearray) -> Iterator[tuple[Entry, range]]:
     while at >= 0:
         try:
             header, end = Header.unpack(data, at)
-            offset, check = _PLACE.unpack_from(data, end)
+            offset, check = _ENTRY_TAIL.unpack_from(data, end)
             whole = check == zlib.crc32(data[at : end + 8])
         except (RecordError, struct.error):  # cut off, or damaged
             whole = False
         if whole:
-            after = end + _PLACE.size
+            after = end + _ENTRY_TAIL.size
             yield Entry(segment, offset, header), range(at, after)
             at = after
         else:

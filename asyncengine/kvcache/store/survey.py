@@ -1,6 +1,6 @@
-"""Survey of a folder of records, without a model at hand: what there is, whether it is whole; and its removal.
+"""Survey of a folder of records without a model: which records there are and whether they are whole; and their removal.
 
-Engines may read and write the folder meanwhile: what one of them writes is looked at, and never removed.
+Engines may read and write the folder meanwhile: segments that one of them writes are surveyed, and never removed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ModelRecords:
 def survey(disk: Disk, folder: str, *, verify: bool = False) -> list[ModelRecords]:
     """Records of each fingerprint in `folder`, by name. `verify`: every record is read, and its checksum looked at;
     without it only the indices are. Raises `OSError` if the folder cannot be listed."""
-    found: dict[str, ModelRecords] = {}
+    models: dict[str, ModelRecords] = {}
     for prefix, number in _segments(disk, folder):
-        if prefix not in found:
-            found[prefix] = ModelRecords(
+        if prefix not in models:
+            models[prefix] = ModelRecords(
                 prefix, being_written=_is_locked(disk, posixpath.join(folder, f"{prefix}.lock"))
             )
-        model = found[prefix]
+        model = models[prefix]
         model.segments += 1
         try:
             _survey_segment(disk, posixpath.join(folder, f"{prefix}-{number}"), model, verify)
@@ -53,7 +53,7 @@ def survey(disk: Disk, folder: str, *, verify: bool = False) -> list[ModelRecord
             continue  # dropped meanwhile, or its process died before it had made both files
         except OSError:
             model.unreadable += 1
-    return list(found.values())
+    return list(models.values())
 
 
 def clear(disk: Disk, folder: str) -> tuple[int, list[str]]:
@@ -68,8 +68,8 @@ def clear(disk: Disk, folder: str) -> tuple[int, list[str]]:
                 kept.append(prefix)
                 continue
             for number in [number for other, number in segments if other == prefix]:
-                for kind in ("index", "data"):  # the index first: nobody looks for records that are gone
-                    path = posixpath.join(folder, f"{prefix}-{number}.{kind}")
+                for suffix in ("index", "data"):  # the index first: no reader looks for records that are gone
+                    path = posixpath.join(folder, f"{prefix}-{number}.{suffix}")
                     with contextlib.suppress(FileNotFoundError), opened(disk, path) as descriptor:
                         size = disk.size(descriptor)
                         disk.unlink(path)
@@ -97,9 +97,9 @@ def _survey_segment(disk: Disk, path: str, model: ModelRecords, verify: bool) ->
         size = disk.size(data)
         model.bytes += size + len(written)
         whole = 0
-        for entry, place in entries_of(0, written):
+        for entry, span in entries_of(0, written):
             model.records += 1
-            whole += len(place)
+            whole += len(span)
             if entry.end > size or (verify and not _is_whole(disk, data, entry)):
                 model.damaged += 1
             elif entry.header.type is RecordType.PAGE:

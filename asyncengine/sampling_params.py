@@ -167,6 +167,9 @@ class SamplingParams(Settings):
     (before penalties, bias, temperature and truncation; vLLM's `raw_logprobs`)."""
     top_logprobs: Count = 0
     """Also return the k likeliest alternatives at each position; implies `logprobs`."""
+    logprob_token_ids: Annotated[Sequence[int], _token_ids] = ()
+    """Return those of these tokens at each position of the output, in this order, in the place of the likeliest;
+    implies `logprobs` (vLLM's parameter of this name). As many as `top_logprobs` may be."""
     logprobs_of: Literal["model", "sampled"] = "model"
     """The distribution of `logprobs`: the model's own, or the one that tokens were drawn from (after penalties, bias,
     masks, temperature and truncation; implies `logprobs`). A greedy choice has 0 in the latter. Prompts are scored by
@@ -206,7 +209,7 @@ class SamplingParams(Settings):
         if self.max_tokens is not None and not scored:
             as_integer("max_tokens", self.max_tokens, 1)
         Settings.__post_init__(self)  # `super()` does not find its class in a dataclass with slots
-        if self.top_logprobs or self.logprobs_of == "sampled":
+        if self.top_logprobs or self.logprob_token_ids or self.logprobs_of == "sampled":
             object.__setattr__(self, "logprobs", True)
         if self.prompt_logprobs_start:
             object.__setattr__(self, "prompt_logprobs", True)

@@ -365,6 +365,7 @@ class RequestValidator:
             ("stop", len(params.stop), "max_stop_strings", config.max_stop_strings),
             ("stop_token_ids", len(params.stop_token_ids), "max_stop_token_ids", config.max_stop_token_ids),
             ("top_logprobs", params.top_logprobs, "max_top_logprobs", config.max_top_logprobs),
+            ("logprob_token_ids", len(params.logprob_token_ids), "max_top_logprobs", config.max_top_logprobs),
             ("logit_bias", len(params.logit_bias), "max_logit_bias", config.max_logit_bias),
         )
         for name, size, setting, limit in sizes:
@@ -379,9 +380,8 @@ class RequestValidator:
             raise InvalidParameter(unserved[0], f"cannot be had: {reason}")
         if params.stop and self.tokenizer is None:
             raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
-        ids_of = {"stop_token_ids": params.stop_token_ids, "logit_bias": tuple(params.logit_bias)}
-        for name, ids in {**ids_of, "allowed_token_ids": params.allowed_token_ids or ()}.items():
-            for token in ids:
+        for name in ("stop_token_ids", "logit_bias", "logprob_token_ids", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
                 if token >= vocab:
                     raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)
 

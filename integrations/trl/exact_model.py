@@ -22,7 +22,7 @@ from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.exact_layers import ExactLayers, Sequences, read_sequences, why_not_exact
-from asyncengine.execution.runner.pending import token_logprobs
+from asyncengine.execution.sampling.logprobs import token_logprobs
 from asyncengine.integrations.trl.recompute import Outputs, RoutingReplay, recomputed, recomputed_module, replaced
 from asyncengine.integrations.trl.trainer_weights import adapter_on, base_of, exact_weights, take_adapter, versions_of
 from asyncengine.lora.checkpoint.peft_loader import PeftLoader

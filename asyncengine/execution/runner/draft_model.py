@@ -177,8 +177,9 @@ class DraftModel:
         plain = self._specs.get(spec)
         if plain is None:
             params = replace(
-                spec.params, logprobs=True, logprobs_of="model", top_logprobs=0, prompt_logprobs=False,
-                prompt_logprobs_start=0, return_routed_experts=False, routed_experts_start=0, return_hidden_states=(),
+                spec.params, logprobs=True, logprobs_of="model", top_logprobs=0, logprob_token_ids=(),
+                prompt_logprobs=False, prompt_logprobs_start=0, return_routed_experts=False, routed_experts_start=0,
+                return_hidden_states=(),
             )  # fmt: skip
             plain = self._specs[spec] = replace(spec, params=params)
         return plain

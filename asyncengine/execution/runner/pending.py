@@ -18,6 +18,7 @@ from asyncengine.execution.device.memory import is_out_of_memory, release_cached
 from asyncengine.execution.device.transfer import Readback, upload
 from asyncengine.execution.layers.step import Traces
 from asyncengine.execution.pooling.pool import Pooler, Span
+from asyncengine.execution.sampling.logprobs import LogprobTensors, named_by, num_listed, token_logprobs
 from asyncengine.execution.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.execution.sampling.sampler import (
     AGAIN_FLAG,
@@ -32,55 +33,6 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.seams import StepHandle
 
 logger = logging.getLogger("asyncengine")
-
-# Log-probabilities under the model's own distribution, of sampled tokens and of the prompt.
-
-_BLOCK_ELEMENTS = 2**24
-"""Most float32 log-probabilities held at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """Log-probabilities of some tokens, and their likeliest alternatives in descending order."""
-
-    tokens: torch.Tensor
-    """int64 [rows]."""
-    own: torch.Tensor
-    """float32 [rows]."""
-    top_ids: torch.Tensor
-    """int64 [rows, num_top]."""
-    top: torch.Tensor
-    """float32 [rows, num_top]."""
-
-    def fetch(self, readback: Readback) -> LogprobTensors:
-        """The same on the host, once `readback` has arrived."""
-        return LogprobTensors(*(readback.fetch(part) for part in (self.tokens, self.own, self.top_ids, self.top)))
-
-    def entries(self) -> list[step.TokenLogprob]:
-        """For host tensors: one entry for each token."""
-        alternatives = zip(self.top_ids.tolist(), self.top.tolist(), strict=True)
-        return [
-            step.TokenLogprob(token, own, tuple(zip(ids, values, strict=True)))
-            for token, own, (ids, values) in zip(self.tokens.tolist(), self.own.tolist(), alternatives, strict=True)
-        ]
-
-
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
-    """Log-probability of tokens[i] under logits[i], with the `num_top` likeliest.
-
-    logits [rows, vocab] any float type, tokens int64 [rows]; the softmax is taken in float32, block by block.
-    """
-    num_top = min(num_top, logits.shape[-1])
-    own, top_ids, top = [], [], []
-    block = max(_BLOCK_ELEMENTS // logits.shape[-1], 1)
-    for begin in range(0, logits.shape[0], block):
-        logs = torch.log_softmax(logits[begin : begin + block].float(), dim=-1)
-        own.append(logs.gather(1, tokens[begin : begin + block, None])[:, 0])
-        best = logs.topk(num_top, dim=-1)
-        top_ids.append(best.indices)
-        top.append(best.values)
-    return LogprobTensors(tokens, torch.cat(own), torch.cat(top_ids), torch.cat(top))
-
 
 # The tokens that a matcher may take in the place of one that was drawn: its output would not end within its budget.
 
@@ -205,7 +157,9 @@ class PendingStep:
         rows = [self.places[place] for place in places]
         index = upload(np.array(places, dtype=np.int64), logits.device)
         own = sampler.scored_logits(self.places, places, logits, sampled)
-        found = token_logprobs(own, sampled.tokens[index], max(row.spec.params.top_logprobs for row in rows))
+        params = [row.spec.params for row in rows]
+        width = max(map(num_listed, params))
+        found = token_logprobs(own, sampled.tokens[index], width, named_by(params, width, own.device))
         self.logprobs = places, found.fetch(self.readback)
         for number, (place, row) in enumerate(zip(places, rows, strict=True)):
             if row.grammar is not None:
@@ -302,12 +256,13 @@ class PendingStep:
             first = beyond
 
     def _logprob(self, found: step.TokenLogprob, place: int, token: int) -> step.TokenLogprob:
-        entry = found
+        entry, params = found, self.places[place].spec.params
         if found.token_id != token:  # it was put in the place of the sampled one
             logits, put = self.steerable[place][None], torch.tensor([token])
-            (entry,) = token_logprobs(logits, put, len(found.top)).entries()
-        params = self.places[place].spec.params
-        top = entry.top[: params.top_logprobs]
+            (entry,) = token_logprobs(
+                logits, put, len(found.top), named_by([params], len(found.top), put.device)
+            ).entries()
+        top = entry.top[: num_listed(params)]
         if params.logprobs_of == "sampled":  # what cannot be drawn is no alternative
             top = tuple(each for each in top if each[1] > -math.inf)
         return entry._replace(top=top)

@@ -25,8 +25,8 @@ from asyncengine.step import Row
 
 KNOWN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "logprobs_of", "prompt_logprobs",
-    "prompt_logprobs_start", "return_routed_experts", "routed_experts_start", "return_hidden_states",
+    "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "logprob_token_ids", "logprobs_of",
+    "prompt_logprobs", "prompt_logprobs_start", "return_routed_experts", "routed_experts_start", "return_hidden_states",
     "hidden_states_start", "steering_vectors",
 )  # fmt: skip
 """Parameters that the samplers of every device know, those in graphs too, and what tells why else (`ModelInfo`)."""

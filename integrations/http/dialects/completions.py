@@ -34,11 +34,13 @@ def read(fields: Fields) -> Turn:
         raise InvalidParameter("prompt", f"asks for more than {MAX_SAMPLES} samples: n of each prompt")
     turn.params |= max_tokens(values["limit"], MAX_TOKENS)
     top, of_prompt = turn.extra.get("logprobs"), turn.extra.get("prompt_logprobs")
+    if named := turn.params.get("logprob_token_ids"):
+        turn.extra["logprobs"] = max(top or 0, len(named))
     of_echo = bool(turn.extra.get("echo")) and (top is not None or turn.params.get("max_tokens") == 0)
     if of_prompt is not None and turn.stream:
         raise InvalidParameter("prompt_logprobs", "are not served in a stream")
     turn.params |= {
-        "logprobs": top is not None or "chosen" in turn.extra,
+        "logprobs": "logprobs" in turn.extra or "chosen" in turn.extra,
         "top_logprobs": max(top or 0, of_prompt or 0),
         "prompt_logprobs": of_prompt is not None or of_echo,
     }

@@ -131,7 +131,8 @@ def _read_prompt_scores(turn: Turn, fields: Fields) -> None:
     if turn.stream:
         raise InvalidParameter("prompt_logprobs", "are not served in a stream")
     top = turn.params.get("top_logprobs", 0)
-    turn.extra |= {"logprobs": turn.params.get("logprobs", False), "top_logprobs": top}
+    named = turn.params.get("logprob_token_ids", ())
+    turn.extra |= {"logprobs": named or turn.params.get("logprobs", False), "top_logprobs": len(named) or top}
     turn.params |= {"prompt_logprobs": True, "top_logprobs": max(top, count)}
     if count > top:
         fields.names["top_logprobs"] = "prompt_logprobs"

@@ -12,8 +12,8 @@ from support.drive import Driver, prompts
 from support.forwards import transformers_logits
 from support.tiny_models import VOCAB, make_model
 
-from asyncengine.execution.runner.pending import token_logprobs
 from asyncengine.execution.sampling import sampler
+from asyncengine.execution.sampling.logprobs import token_logprobs
 from asyncengine.sampling_params import SamplingParams
 
 from . import reference_sampler
@@ -113,10 +113,24 @@ def test_each_row_gets_as_many_as_it_asked_for(make_runner: MakeRunner) -> None:
     assert all(job.logprobs[0].logprob == jobs[0].logprobs[0].logprob for job in jobs)
 
 
+def test_named_tokens_stand_in_the_place_of_the_likeliest(make_runner: MakeRunner) -> None:
+    """Each has the value that it has among all, and the row beside keeps its likeliest."""
+    driver = Driver(make_runner("llama"))
+    prompt, plain = prompts([5], VOCAB)[0], SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=3)
+    every = driver.job(prompt, 3, plain.replace(top_logprobs=VOCAB))
+    named = driver.job(prompt, 3, plain.replace(logprob_token_ids=[7, 3, 11], top_logprobs=1))
+    beside = driver.job(prompt, 3, plain.replace(top_logprobs=5))
+    driver.run([every, named, beside])
+    for whole, entry, other in zip(every.logprobs, named.logprobs, beside.logprobs, strict=True):
+        known = dict(whole.top)
+        assert entry.top == tuple((token, known[token]) for token in (7, 3, 11))
+        assert (other.top, entry.logprob) == (whole.top[:5], whole.logprob)
+
+
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(11, 40)
     tokens = torch.randint(0, 40, (11,))
     whole = token_logprobs(logits, tokens, 50).entries()
-    monkeypatch.setattr("asyncengine.execution.runner.pending._BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("asyncengine.execution.sampling.logprobs._BLOCK_ELEMENTS", 100)
     assert token_logprobs(logits, tokens, 50).entries() == whole
     assert len(whole[0].top) == 40

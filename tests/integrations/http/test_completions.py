@@ -102,6 +102,20 @@ def test_a_stream_scores_its_prompts_first(client: openai.OpenAI, max_tokens: in
         assert [chunk.finish_reason is not None for chunk in own] == [False] * (len(own) - 1) + [True]
 
 
+def test_named_tokens_are_scored_as_in_process(client: openai.OpenAI, engine: Engine) -> None:
+    ids = [engine.tokenize(word)[-1] for word in (" Paris", " the")]
+    done = engine.generate(TEXT, SamplingParams(temperature=0, max_tokens=6, logprob_token_ids=ids))
+    assert [[each.token_id for each in entry.top] for entry in done.logprobs or ()] == [ids] * len(done.token_ids)
+    scores = ask(client, logprob_token_ids=ids).choices[0].logprobs
+    for entry, top in zip(done.logprobs or (), scores.top_logprobs, strict=True):
+        assert top == {**{each.token: each.logprob for each in entry.top}, entry.token: entry.logprob}
+    chat: Any = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    for more in ({}, {"prompt_logprobs": 1}):
+        told = client.chat.completions.create(**chat, extra_body={"logprob_token_ids": ids, **more})
+        content = told.choices[0].logprobs.content  # type: ignore[union-attr]
+        assert [[each.token for each in entry.top_logprobs] for entry in content or ()] == [engine.token_texts(ids)] * 2
+
+
 def test_ids_go_in_and_out(client: openai.OpenAI, engine: Engine) -> None:
     ids = engine.tokenize(TEXT)
     done = engine.generate(ids, SamplingParams(temperature=0, max_tokens=6))

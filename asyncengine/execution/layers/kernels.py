@@ -191,7 +191,7 @@ class CompiledKernels(LayerKernels):
         return self._operations.add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
 
     def activation(self, name: str, parameters: torch.Tensor | None = None) -> Activation:
-        return self._operations.in_place(name, parameters) or super().activation(name, parameters)
+        return self._operations.elementwise(name, parameters) or super().activation(name, parameters)
 
     def gated(self, activation: str) -> Activation | None:
         return self._operations.GATED.get(activation)

@@ -29,28 +29,28 @@ _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 @emitted(INT64, INT64, TAG)
-def gelu_row(builder: Any, address: Any, width: Any, kind: Any) -> None:
-    """GELU of so many numbers in place, whole vectors of them."""
+def gelu_row(builder: Any, address: Any, width: Any, dtype: Any) -> None:
+    """Apply GELU in place to `width` numbers, a multiple of `LANES`."""
     with cgutils.for_range(builder, builder.udiv(width, LONG(LANES))) as loop:
-        at = builder.add(address, builder.mul(loop.index, LONG(LANES * kind.bitwidth // 8)))
-        vectors.write(builder, write_gelu(builder, vectors.read(builder, at, kind)), at, kind)
+        at = builder.add(address, builder.mul(loop.index, LONG(LANES * dtype.bitwidth // 8)))
+        vectors.write(builder, write_gelu(builder, vectors.read(builder, at, dtype)), at, dtype)
 
 
 def write_gelu(builder: Any, x: Any) -> Any:
-    """x times the normal distribution's integral (Hendrycks and Gimpel 2016), of sixteen float32; NaN of NaN."""
+    """GELU of sixteen float32, x times the normal distribution's integral (Hendrycks and Gimpel 2016); NaN of NaN."""
 
-    def known(value: float) -> Any:
+    def floats(value: float) -> Any:
         return vectors.constant(FLOATS, value)
 
-    size = vectors.call(builder, "llvm.fabs.v16f32", FLOATS, [x])
-    near = builder.fdiv(known(1.0), vectors.multiply_add(builder, size, known(0.3275911 * 0.5**0.5), known(1.0)))
-    tail = known(0.5 * _TAIL[0])
+    magnitude = vectors.call(builder, "llvm.fabs.v16f32", FLOATS, [x])
+    t = builder.fdiv(floats(1.0), vectors.multiply_add(builder, magnitude, floats(0.3275911 * 0.5**0.5), floats(1.0)))
+    tail = floats(0.5 * _TAIL[0])
     for term in _TAIL[1:]:
-        tail = vectors.multiply_add(builder, tail, near, known(0.5 * term))
-    power = exp2(builder, builder.fmul(builder.fmul(size, size), known(-0.5 * _LOG2E)))
-    tail = builder.fmul(builder.fmul(tail, near), power)
-    whole = builder.fcmp_ordered(">", x, known(0.0))
-    return builder.fmul(x, builder.select(whole, builder.fsub(known(1.0), tail), tail))
+        tail = vectors.multiply_add(builder, tail, t, floats(0.5 * term))
+    density = exp2(builder, builder.fmul(builder.fmul(magnitude, magnitude), floats(-0.5 * _LOG2E)))
+    tail = builder.fmul(builder.fmul(tail, t), density)
+    positive = builder.fcmp_ordered(">", x, floats(0.0))
+    return builder.fmul(x, builder.select(positive, builder.fsub(floats(1.0), tail), tail))
 
 
 _WORK = 16
@@ -58,17 +58,17 @@ _WORK = 16
 _SILU, _GELU_TANH, _GELU, _RELU, _RELU2, _CLIP, _XIELU = range(7)
 _NAMES = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "clip", "xielu")
 UNGATED = 16
-"""An offset of the number of an activation that applies to every number and not to one half."""
+"""The offset of the ids of activations of every number; those below it are of one half, and gate the other."""
 
 
-def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
-    both = both.contiguous()
-    *outer, width = both.shape
+def _gated(activation: int, gate_up: torch.Tensor) -> torch.Tensor:
+    gate_up = gate_up.contiguous()
+    *outer, width = gate_up.shape
     width //= 2
-    out = torch.empty((*outer, width), dtype=both.dtype)
+    out = torch.empty((*outer, width), dtype=gate_up.dtype)
     rows = out.numel() // width
-    code = gate_code(activation, both.dtype)
-    gate(both.data_ptr(), out.data_ptr(), rows, width, code, tag_of(both.dtype), use_team())
+    code = gate_code(activation, gate_up.dtype)
+    gate(gate_up.data_ptr(), out.data_ptr(), rows, width, code, tag_of(gate_up.dtype), use_team())
     return out
 
 
@@ -80,24 +80,22 @@ gelu_and_mul = partial(_gated, _GELU)
 """The same with GELU by the error function."""
 
 
-def in_place(name: str, parameters: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """One of `_NAMES` of every number of a contiguous tensor, which is overwritten and given back; None: another.
-
-    `parameters`: what `layers.kernels.PARAMETRIC` says of that name, float32.
-    """
+def elementwise(name: str, parameters: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The function that overwrites a contiguous tensor with an activation of its numbers and returns it. None if `name`
+    is not one of `_NAMES`. `parameters`: float32, as `layers.kernels.PARAMETRIC` describes them for that name."""
     return partial(_activated, _NAMES.index(name), parameters) if name in _NAMES else None
 
 
 def _activated(activation: int, parameters: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    width, own = x.shape[-1], 0 if parameters is None else parameters.data_ptr()
-    activate(x.data_ptr(), x.numel() // width, width, activation, own, tag_of(x.dtype), use_team())
+    width, constants = x.shape[-1], 0 if parameters is None else parameters.data_ptr()
+    activate(x.data_ptr(), x.numel() // width, width, activation, constants, tag_of(x.dtype), use_team())
     return x
 
 
 def gate_code(activation: int, dtype: torch.dtype) -> int:
-    """The number as kernels take it: of a gated GELU, which few models have, the address of what computes rows of that
-    type; compiled now if need be."""
+    """The `code` of a gated activation for `gate`. A gated GELU, which few models have, is a function of its own, whose
+    code is its address: it is compiled now if need be."""
     return address_of(_name_of_gate(activation, dtype)) if activation in (_GELU_TANH, _GELU) else activation
 
 
@@ -107,25 +105,25 @@ def _name_of_gate(activation: int, dtype: torch.dtype) -> str:
     return name_of(rows, (*(numba.types.int64,) * 5, numba.typeof(tag_of(dtype))))
 
 
-def activation_id(between: object) -> int | None:
-    """The number by which one of these is known (`gate_code`); None: it is none of them."""
-    if not isinstance(between, partial):
+def activation_id(function: object) -> int | None:
+    """The id of a function that was made here, for `gate_code` or with `UNGATED` added; None for any other function."""
+    if not isinstance(function, partial):
         return None
-    number: int = between.args[0] if between.args else -1
-    return number if between.func is _gated else number + UNGATED if between.func is _activated else None
+    activation: int = function.args[0] if function.args else -1
+    return activation if function.func is _gated else activation + UNGATED if function.func is _activated else None
 
 
 @inline
 def exponential(x: np.float32) -> np.float32:
-    """e^x to 2e-7 of itself, for x from -87 to 88; the nearest of those beyond."""
+    """e^x within a relative error of 2e-7; x is clamped to -87 .. 88, so that the result is finite and normal."""
     x = np.float32(-87) if x < np.float32(-87) else x
     x = np.float32(88) if x > np.float32(88) else x
-    whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    exponent = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     # ln 2 in two parts, the first of few bits: their products with a whole number lose nothing
-    rest = (x - whole * np.float32(0.693359375)) + whole * np.float32(2.12194440e-4)
-    power = _series(rest) * rest * rest + rest + np.float32(1)
-    found: np.float32 = power * number_of((np.int32(whole) + np.int32(127)) << np.int32(23))
-    return found
+    remainder = (x - exponent * np.float32(0.693359375)) + exponent * np.float32(2.12194440e-4)
+    mantissa = _series(remainder) * remainder * remainder + remainder + np.float32(1)
+    result: np.float32 = mantissa * number_of((np.int32(exponent) + np.int32(127)) << np.int32(23))
+    return result
 
 
 @inline
@@ -140,13 +138,13 @@ def _series(x: np.float32) -> np.float32:
 
 
 @inline
-def _xielu(x: np.float32, up: np.float32, down: np.float32, beta: np.float32, epsilon: np.float32) -> np.float32:
+def _xielu(x: np.float32, alpha_p: np.float32, alpha_n: np.float32, beta: np.float32, eps: np.float32) -> np.float32:
     """`layers.xielu`. Near 0, e^x - 1 - x is a product: the difference would have no digits left."""
-    least = epsilon if x > epsilon else x
-    apart = exponential(least) - np.float32(1) - least
-    apart = _series(least) * least * least if least > np.float32(-0.34) else apart
-    below = (apart + (least - x)) * (down + beta)
-    return (up * x * x if x > np.float32(0) else below) + beta * x
+    clipped = eps if x > eps else x
+    difference = exponential(clipped) - np.float32(1) - clipped
+    difference = _series(clipped) * clipped * clipped if clipped > np.float32(-0.34) else difference
+    negative = (difference + (clipped - x)) * (alpha_n + beta)
+    return (alpha_p * x * x if x > np.float32(0) else negative) + beta * x
 
 
 @inline
@@ -164,99 +162,99 @@ def _gelu_tanh(x: np.float32) -> np.float32:
 @inline
 def _gelu(x: np.float32) -> np.float32:
     """x times the normal distribution's integral, whose tail is Abramowitz and Stegun's 7.1.26, off by 8e-8 at most."""
-    size = abs(x)
-    near = np.float32(1) / (np.float32(1) + np.float32(0.3275911 * 0.70710678) * size)
+    magnitude = abs(x)
+    t = np.float32(1) / (np.float32(1) + np.float32(0.3275911 * 0.70710678) * magnitude)
     tail = np.float32(0.5 * 1.061405429)
-    tail = tail * near + np.float32(0.5 * -1.453152027)
-    tail = tail * near + np.float32(0.5 * 1.421413741)
-    tail = tail * near + np.float32(0.5 * -0.284496736)
-    tail = tail * near + np.float32(0.5 * 0.254829592)
-    tail = tail * near * exponential(np.float32(-0.5) * size * size)
+    tail = tail * t + np.float32(0.5 * -1.453152027)
+    tail = tail * t + np.float32(0.5 * 1.421413741)
+    tail = tail * t + np.float32(0.5 * -0.284496736)
+    tail = tail * t + np.float32(0.5 * 0.254829592)
+    tail = tail * t * exponential(np.float32(-0.5) * magnitude * magnitude)
     return x * (np.float32(1) - tail if x > np.float32(0) else tail)
 
 
 @inline
-def _gate_rows(activation: Any, first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
-    halves = array(pointer(both, kind), (last, 2, width))
-    results = array(pointer(out, kind), (last, width))
+def _gate_rows(activation: Any, first: int, last: int, gate_up: int, out: int, width: int, dtype: np.generic) -> None:
+    halves = array(pointer(gate_up, dtype), (last, 2, width))
+    results = array(pointer(out, dtype), (last, width))
     for row in range(first, last):
         for index in range(width):
-            gate = widen(narrow(activation(widen(halves[row, 0, index])), kind))
-            results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+            gate = widen(narrow(activation(widen(halves[row, 0, index])), dtype))
+            results[row, index] = narrow(gate * widen(halves[row, 1, index]), dtype)
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
-def gate(first: int, last: int, both: int, out: int, rows: int, width: int, code: int, kind: np.generic) -> None:
-    """One of the gated activations above, by address; `code` is what `gate_code` says."""
+def gate(first: int, last: int, gate_up: int, out: int, rows: int, width: int, code: int, dtype: np.generic) -> None:
+    """One of the gated activations above, by address, of rows [first, last); `code`: from `gate_code`."""
     if code != _SILU:
-        call(code, (first, last, both, out, width, kind))
+        call(code, (first, last, gate_up, out, width, dtype))
     else:
-        _gate_rows(silu, first, last, both, out, width, kind)
+        _gate_rows(silu, first, last, gate_up, out, width, dtype)
 
 
 @serial_in_order
-def gate_by_gelu_tanh(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
-    """Rows `first` to `last`, for `gate_code`."""
-    _gate_rows(_gelu_tanh, first, last, both, out, width, kind)
+def gate_by_gelu_tanh(first: int, last: int, gate_up: int, out: int, width: int, dtype: np.generic) -> None:
+    """Gated GELU, by its approximation with tanh, of rows [first, last); called by its address (`gate_code`)."""
+    _gate_rows(_gelu_tanh, first, last, gate_up, out, width, dtype)
 
 
 @serial_in_order
-def gate_by_gelu(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
-    """The same with GELU by the error function."""
-    _gate_rows(_gelu, first, last, both, out, width, kind)
+def gate_by_gelu(first: int, last: int, gate_up: int, out: int, width: int, dtype: np.generic) -> None:
+    """Gated GELU, by the error function, of rows [first, last); called by its address."""
+    _gate_rows(_gelu, first, last, gate_up, out, width, dtype)
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
 def activate(
-    first: int, last: int, x: int, rows: int, width: int, activation: int, parameters: int, kind: np.generic
+    first: int, last: int, x: int, rows: int, width: int, activation: int, parameters: int, dtype: np.generic
 ) -> None:
-    """One of the activations above of every number, in place, by address."""
-    numbers, known = array(pointer(x, kind), (last, width)), array(pointer(parameters, np.float32(0)), (4,))
+    """One of the activations above of every number, in place, by address, of rows [first, last)."""
+    values, constants = array(pointer(x, dtype), (last, width)), array(pointer(parameters, np.float32(0)), (4,))
     for row in range(first, last):
         if activation == _SILU:
             for index in range(width):
-                numbers[row, index] = narrow(silu(widen(numbers[row, index])), kind)
+                values[row, index] = narrow(silu(widen(values[row, index])), dtype)
         elif activation == _GELU_TANH:
             for index in range(width):
-                numbers[row, index] = narrow(_gelu_tanh(widen(numbers[row, index])), kind)
+                values[row, index] = narrow(_gelu_tanh(widen(values[row, index])), dtype)
         elif activation == _GELU and width % LANES == 0:
-            gelu_row(x + row * width * size_of(kind), width, kind)
+            gelu_row(x + row * width * size_of(dtype), width, dtype)
         elif activation == _GELU:
             for index in range(width):
-                numbers[row, index] = narrow(_gelu(widen(numbers[row, index])), kind)
+                values[row, index] = narrow(_gelu(widen(values[row, index])), dtype)
         elif activation == _CLIP:
             for index in range(width):
-                number, limit = widen(numbers[row, index]), known[0]
-                number = limit if number > limit else -limit if number < -limit else number
-                numbers[row, index] = narrow(number, kind)
+                value, limit = widen(values[row, index]), constants[0]
+                value = limit if value > limit else -limit if value < -limit else value
+                values[row, index] = narrow(value, dtype)
         elif activation == _XIELU:
             for index in range(width):
-                number = _xielu(widen(numbers[row, index]), known[0], known[1], known[2], known[3])
-                numbers[row, index] = narrow(number, kind)
+                value = _xielu(widen(values[row, index]), constants[0], constants[1], constants[2], constants[3])
+                values[row, index] = narrow(value, dtype)
         else:
             for index in range(width):
-                number = widen(numbers[row, index])
-                number = np.float32(0) if number < np.float32(0) else number
-                numbers[row, index] = narrow(number * number if activation == _RELU2 else number, kind)
+                value = widen(values[row, index])
+                value = np.float32(0) if value < np.float32(0) else value
+                values[row, index] = narrow(value * value if activation == _RELU2 else value, dtype)
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
 def gate_clamped(
-    first: int, last: int, both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32,
-    kind: np.generic,
+    first: int, last: int, gate_up: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32,
+    dtype: np.generic,
 ) -> None:  # fmt: skip
     """[rows, 2 * width] -> [rows, width]: g / (1 + exp(-alpha g)) * (u + 1) of neighbours g and u (gpt-oss), by
     address. g is at most `limit`, u within -limit .. limit."""
-    pairs = array(pointer(both, kind), (last, width, 2))
-    results = array(pointer(out, kind), (last, width))
+    pairs = array(pointer(gate_up, dtype), (last, width, 2))
+    results = array(pointer(out, dtype), (last, width))
     for row in range(first, last):
         for index in range(width):
             gate_value, up = widen(pairs[row, index, 0]), widen(pairs[row, index, 1])
-            # written so that what is no number stays so
+            # comparisons with NaN are false, and the operand that each keeps then is the number itself: NaN stays NaN
             gate_value = limit if gate_value > limit else gate_value
             up = limit if up > limit else -limit if up < -limit else up
             gate_value = gate_value / (np.float32(1) + exponential(-alpha * gate_value))
-            results[row, index] = narrow(gate_value * (up + np.float32(1)), kind)
+            results[row, index] = narrow(gate_value * (up + np.float32(1)), dtype)

@@ -62,9 +62,9 @@ def add(builder: Any, address: Any, value: Any) -> Any:
 
 @emitted(_int64, _int64, _int64, result=_int64)
 def exchange(builder: Any, address: Any, expected: Any, wanted: Any) -> Any:
-    """Returns 1 if `expected` was at the address and `wanted` is now; 0: nothing changed."""
-    found = builder.cmpxchg(_at(builder, address), expected, wanted, _ORDER, _ORDER)
-    return builder.zext(builder.extract_value(found, 1), LONG)
+    """Replace `expected` at the address by `wanted`; returns 1, or 0 if another value was there, which stays."""
+    swapped = builder.cmpxchg(_at(builder, address), expected, wanted, _ORDER, _ORDER)
+    return builder.zext(builder.extract_value(swapped, 1), LONG)
 
 
 @emitted()
@@ -145,8 +145,8 @@ if sys.platform == "linux":
     def keep_off_core(thread: int, space: int) -> int:
         """Forbid a sleeping thread the core that the caller is on, so that it wakes on another.
 
-        `space`: twice AFFINITY_BYTES, whose first half gets the cores that the thread may use. Returns 1; 0: nothing
-        changed, as there is no other core, or the system refuses.
+        `space`: twice AFFINITY_BYTES, whose first half gets the cores that the thread may use. Returns 1, or 0 if
+        nothing changed, as there is no other core, or the system refuses.
         """
         core = np.int64(_this_core())
         words = AFFINITY_BYTES // 8
@@ -160,7 +160,7 @@ if sys.platform == "linux":
 
     @serial
     def allow_cores(space: int) -> None:
-        """Let the calling thread use the cores again that `keep_off_core` noted."""
+        """Let the calling thread use the cores again that `keep_off_core` wrote to `space`."""
         _set_affinity(np.int32(0), AFFINITY_BYTES, space)
 
 else:
@@ -199,8 +199,8 @@ _yield = numba.types.ExternalFunction("sched_yield", numba.types.int32())
 
 @serial
 def meet(words: int, target: int) -> int:
-    """Arrive, and wait until there were `target` arrivals; `words`: the address of the shared words. Returns 1; 0: one
-    of the processes is gone."""
+    """Arrive, and wait until there were `target` arrivals; `words`: the address of the shared words. Returns 1, or 0 if
+    one of the processes is gone."""
     arrive(words)
     return reach(words, target)
 
@@ -210,8 +210,8 @@ def reach(words: int, target: int) -> int:
     """Wait until there were `target` arrivals; the rest as for `meet`."""
     spins = 0
     while load(words + _BROKEN) == 0:
-        seen = load(words + _ARRIVED)
-        if seen >= target:
+        arrived = load(words + _ARRIVED)
+        if arrived >= target:
             return 1
         spins += 1
         if spins < _SPINS:
@@ -220,14 +220,14 @@ def reach(words: int, target: int) -> int:
             _yield()
         else:  # it does not sleep if there was another arrival meanwhile, which may not have seen the sleeper
             add(words + _SLEEPERS, 1)
-            _system(_FUTEX, words + _ARRIVED, _SLEEP, seen & 0xFFFFFFFF, 0, 0, 0)
+            _system(_FUTEX, words + _ARRIVED, _SLEEP, arrived & 0xFFFFFFFF, 0, 0, 0)
             add(words + _SLEEPERS, -1)
     return 0
 
 
 @serial
 def arrive(words: int) -> None:
-    """Arrive, and wait for nobody."""
+    """Count this process's arrival and wake those that sleep, without waiting itself."""
     add(words + _ARRIVED, 1)
     if load(words + _SLEEPERS) != 0 and _FUTEX != 0:
         _system(_FUTEX, words + _ARRIVED, _WAKE, 0x7FFFFFFF, 0, 0, 0)
@@ -235,6 +235,6 @@ def arrive(words: int) -> None:
 
 @serial
 def break_off(words: int) -> None:
-    """Let nobody wait any more."""
+    """End every wait at the barrier, present and future, since a process is gone."""
     store(words + _BROKEN, 1)
     arrive(words)  # a count that was about to be slept on is another now

@@ -7,9 +7,9 @@ machine code depends on beside the function itself: the source of all kernels, t
 matrix unit is used, the versions of numba, llvmlite and Python. numba's own cache lies beside the source, where each
 virtual environment has one and a read-only installation none; its settings are the program's and stay untouched.
 
-A file is the digest of its content, then the content, and appears under its name complete: whoever finds half a file,
-or another one, compiles. Machine code is run, so a folder that somebody else could write to is not read. Nothing that
-is wrong with the folder fails a load: kernels are then compiled and not kept, which is logged once.
+A file is the digest of its content, then the content, and appears under its name complete: a process that reads half a
+file, or one with another digest, compiles. Machine code is run, so a folder that another user could write to is not
+read. No fault of the folder fails a load: kernels are then compiled and not kept, which is logged once.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _KERNEL = re.compile(r"^ *@serial\w*$|^@(?:team_kernel|blocks_of)\(|^\w+ = (?:wi
 
 
 def stamp_of(folder: Path) -> str:
-    """A hash of all source in a folder: a compiled function holds the code of those it calls, whatever file they are
-    in."""
+    """A hash of all source in a folder: a compiled function contains the code of those that it calls, which may be in
+    any file."""
     digest = _DIGEST()
     for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
@@ -63,7 +63,7 @@ def stamp_of(folder: Path) -> str:
 
 
 class KernelFolder:
-    """The files of one key. `folder` None: nothing is found and nothing kept, for the reason given."""
+    """The files of one key. With `folder` None, nothing is kept, and `find` finds nothing; `refused` says why."""
 
     def __init__(self, folder: Path | None, refused: str = "") -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class KernelFolder:
 
     @property
     def writable(self) -> bool:
-        """Whether what is kept here can be found by other processes."""
+        """Whether other processes can find kernels that this one keeps."""
         if self.folder is None:
             return False
         try:
@@ -83,7 +83,7 @@ class KernelFolder:
         return self._is_ours(self.folder) and os.access(self.folder, os.W_OK)
 
     def find(self, name: str) -> bytes | None:
-        """The bytes kept under this name, whole; None: there are none."""
+        """The bytes kept under this name, or None if there are none, or not all of them."""
         if self.folder is None or not self._is_ours(self.folder):
             return None
         try:
@@ -94,7 +94,7 @@ class KernelFolder:
         return content[size:] if _DIGEST(content[size:]).digest() == content[:size] else None
 
     def keep(self, name: str, data: bytes) -> None:
-        """For whoever looks next, in this process or another. Of several who keep the same, the last one stays."""
+        """Write a file for this and other processes. If several write the same name, the last one's stays."""
         if self.folder is None:
             return
         try:
@@ -117,10 +117,10 @@ class KernelFolder:
         if self._open:
             return True
         try:
-            found = folder.stat()
+            status = folder.stat()
         except OSError:
             return False
-        if hasattr(os, "getuid") and (found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022):
+        if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022):
             self._give_up(f"{folder} belongs to somebody else, or others may write to it")
             return False
         self._open = True
@@ -129,16 +129,16 @@ class KernelFolder:
         return True
 
     def _make(self, folder: Path) -> None:
-        """With the first file of a new key, those go that nobody has used for long, and those beyond the most bytes."""
+        """Make the folder of a new key, and remove other keys' that are unused for long or beyond `_MOST_BYTES`."""
         if folder.is_dir():
             return
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        others = [_use_of(other) for other in folder.parent.iterdir() if other.name != folder.name and _is_key(other)]
-        room = _MOST_BYTES
-        for used_at, size, other in sorted(others, reverse=True):
-            room -= size
-            if room < 0 or used_at < time.time() - _UNUSED_SECONDS:
-                shutil.rmtree(other, ignore_errors=True)
+        other_keys = [_use_of(old) for old in folder.parent.iterdir() if old.name != folder.name and _is_key(old)]
+        bytes_left = _MOST_BYTES
+        for used_at, size, old in sorted(other_keys, reverse=True):
+            bytes_left -= size
+            if bytes_left < 0 or used_at < time.time() - _UNUSED_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _give_up(self, reason: str) -> None:
         self.folder = None
@@ -153,7 +153,7 @@ def _is_key(path: Path) -> bool:
 
 
 def _use_of(folder: Path) -> tuple[float, int, Path]:
-    """When it was last used, and its bytes. Another process may remove it meanwhile: then it is old and empty."""
+    """(time of last use, bytes, folder). One that another process removes meanwhile counts as old and empty."""
     try:
         return folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder
     except OSError:
@@ -161,7 +161,7 @@ def _use_of(folder: Path) -> tuple[float, int, Path]:
 
 
 def folder_here() -> KernelFolder:
-    """That of this machine and process."""
+    """The folder for kernels of this machine and process."""
     return kernel_folder(cpu_target.target_context.codegen().magic_tuple())
 
 
@@ -169,20 +169,20 @@ def folder_here() -> KernelFolder:
 def kernel_folder(machine: tuple[str, ...]) -> KernelFolder:
     """The folder for kernels compiled here, for `machine`: what numba compiles for (triple, CPU, features)."""
     python = (platform.python_implementation(), *sys.version_info[:2], getattr(sys, "abiflags", ""))
-    parts = (stamp_of(Path(__file__).parent), machine, UNIT, numba.__version__, llvmlite.__version__, python)
+    identity = (stamp_of(Path(__file__).parent), machine, UNIT, numba.__version__, llvmlite.__version__, python)
     try:
         root = kernels_root(os.environ, sys.platform)
     except RuntimeError as error:
         return KernelFolder(None, str(error))
-    return KernelFolder(root / _DIGEST(repr(parts).encode()).hexdigest()[:16])
+    return KernelFolder(root / _DIGEST(repr(identity).encode()).hexdigest()[:16])
 
 
 class KernelCache:
     """The cache that numba asks for a function's code before compiling it, and gives it to afterwards.
 
-    Takes the place of `numba.core.caching.FunctionCache`; what is kept of a compilation is what that one keeps. A
-    function that others are made with (tiles, say) has an attribute `made_for`, a text that says for what: such parts
-    have no lasting names.
+    Takes the place of `numba.core.caching.FunctionCache`, and keeps the same of a compilation. A function that closes
+    over other compiled ones (tiles, say), which have no lasting names, has an attribute `made_for`: a text that stands
+    for them in its name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -193,8 +193,8 @@ class KernelCache:
         return None
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """A `CompileResult`, or None: it is compiled next."""
-        rtsys.initialize(target)  # what kept code calls. Compiling needs more, and finds that for itself
+        """A `CompileResult`; None if there is none, and numba compiles the function next."""
+        rtsys.initialize(target)  # kept code calls numba's runtime; compiling code would have initialised it
         folder = kernel_folder(target.codegen().magic_tuple())
         data = folder.find(self._name(signature))
         if data is None and _was_awaited(self._function.__module__, signature):
@@ -208,7 +208,7 @@ class KernelCache:
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        if result.library.has_dynamic_globals or any(not part.can_cache for part in result.lifted):
+        if result.library.has_dynamic_globals or any(not loop.can_cache for loop in result.lifted):
             return  # holds an address of this process
         kernel_folder(result.codegen.magic_tuple()).keep(self._name(signature), dumps(result._reduce()))
 
@@ -217,19 +217,19 @@ class KernelCache:
 
     def _name(self, signature: Any) -> str:
         function = self._function
-        made_for = getattr(function, "made_for", None)
-        cells = [made_for] if made_for else [cell.cell_contents for cell in function.__closure__ or ()]
-        parts = (
+        form = getattr(function, "made_for", None)
+        captured = [form] if form else [cell.cell_contents for cell in function.__closure__ or ()]
+        identity = (
             _source(inspect.getfile(function)), function.__module__, function.__qualname__,
-            function.__code__.co_firstlineno, function.__code__.co_code, dumps(cells) if cells else b"",
+            function.__code__.co_firstlineno, function.__code__.co_code, dumps(captured) if captured else b"",
             type(signature).__name__, str(signature),
         )  # fmt: skip
         module = function.__module__.rpartition(".")[2]
-        return f"{module}.{function.__name__}-{_DIGEST(repr(parts).encode()).hexdigest()[:16]}.kernel"
+        return f"{module}.{function.__name__}-{_DIGEST(repr(identity).encode()).hexdigest()[:16]}.kernel"
 
 
-class PartCache(KernelCache):
-    """Keeps nothing: for code that is only part of others'."""
+class InlinedCache(KernelCache):
+    """A cache that keeps nothing, for functions that are only inlined into others."""
 
     def load_overload(self, signature: Any, target: Any) -> None:
         _tell(self._function)
@@ -239,18 +239,18 @@ class PartCache(KernelCache):
 
 
 def _was_awaited(module: str, signature: Any) -> bool:
-    """Whether other processes were compiling a function of these arguments, and were waited for."""
+    """Whether other processes were compiling a function of these arguments, and this call waited for them."""
     if not elsewhere:
         return False
     types = f"({', '.join(map(str, getattr(signature, 'args', signature)))})"
-    return any(others.wait_for(module, types) for others in tuple(elsewhere))
+    return any(compiler.wait_for(module, types) for compiler in tuple(elsewhere))
 
 
 def _tell(function: Callable[..., Any]) -> None:
     """Tell the watcher that this function is compiled next."""
-    watching = watcher.get()
-    if watching is not None:
-        watching(function.__name__.strip("_").replace("_", " "), kernel_count())
+    report = watcher.get()
+    if report is not None:
+        report(function.__name__.strip("_").replace("_", " "), kernel_count())
 
 
 @functools.cache
@@ -264,5 +264,5 @@ def _source(file: str) -> bytes:
 @functools.cache
 def kernel_count() -> int:
     """Functions of this package that have code of their own. No load needs all of them."""
-    found = [_KERNEL.findall(file.read_text(encoding="utf-8")) for file in Path(__file__).parent.glob("*.py")]
-    return sum(map(len, found))
+    definitions = [_KERNEL.findall(file.read_text(encoding="utf-8")) for file in Path(__file__).parent.glob("*.py")]
+    return sum(map(len, definitions))

@@ -1,4 +1,4 @@
-"""Calls by address: a kernel's heavy part is compiled once, whoever calls it.
+"""Calls by address: a kernel's heavy function is compiled once for all its callers.
 
 numba puts the code of a function into that of every caller, and LLVM optimises it there again: a function three levels
 down is compiled four times, and a `prange` loop adds four levels of its own. Here the caller holds an address instead.
@@ -37,14 +37,14 @@ _TEXT = ir.IntType(8).as_pointer()
 
 @functools.cache
 def _code_of(name: str) -> Any:
-    """The code of "module:function:void(types)", which is compiled if need be. It stays where it is."""
+    """The code of "module:function:void(types)", compiled if need be. It is never freed, so its address stays."""
     module, function, signature = name.split(":")
-    found = operator.attrgetter(function)(sys.modules.get(module) or importlib.import_module(module))
-    return compiled_for(found, signature)
+    dispatcher = operator.attrgetter(function)(sys.modules.get(module) or importlib.import_module(module))
+    return compiled_for(dispatcher, signature)
 
 
-def _find(name: bytes) -> int:
-    address: int = _code_of(name.decode()).address
+def _find(symbol: bytes) -> int:
+    address: int = _code_of(symbol.decode()).address
     return address
 
 
@@ -101,18 +101,18 @@ def _emit_address(context: Any, builder: Any, name: str) -> Any:
     builder.store(builder.load(cell), address)
     with builder.if_then(builder.icmp_unsigned("==", builder.load(address), LONG(0)), likely=False):
         find = cgutils.get_or_insert_function(builder.module, ir.FunctionType(LONG, [_TEXT]), _SYMBOL)
-        found = builder.call(find, [context.insert_const_string(builder.module, name)])
-        with builder.if_then(builder.icmp_unsigned("==", found, LONG(0)), likely=False):
+        looked_up = builder.call(find, [context.insert_const_string(builder.module, name)])
+        with builder.if_then(builder.icmp_unsigned("==", looked_up, LONG(0)), likely=False):
             message = f"{name} is gone: the cache of compiled kernels is older than this code; delete it"
             context.call_conv.return_user_exc(builder, RuntimeError, (message,))
-        builder.store(found, cell)
-        builder.store(found, address)
+        builder.store(looked_up, cell)
+        builder.store(looked_up, address)
     return builder.load(address)
 
 
 def _emit_call(builder: Any, address: Any, arguments: list[Any]) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    builder.call(builder.inttoptr(address, kind.as_pointer()), arguments)
+    function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(builder.inttoptr(address, function_type.as_pointer()), arguments)
 
 
 def _call(_: Any, function: Any, arguments: Any) -> Any:
@@ -123,11 +123,11 @@ def _call_rare(_: Any, function: Any, arguments: Any) -> Any:
     return _calling(function, _plain(arguments), rare=True)
 
 
-def _call_where(_: Any, function: Any, arguments: Any, own: Any, wanted: Any) -> Any:
-    given = function, arguments, own, wanted
-    if own != wanted:
-        return numba.types.void(*given), lambda context, *_: context.get_dummy_value()
-    return numba.types.void(*given), _calling(function, _plain(arguments), rare=False)[1]
+def _call_where(_: Any, function: Any, arguments: Any, tag: Any, wanted_tag: Any) -> Any:
+    argument_types = function, arguments, tag, wanted_tag
+    if tag != wanted_tag:
+        return numba.types.void(*argument_types), lambda context, *_: context.get_dummy_value()
+    return numba.types.void(*argument_types), _calling(function, _plain(arguments), rare=False)[1]
 
 
 def _plain(arguments: Any) -> tuple[Any, ...]:
@@ -135,15 +135,15 @@ def _plain(arguments: Any) -> tuple[Any, ...]:
 
 
 def _calling(function: Any, types: tuple[Any, ...], *, rare: bool) -> Any:
-    known = numba.types.unliteral(function) == numba.types.int64
-    name = "" if known else _name_of(function, types, rare=rare)
+    is_address = numba.types.unliteral(function) == numba.types.int64
+    name = "" if is_address else _name_of(function, types, rare=rare)
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        address = given[0] if known else _emit_address(context, builder, name)
-        _emit_call(builder, address, cgutils.unpack_tuple(builder, given[1]))
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        address = values[0] if is_address else _emit_address(context, builder, name)
+        _emit_call(builder, address, cgutils.unpack_tuple(builder, values[1]))
         return context.get_dummy_value()
 
-    first = numba.types.int64 if known else function
+    first = numba.types.int64 if is_address else function
     return numba.types.void(first, numba.types.BaseTuple.from_types(types)), generate
 
 
@@ -156,61 +156,62 @@ def _parallel_units(_: Any, function: Any, team: Any, pieces: Any, arguments: An
 
 
 def _loop(function: Any, arguments: Any, *, by_units: bool) -> Any:
-    whole, types = numba.types.int64, _plain(arguments)
-    numbers = (whole,) * (2 if by_units else 3)
-    run = _name_of(numba.typeof(_run), (whole,) * 4)
-    known = numba.types.unliteral(function) == whole
-    name = "unknown" if known else _name_of(function, (*numbers, *types))
+    int64, types = numba.types.int64, _plain(arguments)
+    piece_types = (int64,) * (2 if by_units else 3)
+    runner_name = _name_of(numba.typeof(_run), (int64,) * 4)
+    is_address = numba.types.unliteral(function) == int64
+    name = "unknown" if is_address else _name_of(function, (*piece_types, *types))
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        address = given[0] if known else _emit_address(context, builder, name)
-        values = [address, *given[4:], *cgutils.unpack_tuple(builder, given[3])]
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        address = operands[0] if is_address else _emit_address(context, builder, name)
+        values = [address, *operands[4:], *cgutils.unpack_tuple(builder, operands[3])]
         record = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in values]))
-        for place, value in enumerate(values):
-            builder.store(value, cgutils.gep_inbounds(builder, record, 0, place))
-        piece = builder.ptrtoint(_emit_part(builder.module, name, record.type, by_units), LONG)
-        runner = _emit_address(context, builder, run)
-        _emit_call(builder, runner, [piece, builder.ptrtoint(record, LONG), given[2], given[1]])
+        for index, value in enumerate(values):
+            builder.store(value, cgutils.gep_inbounds(builder, record, 0, index))
+        piece_code = builder.ptrtoint(_emit_piece(builder.module, name, record.type, by_units), LONG)
+        runner = _emit_address(context, builder, runner_name)
+        _emit_call(builder, runner, [piece_code, builder.ptrtoint(record, LONG), operands[2], operands[1]])
         return context.get_dummy_value()
 
-    given = whole if known else function, whole, whole, numba.types.BaseTuple.from_types(types)
-    return numba.types.void(*given, *((whole,) if by_units else ())), generate
+    operands = int64 if is_address else function, int64, int64, numba.types.BaseTuple.from_types(types)
+    return numba.types.void(*operands, *((int64,) if by_units else ())), generate
 
 
-def _emit_part(module: Any, name: str, record: Any, by_units: bool) -> Any:
-    """Emit the function that a thread calls: (piece, pieces, worker, record) -> the function in the record, with the
-    rest of it. `by_units`: the record's next number is that of all units, and the function gets those of the piece."""
+def _emit_piece(module: Any, name: str, record: Any, by_units: bool) -> Any:
+    """Emit the function that a thread calls with (piece, pieces, worker, record): it calls the function whose address
+    begins the record with the rest of the record. `by_units`: the number of all units comes next in the record, and the
+    function gets the piece's range of them in place of the piece."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * 4), module.get_unique_name(f".part.{name}"))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
-    *which, place = function.args
-    held = builder.inttoptr(place, record)
+    *position, record_address = function.args
+    fields = builder.inttoptr(record_address, record)
     address, *values = (
-        builder.load(cgutils.gep_inbounds(builder, held, 0, index)) for index in range(len(record.pointee.elements))
+        builder.load(cgutils.gep_inbounds(builder, fields, 0, index)) for index in range(len(record.pointee.elements))
     )
     if by_units:
-        (piece, pieces, _), units = which, values.pop(0)
+        (piece, pieces, _), units = position, values.pop(0)
         ends = piece, builder.add(piece, LONG(1))
-        which = [builder.sdiv(builder.mul(units, end), pieces) for end in ends]
-    _emit_call(builder, address, [*which, *values])
+        position = [builder.sdiv(builder.mul(units, end), pieces) for end in ends]
+    _emit_call(builder, address, [*position, *values])
     builder.ret_void()
     return function
 
 
 call: Any = intrinsic(_call)
-"""call(function, (arguments...)), inside kernels: of a compiled function that returns nothing; or of what lies at an
-address (`jit.compiled_for`), whose types must be these."""
+"""call(function, (arguments...)), inside kernels: call a compiled function that returns nothing. `function` may be an
+address (`jit.compiled_for`) of code for arguments of these types."""
 call_rare: Any = intrinsic(_call_rare)
 """`call` of a function that most programs never call: it is compiled when it is first called, or by `compile_named`."""
 call_where: Any = intrinsic(_call_where)
-"""call_where(function, (arguments...), own, wanted), inside kernels: `call` if the numbers `own` and `wanted` have one
+"""call_where(function, (arguments...), tag, wanted), inside kernels: `call` if the values `tag` and `wanted` have one
 type. For kernels of another type the function is not compiled, and nothing is called."""
 parallel_for: Any = intrinsic(_parallel_for)
 """parallel_for(function, team, pieces, (arguments...)), inside kernels:
 
 Call function(piece, pieces, worker, arguments...) for all pieces, by the threads of a team (`team.use_team`; 0: by the
-caller alone), in any order and side by side. Pieces of one `worker` come one after the other: what it needs to work in
-may be its own. The function may be given by its address (`jit.compiled_for`), whose types must be these.
+caller alone), in any order and side by side. Pieces of one `worker` come one after the other, so that scratch memory
+for each worker suffices. The function may be given by its address (`jit.compiled_for`), for arguments of these types.
 """
 _share_units: Any = intrinsic(_parallel_units)
 
@@ -232,25 +233,25 @@ def {name}({given}, team):
 
 
 def team_kernel(sizes: Callable[..., tuple[int, int]]) -> Callable[[Any], Any]:
-    """Above a compiled function of (first, last, arguments...), which does those of a loop's units: make of it the
-    kernel of (arguments..., team), which shares all units out among a team.
+    """Decorator of a compiled function of (first, last, arguments...), which computes units [first, last) of a loop:
+    makes it the kernel of (arguments..., team), which shares all units out among a team.
 
-    `sizes` is given some of the arguments, by their names, and says how many units there are, and how many bytes of
-    memory could be read while all of them are done (`pieces_of`).
+    `sizes` is given some of the arguments, by their names, and returns the number of units, and the bytes of memory
+    that could be read while all of them are computed (`pieces_of`).
     """
 
     def make(share: Any) -> Any:
         function = share.py_func
         name, (_, _, *given) = function.__name__, inspect.signature(function).parameters
-        known = inspect.signature(sizes).parameters
-        source = _TEAM_KERNEL.format(name=name, given=", ".join(given), known=", ".join(known))
+        size_arguments = inspect.signature(sizes).parameters
+        source = _TEAM_KERNEL.format(name=name, given=", ".join(given), known=", ".join(size_arguments))
         source = "\n" * (function.__code__.co_firstlineno - 2) + source  # errors and the cache name the function's line
-        made = {
+        namespace = {
             "__name__": function.__module__, "_sizes": inline(sizes), "_share": share, "_share_units": _share_units,
             "_pieces_of": pieces_of,
         }  # fmt: skip
-        exec(compile(source, function.__code__.co_filename, "exec"), made)
-        kernel = serial_in_order(made[name])
+        exec(compile(source, function.__code__.co_filename, "exec"), namespace)
+        kernel = serial_in_order(namespace[name])
         kernel.share, function.__name__ = share, f"{name}.share"  # it is called by this name
         return kernel
 

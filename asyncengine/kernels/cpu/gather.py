@@ -1,4 +1,4 @@
-"""Copies: rows of a table by their numbers, which a step of a few tokens looks up, and columns side by side."""
+"""Copies: rows of a table by index, which a step of a few tokens looks up, and columns side by side."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ from asyncengine.kernels.cpu.team import use_team
 
 
 @serial
-def _copy_rows(places: int, table: int, out: int, count: int, width: int) -> None:
-    """`width` is halves of a row."""
-    wanted = array(pointer(places, np.int64(0)), (count,))
+def _copy_rows(indices: int, table: int, out: int, count: int, width: int) -> None:
+    """Copy `count` rows of `width` numbers of 16 bits; `indices` is the address of their int64 row numbers."""
+    row_indices = array(pointer(indices, np.int64(0)), (count,))
     results = array(pointer(out, np.uint16(0)), (count, width))
     for index in range(count):
-        row = array(pointer(table + wanted[index] * width * 2, np.uint16(0)), (width,))
-        for place in range(width):
-            results[index, place] = row[place]
+        row = array(pointer(table + row_indices[index] * width * 2, np.uint16(0)), (width,))
+        for column in range(width):
+            results[index, column] = row[column]
 
 
 copy_few_rows = with_gil(_copy_rows)
 
 
 class RowCopies:
-    """Copies of a few rows of a table [rows, width] of 16 or 32 bits, contiguous; each overwrites the one before."""
+    """Lookups of a few rows of a contiguous table [rows, width] of 16 or 32 bits; each overwrites the one before."""
 
-    def __init__(self, table: torch.Tensor, most: int) -> None:
-        """`most` rows at once."""
-        self._table, self._memory = table, table.new_empty((most, table.shape[1]))
+    def __init__(self, table: torch.Tensor, most_rows: int) -> None:
+        """`most_rows`: the most rows of one lookup."""
+        self._table, self._memory = table, table.new_empty((most_rows, table.shape[1]))
         self._at = table.data_ptr(), self._memory.data_ptr()
         self._width = table.shape[1] * table.itemsize // 2
-        self._parts: dict[int, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
 
-    def __call__(self, places: torch.Tensor) -> torch.Tensor:
-        """[n, width]: rows `places` (int64 [n], contiguous, in range). The interpreter's lock is kept."""
-        count = places.shape[0]
-        copy_few_rows(places.data_ptr(), *self._at, count, self._width)
-        found = self._parts.get(count)
-        if found is None:
-            found = self._parts[count] = self._memory[:count]
-        return found
+    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows [n, width] of the table at `indices`, int64 [n], contiguous, in range, n at most `most_rows`. The
+        interpreter's lock is kept."""
+        count = indices.shape[0]
+        copy_few_rows(indices.data_ptr(), *self._at, count, self._width)
+        view = self._views.get(count)
+        if view is None:
+            view = self._views[count] = self._memory[:count]
+        return view
 
 
-def joined(*parts: torch.Tensor) -> torch.Tensor:
-    """[rows, all] or [rows, heads, all]: parts of 16 or 32 bits [rows, (heads,) columns of each] side by side.
+def joined(*tensors: torch.Tensor) -> torch.Tensor:
+    """Concatenation in the last dimension of tensors of 16 or 32 bits, [rows, columns] or [rows, heads, columns].
 
     Columns lie one behind the other; rows and heads may be any distance apart.
     """
-    first, *others = parts
-    out = first.new_empty((*first.shape[:-1], first.shape[-1] + sum(part.shape[-1] for part in others)))
+    first, *others = tensors
+    out = first.new_empty((*first.shape[:-1], first.shape[-1] + sum(tensor.shape[-1] for tensor in others)))
     at, size, heads = out.data_ptr(), out.element_size(), first.shape[1] if first.dim() == 3 else 1
-    for part in parts:
-        steps = part.stride(0) * size, part.stride(1) * size, out.shape[-1] * size
-        bytes_of_row = part.shape[-1] * size
-        copy_columns(part.data_ptr(), at, *steps, len(part), heads, bytes_of_row // 2, use_team())
+    for tensor in tensors:
+        strides = tensor.stride(0) * size, tensor.stride(1) * size, out.shape[-1] * size
+        bytes_of_row = tensor.shape[-1] * size
+        copy_columns(tensor.data_ptr(), at, *strides, len(tensor), heads, bytes_of_row // 2, use_team())
         at += bytes_of_row
     return out
 
@@ -66,7 +67,8 @@ def copy_columns(
     first: int, last: int, source: int, out: int, row_size: int, head_size: int, out_size: int, rows: int,
     heads: int, width: int,
 ) -> None:  # fmt: skip
-    """One part of `joined` by address; `width` is halves of its columns, sizes are bytes to the next."""
+    """One tensor's columns of `joined`, by address: `width` numbers of 16 bits; sizes are bytes to the next row or
+    head."""
     for row in range(first, last):
         numbers = array(pointer(source + row // heads * row_size + row % heads * head_size, np.uint16(0)), (width,))
         results = array(pointer(out + row * out_size, np.uint16(0)), (width,))

@@ -16,7 +16,8 @@ _COPY, _WORK = 4, 16
 
 
 def split_queries(projected: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """[T, width - heads * dim] of [T, width]: queries without the gates that stand behind those of each head."""
+    """The columns [T, width - heads * dim] of projections [T, width] that are left without each head's gates, which
+    follow its query."""
     rows, width = projected.shape
     out = torch.empty((rows, width - heads * dim), dtype=projected.dtype)
     split(projected.data_ptr(), out.data_ptr(), rows, width, heads, dim, tag_of(projected.dtype), use_team())
@@ -24,27 +25,27 @@ def split_queries(projected: torch.Tensor, heads: int, dim: int) -> torch.Tensor
 
 
 def gate_heads(
-    attended: torch.Tensor, projected: torch.Tensor, heads: int, dim: int, lone: bool = False
+    attended: torch.Tensor, projected: torch.Tensor, heads: int, dim: int, one_each: bool = False
 ) -> torch.Tensor:
-    """`attended` [T, heads * dim] times the sigmoid of the gates of `projected` [T, width]. `lone`: each head has one,
-    in the last columns."""
+    """`attended` [T, heads * dim] times the sigmoid of the gates in `projected` [T, width]. `one_each`: a head has one
+    gate, in the last columns."""
     attended = attended.contiguous()
     out = torch.empty_like(attended)
     rows, width = projected.shape
-    where = (attended.data_ptr(), projected.data_ptr(), out.data_ptr())
-    multiply_gates(*where, rows, width, heads, dim, lone, tag_of(projected.dtype), use_team())
+    addresses = (attended.data_ptr(), projected.data_ptr(), out.data_ptr())
+    multiply_gates(*addresses, rows, width, heads, dim, one_each, tag_of(projected.dtype), use_team())
     return out
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _COPY))
 @serial_in_order
 def split(
-    first: int, last: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int, kind: np.generic
+    first: int, last: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int, dtype: np.generic
 ) -> None:
     """`split_queries` by address."""
     size = heads * dim
-    sources = array(pointer(projected, kind), (rows, width))
-    results = array(pointer(out, kind), (rows, width - size))
+    sources = array(pointer(projected, dtype), (rows, width))
+    results = array(pointer(out, dtype), (rows, width - size))
     for row in range(first, last):
         for head in range(heads):
             for index in range(dim):
@@ -57,16 +58,16 @@ def split(
 @serial_in_order
 def multiply_gates(
     first: int, last: int, attended: int, projected: int, out: int, rows: int, width: int, heads: int, dim: int,
-    lone: bool, kind: np.generic,
+    one_each: bool, dtype: np.generic,
 ) -> None:  # fmt: skip
     """`gate_heads` by address; `out` may be `attended`."""
-    size = size_of(kind)
+    size = size_of(dtype)
     for unit in range(first, last):
         row, head = unit // heads, unit % heads
-        values = array(pointer(attended + unit * dim * size, kind), (dim,))
-        column = width - heads + head if lone else (2 * head + 1) * dim
-        gates = array(pointer(projected + (row * width + column) * size, kind), (dim,))
-        results = array(pointer(out + unit * dim * size, kind), (dim,))
+        values = array(pointer(attended + unit * dim * size, dtype), (dim,))
+        column = width - heads + head if one_each else (2 * head + 1) * dim
+        gates = array(pointer(projected + (row * width + column) * size, dtype), (dim,))
+        results = array(pointer(out + unit * dim * size, dtype), (dim,))
         for index in range(dim):
-            share = np.float32(1) / (np.float32(1) + exponential(-widen(gates[0 if lone else index])))
-            results[index] = narrow(widen(values[index]) * share, kind)
+            sigmoid = np.float32(1) / (np.float32(1) + exponential(-widen(gates[0 if one_each else index])))
+            results[index] = narrow(widen(values[index]) * sigmoid, dtype)

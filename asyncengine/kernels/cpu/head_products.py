@@ -27,15 +27,15 @@ def rows_of_head(outputs: int) -> int:
 
 
 def multiply_heads(x: torch.Tensor, panels: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """[rows, heads, behind + outputs] of x [rows, heads, inputs + behind]: each head's `inputs` times its matrix
-    [outputs, inputs], and before them the numbers behind these as they are.
+    """Multiply the first `inputs` numbers of each head of x [rows, heads, inputs + behind] by the head's matrix
+    [outputs, inputs]. Returns [rows, heads, behind + outputs]: the numbers behind the inputs, copied, then the product.
 
     `panels`: a packed weight [heads * rows_of_head(outputs), inputs] of x's type. In x a head's numbers are neighbours.
     """
     rows, heads, width = x.shape
-    size, made = x.element_size(), rows_of_head(outputs)
+    size, padded = x.element_size(), rows_of_head(outputs)
     out = torch.empty((rows, heads, width - inputs + outputs), dtype=x.dtype)
-    scratch = torch.empty((heads, min(rows, _ROWS), inputs + (made if made > outputs else 0)), dtype=x.dtype)
+    scratch = torch.empty((heads, min(rows, _ROWS), inputs + (padded if padded > outputs else 0)), dtype=x.dtype)
     steps = x.stride(0) * size, x.stride(1) * size
     for first in range(0, rows, _ROWS):
         count = min(rows - first, _ROWS)
@@ -52,32 +52,33 @@ def multiply_heads(x: torch.Tensor, panels: torch.Tensor, outputs: int, inputs: 
 @serial_in_order
 def multiply_each(
     first: int, last: int, x: int, row_size: int, head_size: int, panels: int, out: int, scratch: int, rows: int,
-    heads: int, inputs: int, behind: int, outputs: int, kind: np.generic, size: int,
+    heads: int, inputs: int, behind: int, outputs: int, dtype: np.generic, size: int,
 ) -> None:  # fmt: skip
-    """`multiply_heads` by address, of heads from `first` to `last`; steps of x in bytes."""
+    """`multiply_heads` by address, of heads [first, last); sizes of x in bytes from a row or head to the next."""
     count = (outputs + WIDTH - 1) // WIDTH
-    whole = count * WIDTH == outputs
-    own, made, step = inputs * size, 0 if whole else count * WIDTH * size, (behind + outputs) * size
+    fits = (
+        count * WIDTH == outputs
+    )  # else the product, of whole panels, goes to scratch memory and is copied from there
+    row, padded, out_row = inputs * size, 0 if fits else count * WIDTH * size, (behind + outputs) * size
     for head in range(first, last):
-        source, target = x + head * head_size, out + head * step
-        gathered = scratch + head * rows * (own + made)
-        _copy(source + own, row_size, target, heads * step, rows, behind * size)
-        _copy(source, row_size, gathered, own, rows, own)
-        to, across = target + behind * size, heads * step
-        if not whole:
-            to, across = gathered + rows * own, made
-        arguments = (0, 1, 0, gathered, panels + head * count * WIDTH * own, 0, to, across, rows, own, count, kind,
-                     size)  # fmt: skip
-        call(multiply_part, arguments)
-        if not whole:
-            _copy(to, made, target + behind * size, heads * step, rows, outputs * size)
+        source, target = x + head * head_size, out + head * out_row
+        gathered = scratch + head * rows * (row + padded)
+        _copy(source + row, row_size, target, heads * out_row, rows, behind * size)
+        _copy(source, row_size, gathered, row, rows, row)
+        product, stride = target + behind * size, heads * out_row
+        if not fits:
+            product, stride = gathered + rows * row, padded
+        matrix = panels + head * count * WIDTH * row
+        call(multiply_part, (0, 1, 0, gathered, matrix, 0, product, stride, rows, row, count, dtype, size))
+        if not fits:
+            _copy(product, padded, target + behind * size, heads * out_row, rows, outputs * size)
 
 
 @serial_in_order
 def _copy(source: int, source_size: int, target: int, target_size: int, rows: int, size: int) -> None:
-    """Rows of `size` bytes, an even number."""
+    """Copy rows of `size` bytes, an even number; their beginnings are `source_size` and `target_size` bytes apart."""
     for row in range(rows):
-        given = array(pointer(source + row * source_size, np.uint16(0)), (size // 2,))
-        taken = array(pointer(target + row * target_size, np.uint16(0)), (size // 2,))
+        from_row = array(pointer(source + row * source_size, np.uint16(0)), (size // 2,))
+        to_row = array(pointer(target + row * target_size, np.uint16(0)), (size // 2,))
         for index in range(size // 2):
-            taken[index] = given[index]
+            to_row[index] = from_row[index]

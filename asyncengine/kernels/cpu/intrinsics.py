@@ -16,26 +16,29 @@ TAG: Any = None
 
 
 def emitted(*types: Any, result: Any = numba.types.void, **settings: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A function of kernels made of one that writes its instructions: `write(builder, *arguments, **settings)`.
+    """Decorator of `write(builder, *arguments, **settings)`, which writes instructions: makes a function for kernels.
 
     `types` are those of its arguments. `write` is given LLVM's values of them, but for a `TAG` the argument's numba
-    type; it returns the value of type `result`, if there is one. No result depends on who calls.
-    `settings`: keyword-only arguments, which functions of kernels that are alike differ in.
+    type; it returns the value of type `result`, if there is one. The instructions are the same for every caller.
+    `settings`: keyword-only arguments of `write`, by which similar functions are made of one.
     """
 
     def make(write: Callable[..., Any]) -> Any:
         @functools.wraps(write)
         def typed(_: Any, *given: Any) -> Any:
-            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-                known = zip(types, given, arguments, strict=True)
-                found = write(builder, *(own if kind is TAG else value for kind, own, value in known), **settings)
-                return context.get_dummy_value() if found is None else found
+            tags = [declared is TAG for declared in types]
 
-            return result(*(own if kind is TAG else kind for kind, own in zip(types, given, strict=True))), generate
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                operands = [own if tag else value for tag, own, value in zip(tags, given, values, strict=True)]
+                returned = write(builder, *operands, **settings)
+                return context.get_dummy_value() if returned is None else returned
 
-        known = inspect.signature(write)  # numba takes names of arguments from there, but for the first
-        names = [name for name in known.parameters.values() if name.name not in settings]
-        typed.__signature__ = known.replace(parameters=names)  # type: ignore[attr-defined]
+            wanted = zip(tags, given, types, strict=True)
+            return result(*(own if tag else declared for tag, own, declared in wanted)), generate
+
+        signature = inspect.signature(write)  # numba takes names of arguments from there, but for the first
+        parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in settings]
+        typed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return intrinsic(typed)
 
     return make

@@ -47,7 +47,7 @@ def _compiled(function: Function, **options: Any) -> Function:
 
 
 def compiled_for(function: Any, signature: str) -> Any:
-    """A compiled function's code for these types, as C would call it: "void(int64, uint16)". `address` says where."""
+    """A compiled function's code for these types, as C would call it: "void(int64, uint16)". It has an `address`."""
     options = {name: value for name, value in function.targetoptions.items() if name != "nopython"}
     # older releases of numba print the name of this type in a way that they do not read
     types = normalize_signature(re.sub(r"\bbool\b", "boolean", signature))
@@ -63,7 +63,7 @@ def serial(function: Function) -> Function:
 
 
 def inline(function: Function) -> Function:
-    """Compile a function that belongs inside the loops of others."""
+    """Compile a function that is inlined into the loops of others."""
     return _compiled(function, inline="always", **_REORDER)
 
 
@@ -73,23 +73,23 @@ def serial_in_order(function: Function) -> Function:
 
 
 def allocates(function: Function) -> Function:
-    """Below the others: of a function that makes arrays of its own (`numpy.empty`) or assigns one to another, which
-    none else can. numba counts references to all arrays of such a function, and that takes long to compile."""
+    """Decorator, below `serial` and the like, of a function that makes arrays of its own (`numpy.empty`) or assigns one
+    to another, which no other function can. numba counts references to all its arrays, which takes long to compile."""
     function.allocates = True  # type: ignore[attr-defined]
     return function
 
 
 def with_gil(function: Any) -> Any:
-    """A compiled function for calls of some microseconds: it keeps the interpreter's lock. Never with a team, whose
-    helpers it would keep waiting for while the whole program stands still.
+    """A compiled function that keeps the interpreter's lock, for calls of some microseconds: a thread that releases the
+    lock may wait for the switch interval (5 ms) until another one gives it back.
 
-    Whoever lets go of it may wait for the switch interval (5 ms) until a thread of the program gives it back.
+    Never for a function that takes a team: it would wait for helpers while the whole program stands still.
     """
     options = {name: value for name, value in function.targetoptions.items() if name != "nogil"}
-    known = function.py_func
-    copy = FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
-    copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-gil"  # kept beside the other one
-    return Kernel(copy, options)
+    python = function.py_func
+    twin = FunctionType(python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__)
+    twin.__module__, twin.__qualname__ = python.__module__, f"{python.__qualname__}-gil"  # kept beside the other one
+    return Kernel(twin, options)
 
 
 def tag_of(dtype: torch.dtype) -> Any:
@@ -97,53 +97,53 @@ def tag_of(dtype: torch.dtype) -> Any:
     return _TAGS[dtype]
 
 
-def _pointer(_: Any, address: Any, kind: Any) -> Any:
+def _pointer(_: Any, address: Any, dtype: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return numba.types.CPointer(kind)(address, kind), generate
+    return numba.types.CPointer(dtype)(address, dtype), generate
 
 
 def _array(_: Any, start: Any, shape: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind, own = signature.return_type, make_array(signature.return_type)(context, builder)
+        array_type, result = signature.return_type, make_array(signature.return_type)(context, builder)
         sizes = [
-            context.cast(builder, size, given, numba.types.intp)
-            for given, size in zip(signature.args[1], cgutils.unpack_tuple(builder, arguments[1]), strict=True)
+            context.cast(builder, size, size_type, numba.types.intp)
+            for size_type, size in zip(signature.args[1], cgutils.unpack_tuple(builder, arguments[1]), strict=True)
         ]
-        item = LONG(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
-        strides = [item]
+        item_bytes = LONG(context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+        strides = [item_bytes]
         for size in reversed(sizes[1:]):
             strides.insert(0, builder.mul(strides[0], size))
-        populate_array(own, data=arguments[0], shape=sizes, strides=strides, itemsize=item, meminfo=None)
-        return own._getvalue()
+        populate_array(result, data=arguments[0], shape=sizes, strides=strides, itemsize=item_bytes, meminfo=None)
+        return result._getvalue()
 
     return numba.types.Array(start.dtype, len(shape), "C")(start, shape), generate
 
 
-def _room(_: Any, count: Any, kind: Any) -> Any:
+def _room(_: Any, count: Any, dtype: Any) -> Any:
     if not isinstance(count, numba.types.IntegerLiteral):
         return None
-    item, size = numba.types.unliteral(kind), count.literal_value
+    dtype_of_item, size = numba.types.unliteral(dtype), count.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(context.get_data_type(item), size))
+        memory = cgutils.alloca_once(builder, ir.ArrayType(context.get_data_type(dtype_of_item), size))
         memory.align = LINE
-        own = make_array(signature.return_type)(context, builder)
-        bytes_of_item = LONG(context.get_abi_sizeof(context.get_data_type(item)))
-        start = builder.bitcast(memory, context.get_data_type(item).as_pointer())
+        result = make_array(signature.return_type)(context, builder)
+        bytes_of_item = LONG(context.get_abi_sizeof(context.get_data_type(dtype_of_item)))
+        start = builder.bitcast(memory, context.get_data_type(dtype_of_item).as_pointer())
         populate_array(
-            own, data=start, shape=[LONG(size)], strides=[bytes_of_item], itemsize=bytes_of_item, meminfo=None
+            result, data=start, shape=[LONG(size)], strides=[bytes_of_item], itemsize=bytes_of_item, meminfo=None
         )
-        return own._getvalue()
+        return result._getvalue()
 
-    return numba.types.Array(item, 1, "C")(count, kind), generate
+    return numba.types.Array(dtype_of_item, 1, "C")(count, dtype), generate
 
 
 @emitted(TAG)
 def keep(builder: Any, held: Any) -> None:
     """Keep an array until here, after the last use of its address: numba frees an array of the kernel's own after the
-    last line that names it, and whoever allocates next, on any thread, is given its memory."""
+    last line that names it, and the next allocation of any thread may get its memory."""
 
 
 def _widen(_: Any, value: Any) -> Any:
@@ -153,24 +153,24 @@ def _widen(_: Any, value: Any) -> Any:
     return numba.types.float32(value), generate
 
 
-def _narrow(_: Any, value: Any, kind: Any) -> Any:
+def _narrow(_: Any, value: Any, dtype: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if kind == numba.types.uint16:
+        if dtype == numba.types.uint16:
             return vectors.narrow(builder, arguments[0])
-        return context.cast(builder, arguments[0], numba.types.float32, kind)
+        return context.cast(builder, arguments[0], numba.types.float32, dtype)
 
-    return kind(numba.types.float32, kind), generate
+    return dtype(numba.types.float32, dtype), generate
 
 
 pointer: Any = intrinsic(_pointer)
-"""pointer(address, kind), inside kernels: memory of that kind, for `array(pointer(address, kind), shape)`."""
+"""pointer(address, dtype), inside kernels: memory of that type, for `array(pointer(address, dtype), shape)`."""
 array: Any = intrinsic(_array)
 """array(pointer, shape), inside kernels: that memory as an array of this shape, a tuple. As `numba.carray`, which is
 compiled anew for every type of shape."""
 room: Any = intrinsic(prefer_literal=True)(_room)
-"""room(count, kind), inside kernels: an array of so many, a constant, on the thread's stack. It ends with the function,
-and nothing in particular is in it at the beginning."""
+"""room(count, dtype), inside kernels: an array of `count`, a constant, on the stack: uninitialised, and gone when the
+function returns."""
 widen: Any = intrinsic(_widen)
-"""widen(value), inside kernels: the float32 that a value of some kind stands for."""
+"""widen(value), inside kernels: the float32 that a value of a tag's type stands for."""
 narrow: Any = intrinsic(_narrow)
-"""narrow(value, kind), inside kernels: a float32 rounded to `kind`."""
+"""narrow(value, dtype), inside kernels: a float32 rounded to `dtype`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.kernels.cpu.activation import activation_id, gelu_and_mul, gelu_tanh_and_mul, in_place, silu_and_mul
+from asyncengine.kernels.cpu.activation import activation_id, elementwise, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from asyncengine.kernels.cpu.gather import RowCopies, joined
 from asyncengine.kernels.cpu.head_gate import gate_heads, split_queries
 from asyncengine.kernels.cpu.head_products import multiply_heads, rows_of_head
@@ -25,7 +25,7 @@ GATED = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu": gelu_and_
 
 __all__ = [
     "GATED", "RowCopies", "activation_id", "add", "add_both", "add_gated", "add_layer_norm", "add_rms_norm",
-    "add_scaled", "gate_heads", "in_place", "joined", "layer_norm", "layer_norm_fits", "multiply_heads",
+    "add_scaled", "elementwise", "gate_heads", "joined", "layer_norm", "layer_norm_fits", "multiply_heads",
     "norm_heads", "rms_norm", "rotate_heads", "rows_of_head", "scale_each", "scale_rows", "scaled_rows",
     "split_queries", "widened",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
 from asyncengine.execution.layers.kernels import ACTIVATIONS, PARAMETRIC, CompiledKernels, LayerKernels
-from asyncengine.kernels.cpu.activation import in_place
+from asyncengine.kernels.cpu.activation import elementwise
 from asyncengine.kernels.cpu.norm import add_layer_norm, layer_norm
 from asyncengine.kernels.cpu.team import Team
 
@@ -66,7 +66,7 @@ def test_a_width_of_no_whole_vectors_is_torchs() -> None:
 def test_activations_in_place(name: str, width: int, dtype: torch.dtype) -> None:
     x = torch.linspace(-12, 12, 50 * width).view(50, width).to(dtype)
     x[3, :4] = torch.tensor([math.nan, math.inf, -1e-30, 0.0])
-    activate = in_place(name)
+    activate = elementwise(name)
     assert activate is not None
     alone = activate(x[3:4].clone())[0]
     exact = ACTIVATIONS[name](x.double())
@@ -77,7 +77,7 @@ def test_activations_in_place(name: str, width: int, dtype: torch.dtype) -> None
     assert found[3, 1] == math.inf
     plain = torch.arange(50) != 3
     near(found[plain], exact[plain])
-    assert in_place("tanh") is None
+    assert elementwise("tanh") is None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -85,7 +85,7 @@ def test_activations_in_place(name: str, width: int, dtype: torch.dtype) -> None
 def test_activations_with_parameters(name: str, parameters: list[float], dtype: torch.dtype) -> None:
     """NaN stays, and small numbers have digits of their own."""
     own, x = torch.tensor(parameters), torch.linspace(-9, 9, 1000).view(20, 50).to(dtype)
-    activate = in_place(name, own)
+    activate = elementwise(name, own)
     assert activate is not None
     for part in (x, x * 2.0**-12):
         near(activate(part.clone()), PARAMETRIC[name](own, part).double())

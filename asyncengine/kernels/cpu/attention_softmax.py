@@ -21,33 +21,33 @@ LOG2E = 1.4426950408889634
 _POWERS = (1.0, 0.6931471825, 0.2402264625, 0.05550328642, 0.009618489072, 0.001339993207, 0.0001534580952)
 """2 ** x on [-1/2, 1/2], relative error 2e-9: least squares reweighted until the errors were level."""
 FEW = 32
-"""Keys of a block of a short text: further ones are not looked at where there are no more."""
+"""Keys of a block that are computed where it has no more, as in a short text."""
 
 
 @emitted(INT64, FLOAT32, FLOAT32)
 def softcap(builder: Any, scores: Any, scale: Any, cap: Any) -> None:
-    """scores = cap * tanh(score * scale / cap) * log2(e), on one block."""
+    """scores = cap * tanh(score * scale / cap) * log2(e), for one row of a block."""
     ratio = vectors.splat(builder, builder.fdiv(scale, cap))
     back = vectors.splat(builder, builder.fmul(cap, FLOAT(LOG2E)))
     with cgutils.for_range(builder, LONG(BLOCK // LANES)) as loop:
-        own = builder.add(scores, builder.mul(loop.index, LONG(4 * LANES)))
-        store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, own, FLOATS), ratio)), back), own)
+        block = builder.add(scores, builder.mul(loop.index, LONG(4 * LANES)))
+        store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, block, FLOATS), ratio)), back), block)
 
 
 @emitted(*[INT64] * 5, FLOAT32, *[INT64] * 3, TAG)
 def softmax(
-    builder: Any, there: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any,
+    builder: Any, key_count: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any,
     decay: Any, operand: Any,
 ) -> None:  # fmt: skip
     """One block of an online softmax: scores become weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
 
     `maximum`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought
     up to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in
-    `operand` (float32 for int16): of all keys of a block, or of `FEW` where no more than so many are `there`.
+    `operand` (float32 for int16): of all keys of a block, or of the first `FEW` where `key_count` is at most that.
     """
-    with builder.if_else(builder.icmp_signed("<=", there, LONG(FEW))) as (few, more):
-        for count, part in ((FEW, few), (BLOCK, more)):
-            with part:
+    with builder.if_else(builder.icmp_signed("<=", key_count, LONG(FEW))) as (few, more):
+        for count, branch in ((FEW, few), (BLOCK, more)):
+            with branch:
                 _write_weights(builder, operand, count, scores, out, low, high, scale, maximum, total, decay)
 
 
@@ -68,37 +68,38 @@ def _write_weights(
     with builder.if_then(builder.not_(all_seen)):
         _hide(builder, scaled, low, high)
     blocks = [builder.load(block) for block in scaled]
-    before = load(builder, maximum, FLOAT)
-    now = _greater(builder, _reduce(builder, blocks, _greater), before)
-    shrink = exp2(builder, vectors.splat(builder, builder.fsub(before, now)))
-    shift = vectors.splat(builder, now)
+    old_maximum = load(builder, maximum, FLOAT)
+    new_maximum = _greater(builder, _reduce(builder, blocks, _greater), old_maximum)
+    correction = exp2(builder, vectors.splat(builder, builder.fsub(old_maximum, new_maximum)))
+    shift = vectors.splat(builder, new_maximum)
     weights = [exp2(builder, builder.fsub(block, shift)) for block in blocks]
-    for place, part in enumerate(weights):
+    for index, vector in enumerate(weights):
         size = 2 if operand == numba.types.uint16 else 4
-        vectors.write(builder, part, builder.add(out, LONG(size * LANES * place)), operand)
-    shrink = builder.extract_element(shrink, WORD(0))
-    found = _reduce(builder, weights, lambda builder, left, right: builder.fadd(left, right))
-    store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), shrink), found), total)
-    store(builder, now, maximum)
-    store(builder, shrink, decay)
+        vectors.write(builder, vector, builder.add(out, LONG(size * LANES * index)), operand)
+    correction = builder.extract_element(correction, WORD(0))
+    block_sum = _reduce(builder, weights, lambda builder, left, right: builder.fadd(left, right))
+    store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), correction), block_sum), total)
+    store(builder, new_maximum, maximum)
+    store(builder, correction, decay)
 
 
 @emitted(*[INT64] * 6)
-def whole_weights(builder: Any, weights: Any, tiles: Any, scales: Any, count: Any, out: Any, unit: Any) -> None:
-    """out, int16: `weights`, float32, of the keys of `count` tiles, times the scales that lie `scales` bytes into each
-    tile of values, as multiples of `unit`, one float32, by which the largest is 32,767."""
+def quantize_weights(builder: Any, weights: Any, tiles: Any, scales: Any, count: Any, out: Any, scale: Any) -> None:
+    """Quantize `weights`, float32, of the keys of `count` tiles, times their values' scales, which lie `scales` bytes
+    into each tile of values: `out`, int16, times `scale`, one float32 that makes the largest 32,767."""
     with cgutils.for_range(builder, count) as loop:
-        own = builder.add(weights, builder.mul(loop.index, LONG(4 * LANES)))
-        place = load(builder, builder.add(tiles, builder.mul(loop.index, LONG(8))), LONG)
-        weight = load(builder, own, FLOATS)
-        scaled = builder.fmul(weight, load(builder, builder.add(place, scales), FLOATS))
-        unseen = builder.fcmp_ordered("==", weight, vectors.constant(FLOATS, 0.0))  # whatever its scale may be
+        row = builder.add(weights, builder.mul(loop.index, LONG(4 * LANES)))
+        tile = load(builder, builder.add(tiles, builder.mul(loop.index, LONG(8))), LONG)
+        weight = load(builder, row, FLOATS)
+        scaled = builder.fmul(weight, load(builder, builder.add(tile, scales), FLOATS))
+        # the scale of a key that is not seen may be left from another sequence, and 0 times infinity is NaN
+        unseen = builder.fcmp_ordered("==", weight, vectors.constant(FLOATS, 0.0))
         scaled = builder.select(unseen, weight, scaled)
-        store(builder, scaled, own)
-    top = _magnitude(builder, weights, count)
-    store(builder, builder.fmul(top, FLOAT(1 / 32767)), unit)
-    some = builder.fcmp_ordered(">", top, FLOAT(1e-30))
-    factor = vectors.splat(builder, builder.select(some, builder.fdiv(FLOAT(32767.0), top), FLOAT(0.0)))
+        store(builder, scaled, row)
+    largest = _magnitude(builder, weights, count)
+    store(builder, builder.fmul(largest, FLOAT(1 / 32767)), scale)
+    nonzero = builder.fcmp_ordered(">", largest, FLOAT(1e-30))
+    factor = vectors.splat(builder, builder.select(nonzero, builder.fdiv(FLOAT(32767.0), largest), FLOAT(0.0)))
     with cgutils.for_range(builder, count) as loop:
         scaled = load(builder, builder.add(weights, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
         number = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [builder.fmul(scaled, factor)])
@@ -113,7 +114,7 @@ def magnitude(builder: Any, numbers: Any, count: Any) -> Any:
 
 
 def _magnitude(builder: Any, numbers: Any, count: Any) -> Any:
-    """The same of so many vectors. Without their signs a NaN is the largest of all numbers' bits."""
+    """The same for `count` vectors. Without the sign, the bits of a NaN are larger than those of any number."""
     largest = cgutils.alloca_once_value(builder, vectors.constant(WORDS, 0))
     with cgutils.for_range(builder, count) as loop:
         words = load(builder, builder.add(numbers, builder.mul(loop.index, LONG(4 * LANES))), WORDS)
@@ -123,14 +124,14 @@ def _magnitude(builder: Any, numbers: Any, count: Any) -> Any:
 
 
 @emitted(INT64, INT64, TAG)
-def spread_lanes(builder: Any, source: Any, out: Any, kind: Any) -> None:
-    """out, float32, = sixteen numbers times Hadamard's matrix, by turns of sums and differences of neighbours."""
-    numbers = vectors.read(builder, source, kind)
+def hadamard_lanes(builder: Any, source: Any, out: Any, dtype: Any) -> None:
+    """out, float32, = sixteen numbers times the Hadamard matrix, by rounds of sums and differences of pairs."""
+    numbers = vectors.read(builder, source, dtype)
     for distance in (1, 2, 4, 8):
-        other = ir.Constant(WORDS, [lane ^ distance for lane in range(LANES)])
+        partners = ir.Constant(WORDS, [lane ^ distance for lane in range(LANES)])
         sign = ir.Constant(FLOATS, [-1.0 if lane & distance else 1.0 for lane in range(LANES)])
-        turned = builder.shuffle_vector(numbers, numbers, other)
-        numbers = vectors.multiply_add(builder, numbers, sign, turned)
+        swapped = builder.shuffle_vector(numbers, numbers, partners)
+        numbers = vectors.multiply_add(builder, numbers, sign, swapped)
     store(builder, numbers, out)
 
 
@@ -139,21 +140,21 @@ def _more(builder: Any, left: Any, right: Any) -> Any:
 
 
 @emitted(INT64, FLOAT32, INT64, INT64, TAG)
-def store_scaled(builder: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> None:
-    """out = values * factor, for `count` float32, a multiple of sixteen; `out` is of `kind`."""
-    by = vectors.splat(builder, factor)
+def store_scaled(builder: Any, values: Any, factor: Any, out: Any, count: Any, dtype: Any) -> None:
+    """out = values * factor, for `count` float32, a multiple of sixteen; `out` is of `dtype`."""
+    factors = vectors.splat(builder, factor)
     with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
-        own = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
-        to = builder.add(out, builder.mul(loop.index, LONG(kind.bitwidth // 8 * LANES)))
-        vectors.write(builder, builder.fmul(own, by), to, kind)
+        vector = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
+        target = builder.add(out, builder.mul(loop.index, LONG(dtype.bitwidth // 8 * LANES)))
+        vectors.write(builder, builder.fmul(vector, factors), target, dtype)
 
 
 def _hide(builder: Any, scaled: list[Any], low: Any, high: Any) -> None:
-    """Minus infinity for all keys but [low, high)."""
+    """Set the scores of all keys outside [low, high) to minus infinity."""
     bounds = [vectors.splat(builder, builder.trunc(bound, WORD)) for bound in (low, high)]
     hidden = vectors.constant(FLOATS, float("-inf"))
-    for part, block in enumerate(scaled):
-        index = ir.Constant(WORDS, list(range(part * LANES, (part + 1) * LANES)))
+    for vector, block in enumerate(scaled):
+        index = ir.Constant(WORDS, list(range(vector * LANES, (vector + 1) * LANES)))
         seen = builder.and_(builder.icmp_signed(">=", index, bounds[0]), builder.icmp_signed("<", index, bounds[1]))
         builder.store(builder.select(seen, builder.load(block), hidden), block)
 
@@ -164,41 +165,41 @@ def _greater(builder: Any, left: Any, right: Any) -> Any:
 
 
 def _reduce(builder: Any, blocks: list[Any], join: Any) -> Any:
-    """All lanes of all vectors joined, two by two."""
+    """Reduce all lanes of all vectors to one number, joining two by two."""
     while len(blocks) > 1:
         half = len(blocks) // 2
         blocks = [join(builder, left, right) for left, right in zip(blocks[:half], blocks[half:], strict=True)]
-    (found,) = blocks
+    (total,) = blocks
     count = LANES
     while count > 1:
         count //= 2
-        kind = ir.VectorType(WORD, count)
-        halves = [ir.Constant(kind, list(range(first, first + count))) for first in (0, count)]
-        found = join(builder, *(builder.shuffle_vector(found, found, half) for half in halves))
-    return builder.extract_element(found, WORD(0))
+        lane_type = ir.VectorType(WORD, count)
+        halves = [ir.Constant(lane_type, list(range(first, first + count))) for first in (0, count)]
+        total = join(builder, *(builder.shuffle_vector(total, total, half) for half in halves))
+    return builder.extract_element(total, WORD(0))
 
 
 def exp2(builder: Any, x: Any) -> Any:
     """2 ** x within 2e-7 of itself for x from -126 on, 0 below, NaN of NaN."""
     smallest = vectors.constant(FLOATS, -126.0)
-    if vectors.WIDE:  # lanes below are masked: a result that is no normal number takes the CPU some hundred cycles
+    if vectors.WIDE:  # lanes below -126 are masked out: a subnormal result costs the CPU some hundred cycles
         whole = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [x])
         seen = builder.fcmp_unordered(">=", x, smallest)
         return vectors.scale_by_power(builder, _power(builder, builder.fsub(x, whole)), whole, seen)
     magic = vectors.constant(FLOATS, 12582912.0)  # 1.5 * 2 ** 23: adding it leaves the rounded number in the low bits
     shifted = builder.fadd(x, magic)
-    found = _power(builder, builder.fsub(x, builder.fsub(shifted, magic)))
+    mantissa = _power(builder, builder.fsub(x, builder.fsub(shifted, magic)))
     exponent = builder.shl(builder.bitcast(shifted, WORDS), vectors.constant(WORDS, 23))
     exponent = builder.bitcast(builder.add(exponent, vectors.constant(WORDS, 0x3F800000)), FLOATS)
     tiny = builder.fcmp_ordered("<", x, smallest)
-    return builder.select(tiny, vectors.constant(FLOATS, 0.0), builder.fmul(found, exponent))
+    return builder.select(tiny, vectors.constant(FLOATS, 0.0), builder.fmul(mantissa, exponent))
 
 
 def _power(builder: Any, x: Any) -> Any:
-    found = vectors.constant(FLOATS, _POWERS[-1])
+    total = vectors.constant(FLOATS, _POWERS[-1])
     for power in reversed(_POWERS[:-1]):
-        found = vectors.multiply_add(builder, found, x, vectors.constant(FLOATS, power))
-    return found
+        total = vectors.multiply_add(builder, total, x, vectors.constant(FLOATS, power))
+    return total
 
 
 def _tanh(builder: Any, x: Any) -> Any:

@@ -15,9 +15,9 @@ Every sum is made in one order, whatever the number of rows beside it: a query's
 query, its keys and its values. The softmax goes block by block (M. Milakov, N. Gimelshein: Online normalizer
 calculation for softmax, 2018; T. Dao et al.: FlashAttention, 2022).
 
-Three types travel as zeros: `kind` is what the pool holds (see `jit`); `operand` what queries and weights are held as,
+Three types travel as zeros: `dtype` is what the pool holds (see `jit`); `operand` what queries and weights are held as,
 uint16 to multiply pairs by the CPU's instruction (sixteen lanes only), float32, or int16 where the pool holds bytes
-(sixteen lanes only, whatever `kind`); `lanes` see `LANES`.
+(sixteen lanes only, whatever `dtype`); `lanes` see `LANES`.
 """
 
 from __future__ import annotations
@@ -39,85 +39,86 @@ BLOCK = 128
 LANES = {1: np.int8(0), 2: np.int16(0), 4: np.int32(0), 8: np.uint8(0), 16: np.uint16(0)}
 """Zeros by whose type a kernel knows the number of keys in a tile."""
 AHEAD = 8
-"""Memory is asked for this many tiles before it is read: `tiles` must list as many more than are to be computed."""
+"""Memory is prefetched this many tiles before it is read: `tiles` must list as many more than are to be computed."""
 FLOOR = -1e30
-"""Stands for minus infinity where a difference of two of them must be a number."""
+"""The first maximum, in place of minus infinity: the difference of two infinities would be NaN."""
 SCORES = BLOCK + 16
-"""Floats of a row of scores: a block, and room for what the last pair of tiles writes too much."""
+"""Floats of a row of scores: a block, and room for the second tile of the last pair, which may not exist."""
 
 _LANES_OF = {numba.typeof(zero): lanes for lanes, zero in LANES.items()}
 _HALF, _FLOAT32, _SHORT = numba.types.uint16, numba.types.float32, numba.types.int16
 
 
 @emitted(TAG, TAG, result=INT64)
-def stored_size(builder: Any, kind: Any, operand: Any) -> Any:
+def stored_size(builder: Any, dtype: Any, operand: Any) -> Any:
     """Bytes of a number in the pool."""
-    return LONG(1 if operand == _SHORT else kind.bitwidth // 8)
+    return LONG(1 if operand == _SHORT else dtype.bitwidth // 8)
 
 
 @emitted(*[INT64] * 7, TAG, TAG, TAG)
 def scores(
-    builder: Any, rows: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any,
+    builder: Any, rows: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, dtype: Any,
     lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
-    """out [rows, 2 * lanes], float32, = query [rows, :] times two tiles. Addresses, and the bytes of a row of `query`
-    and of `out`. `tiles`: two addresses. A step is a word."""
+    """out [rows, 2 * lanes], float32, = query [rows, :] times two tiles. `query`, `tiles` (two addresses) and `out` are
+    addresses, `query_size` and `out_size` bytes of a row. A step is a word."""
 
-    def write(together: int, row: Any) -> None:
-        own, to = builder.add(query, builder.mul(row, query_size)), builder.add(out, builder.mul(row, out_size))
-        _write_scores(builder, together, _LANES_OF[lanes], (kind, operand), own, query_size, tiles, steps, to, out_size)
+    def write(count: int, row: Any) -> None:
+        source, to = builder.add(query, builder.mul(row, query_size)), builder.add(out, builder.mul(row, out_size))
+        types = dtype, operand
+        _write_scores(builder, count, _LANES_OF[lanes], types, source, query_size, tiles, steps, to, out_size)
 
     _by_rows(builder, rows, (8 if vectors.WIDE else 6, 4, 3, 2, 1), write)
 
 
-def _by_rows(builder: Any, rows: Any, most: tuple[int, ...], write: Callable[[int, Any], None]) -> None:
-    """Emit `write(together, first row)` for all rows, which go together in `most`, the largest first, down to 1."""
+def _by_rows(builder: Any, rows: Any, counts: tuple[int, ...], write: Callable[[int, Any], None]) -> None:
+    """Emit `write(count, first row)` for all rows, taken by `counts` at a time, the largest first, down to 1."""
     done: Any = LONG(0)
-    for together in most:
-        turns = builder.udiv(builder.sub(rows, done), LONG(together))
+    for count in counts:
+        turns = builder.udiv(builder.sub(rows, done), LONG(count))
         with cgutils.for_range(builder, turns) as loop:
-            write(together, builder.add(done, builder.mul(loop.index, LONG(together))))
-        done = builder.add(done, builder.mul(turns, LONG(together)))
+            write(count, builder.add(done, builder.mul(loop.index, LONG(count))))
+        done = builder.add(done, builder.mul(turns, LONG(count)))
 
 
-def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
-    """sum_values(rows, weights, weights_size, tiles, count, steps, size, column, out, out_size, decay, kind, lanes,
+def _make_sum_values(width: int, counts: tuple[int, ...]) -> Any:
+    """sum_values(rows, weights, weights_size, tiles, count, steps, size, column, out, out_size, decay, dtype, lanes,
     operand):
 
     out [rows, 16 * width] = out * decay [rows, 1] + weights [rows, :] times `count` tiles of `steps` words each, `size`
-    bytes from one to the next, `column` bytes into them. Rows go together in `most` (`_by_rows`).
-    Behind `decay`, [rows] numbers say what 1 of whole weights stands for.
+    bytes from one to the next, `column` bytes into them. Rows are taken by `counts` at a time (`_by_rows`).
+    Behind `decay` are the scales of quantized weights, [rows].
     """
 
     @emitted(*[INT64] * 11, TAG, TAG, TAG)
     def sum_values(
         builder: Any, rows: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any,
-        column: Any, out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
+        column: Any, out: Any, out_size: Any, decay: Any, dtype: Any, lanes: Any, operand: Any,
     ) -> None:  # fmt: skip
-        def write(together: int, row: Any) -> None:
+        def write(row_count: int, row: Any) -> None:
             _write_values(
-                builder, together, width, (kind, operand, _LANES_OF[lanes]),
+                builder, row_count, width, (dtype, operand, _LANES_OF[lanes]),
                 builder.add(weights, builder.mul(row, weights_size)), weights_size, tiles, count, steps, size, column,
                 builder.add(out, builder.mul(row, out_size)), out_size,
-                *(builder.add(decay, builder.mul(place, LONG(4))) for place in (row, builder.add(row, rows))),
+                *(builder.add(decay, builder.mul(index, LONG(4))) for index in (row, builder.add(row, rows))),
             )  # fmt: skip
 
-        _by_rows(builder, rows, most, write)
+        _by_rows(builder, rows, counts, write)
 
     return sum_values
 
 
 @emitted(INT64, INT64, INT64, TAG)
-def turn_tile(builder: Any, source: Any, out: Any, blocks: Any, kind: Any) -> None:
-    """A tile of sixteen values, of `blocks` times sixteen dimensions, from one of keys, by rounds of perfect shuffles.
-    In bfloat16 pairs of keys are turned whole, and then the two numbers between the outer ones change places."""
-    pairs = kind == _HALF
+def transpose_tile(builder: Any, source: Any, out: Any, blocks: Any, dtype: Any) -> None:
+    """Write a tile of sixteen values, of `blocks` times sixteen dimensions, made of one of keys, by rounds of perfect
+    shuffles. In bfloat16 pairs are transposed whole, and then the inner two numbers of every four are exchanged."""
+    pairs = dtype == _HALF
     count = 8 if pairs else 16
     vector = ir.VectorType(LONG if pairs else WORD, count)
-    numbers = [place // 2 + place % 2 * count for place in range(2 * count)]
-    halves = [ir.Constant(ir.VectorType(WORD, count), numbers[first : first + count]) for first in (0, count)]
+    interleaved = [index // 2 + index % 2 * count for index in range(2 * count)]
+    halves = [ir.Constant(ir.VectorType(WORD, count), interleaved[first : first + count]) for first in (0, count)]
     sixteenths = ir.VectorType(ir.IntType(16), 32)
-    inner = ir.Constant(ir.VectorType(WORD, 32), [place // 4 * 4 + (0, 2, 1, 3)[place % 4] for place in range(32)])
+    inner = ir.Constant(ir.VectorType(WORD, 32), [index // 4 * 4 + (0, 2, 1, 3)[index % 4] for index in range(32)])
     with cgutils.for_range(builder, blocks) as loop:
         begin = builder.add(source, builder.mul(loop.index, LONG(count * vectors.LINE)))
         rows = [load(builder, builder.add(begin, LONG(row * vectors.LINE)), vector) for row in range(count)]
@@ -127,59 +128,59 @@ def turn_tile(builder: Any, source: Any, out: Any, blocks: Any, kind: Any) -> No
         if pairs:
             spread = [builder.bitcast(row, sixteenths) for row in rows]
             rows = [builder.shuffle_vector(row, row, inner) for row in spread]
-        for place, row in enumerate(rows):
-            target = vectors.at(builder, out, builder.mul(blocks, LONG(vectors.LINE)), place, LONG(0))
+        for index, row in enumerate(rows):
+            target = vectors.at(builder, out, builder.mul(blocks, LONG(vectors.LINE)), index, LONG(0))
             store(builder, row, builder.add(target, builder.mul(loop.index, LONG(vectors.LINE))))
 
 
 def _write_scores(
-    builder: Any, rows: int, lanes: int, held: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any,
+    builder: Any, rows: int, lanes: int, types: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any,
     out_size: Any,
 ) -> None:  # fmt: skip
-    short = held[1] == _SHORT
+    short = types[1] == _SHORT
     floats, size = ir.VectorType(FLOAT, lanes), (2 if short else 4) * lanes
     zero = vectors.constant(ir.VectorType(WORD, lanes) if short else floats, 0)
-    bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
-    together = 2 if vectors.WIDE or rows <= 2 else 1  # of vectors of eight, more sums would not stay in registers
-    places = [load(builder, builder.add(tiles, LONG(8 * tile)), LONG) for tile in range(2)]
-    ahead = [load(builder, builder.add(tiles, LONG(8 * (tile + AHEAD))), LONG) for tile in range(2)]
-    for first in range(0, 2, together):
-        own = range(first, first + together)
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in own] for _ in range(rows)]
+    bytes_of_step = 8 if types == (_HALF, _FLOAT32) else 4
+    tiles_at_once = 2 if vectors.WIDE or rows <= 2 else 1  # of vectors of eight, more sums would not stay in registers
+    addresses = [load(builder, builder.add(tiles, LONG(8 * tile)), LONG) for tile in range(2)]
+    later = [load(builder, builder.add(tiles, LONG(8 * (tile + AHEAD))), LONG) for tile in range(2)]
+    for first in range(0, 2, tiles_at_once):
+        indices = range(first, first + tiles_at_once)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in indices] for _ in range(rows)]
         with cgutils.for_range(builder, steps) as loop:
             offset = builder.mul(loop.index, LONG(size))
-            keys = [_parts(builder, builder.add(places[tile], offset), lanes, held) for tile in own]
-            for tile in own:
-                vectors.prefetch(builder, builder.add(ahead[tile], offset))
+            keys = [_operands(builder, builder.add(addresses[tile], offset), lanes, types) for tile in indices]
+            for tile in indices:
+                vectors.prefetch(builder, builder.add(later[tile], offset))
             for row in range(rows):
-                place = vectors.at(builder, query, query_size, row, builder.mul(loop.index, LONG(bytes_of_step)))
-                factors = _factors(builder, place, held, lanes)
+                address = vectors.at(builder, query, query_size, row, builder.mul(loop.index, LONG(bytes_of_step)))
+                factors = _factors(builder, address, types, lanes)
                 for total, key in zip(sums[row], keys, strict=True):
-                    _accumulate(builder, total, factors, key, held)
+                    _accumulate(builder, total, factors, key, types)
         for row in range(rows):
-            for tile, total in zip(own, sums[row], strict=True):
-                place, found = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile)), builder.load(total)
+            for tile, total in zip(indices, sums[row], strict=True):
+                address, score = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile)), builder.load(total)
                 if short:
-                    scales = load(builder, builder.add(places[tile], builder.mul(steps, LONG(size))), floats)
-                    found = builder.fmul(builder.sitofp(found, floats), scales)
-                store(builder, found, place)
+                    scales = load(builder, builder.add(addresses[tile], builder.mul(steps, LONG(size))), floats)
+                    score = builder.fmul(builder.sitofp(score, floats), scales)
+                store(builder, score, address)
 
 
 def _write_values(
     builder: Any, rows: int, width: int, types: Any, weights: Any, weights_size: Any, tiles: Any, count: Any,
-    steps: Any, size: Any, column: Any, out: Any, out_size: Any, decay: Any, unit: Any,
+    steps: Any, size: Any, column: Any, out: Any, out_size: Any, decay: Any, scale: Any,
 ) -> None:  # fmt: skip
-    kind, operand, lanes = types
-    short, single = operand == _SHORT, kind == _HALF and lanes == 1
-    held = (_FLOAT32, _FLOAT32) if single else (kind, operand)
-    bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
+    dtype, operand, lanes = types
+    short, single = operand == _SHORT, dtype == _HALF and lanes == 1
+    product_types = (_FLOAT32, _FLOAT32) if single else (dtype, operand)
+    bytes_of_step = 8 if product_types == (_HALF, _FLOAT32) else 4
     sums: list[list[Any]] = []
-    before: list[list[Any]] = []
+    carried: list[list[Any]] = []
     for row in range(rows):
         factor = vectors.splat(builder, load(builder, builder.add(decay, LONG(4 * row)), FLOAT))
-        places = [vectors.at(builder, out, out_size, row, LONG(64 * part)) for part in range(width)]
-        before.append([builder.fmul(load(builder, place, FLOATS), factor) for place in places])
-        starts = [vectors.constant(vectors.WORDS, 0)] * width if short else before[row]
+        addresses = [vectors.at(builder, out, out_size, row, LONG(64 * block)) for block in range(width)]
+        carried.append([builder.fmul(load(builder, address, FLOATS), factor) for address in addresses])
+        starts = [vectors.constant(vectors.WORDS, 0)] * width if short else carried[row]
         sums.append([cgutils.alloca_once_value(builder, start) for start in starts])
     span = 32 if short or single else 64
     with cgutils.for_range(builder, count) as outer:
@@ -189,61 +190,61 @@ def _write_values(
         first = builder.mul(outer.index, steps)
         with cgutils.for_range(builder, steps) as inner:
             base = builder.add(tile, builder.mul(inner.index, size))
-            places = [builder.add(base, LONG(span * part)) for part in range(width)]
+            addresses = [builder.add(base, LONG(span * block)) for block in range(width)]
             if single:
-                parts = [[vectors.read(builder, place, _HALF)] for place in places]
+                values = [[vectors.read(builder, address, _HALF)] for address in addresses]
             else:
-                parts = [_parts(builder, place, vectors.LANES, held) for place in places]
-            wanted = builder.add(ahead, builder.mul(inner.index, size))
+                values = [_operands(builder, address, vectors.LANES, product_types) for address in addresses]
+            later = builder.add(ahead, builder.mul(inner.index, size))
             for begin in range(0, span * width, 64):
-                vectors.prefetch(builder, builder.add(wanted, LONG(begin)))
+                vectors.prefetch(builder, builder.add(later, LONG(begin)))
             offset = builder.mul(builder.add(first, inner.index), LONG(bytes_of_step))
             for row in range(rows):
-                place = vectors.at(builder, weights, weights_size, row, offset)
-                factors = _factors(builder, place, held, vectors.LANES)
-                for total, value in zip(sums[row], parts, strict=True):
-                    _accumulate(builder, total, factors, value, held)
+                address = vectors.at(builder, weights, weights_size, row, offset)
+                factors = _factors(builder, address, product_types, vectors.LANES)
+                for total, value in zip(sums[row], values, strict=True):
+                    _accumulate(builder, total, factors, value, product_types)
     for row in range(rows):
-        for part in range(width):
-            found = builder.load(sums[row][part])
+        for block in range(width):
+            result = builder.load(sums[row][block])
             if short:
-                factor = vectors.splat(builder, load(builder, builder.add(unit, LONG(4 * row)), FLOAT))
-                found = vectors.multiply_add(builder, builder.sitofp(found, FLOATS), factor, before[row][part])
-            store(builder, found, vectors.at(builder, out, out_size, row, LONG(64 * part)))
+                factor = vectors.splat(builder, load(builder, builder.add(scale, LONG(4 * row)), FLOAT))
+                result = vectors.multiply_add(builder, builder.sitofp(result, FLOATS), factor, carried[row][block])
+            store(builder, result, vectors.at(builder, out, out_size, row, LONG(64 * block)))
 
 
-def _parts(builder: Any, place: Any, lanes: int, held: Any) -> list[Any]:
-    """A vector of words of memory as what `_accumulate` multiplies: itself, the one or two float32 in each word, or
-    pairs of whole numbers of 16 bits, which are bytes in memory."""
-    kind, operand = held
+def _operands(builder: Any, address: Any, lanes: int, types: Any) -> list[Any]:
+    """A vector of words of memory as the operands of `_accumulate`: the words themselves, the one or two float32 in
+    each word, or pairs of int16, which are bytes in memory."""
+    dtype, operand = types
     if operand == _SHORT:
-        numbers = load(builder, place, ir.VectorType(vectors.BYTE, 2 * lanes))
+        numbers = load(builder, address, ir.VectorType(vectors.BYTE, 2 * lanes))
         return [builder.sext(numbers, ir.VectorType(vectors.HALF_WORD, 2 * lanes))]
-    words = load(builder, place, ir.VectorType(WORD, lanes))
-    return [words] if operand == _HALF else vectors.sides(builder, words, kind)
+    words = load(builder, address, ir.VectorType(WORD, lanes))
+    return [words] if operand == _HALF else vectors.sides(builder, words, dtype)
 
 
-def _factors(builder: Any, place: Any, held: Any, lanes: int) -> list[Any]:
-    """One step of a query or of weights, in all lanes."""
-    kind, operand = held
+def _factors(builder: Any, source: Any, types: Any, lanes: int) -> list[Any]:
+    """The factors of one step, numbers of a query or of weights, each in all lanes."""
+    dtype, operand = types
     if operand in (_HALF, _SHORT):
-        pairs = vectors.splat(builder, load(builder, place, WORD), lanes)
+        pairs = vectors.splat(builder, load(builder, source, WORD), lanes)
         return [pairs if operand == _HALF else builder.bitcast(pairs, ir.VectorType(vectors.HALF_WORD, 2 * lanes))]
-    count = 2 if kind == _HALF else 1
-    places = [builder.add(place, LONG(4 * index)) for index in range(count)]
-    return [vectors.splat(builder, load(builder, each, FLOAT), lanes) for each in places]
+    count = 2 if dtype == _HALF else 1
+    addresses = [builder.add(source, LONG(4 * index)) for index in range(count)]
+    return [vectors.splat(builder, load(builder, address, FLOAT), lanes) for address in addresses]
 
 
-def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], held: Any) -> None:
-    found = builder.load(total)
-    for factor, part in zip(factors, parts, strict=True):
-        if held[1] == _HALF:
-            found = vectors.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [found, factor, part])
-        elif held[1] == _SHORT:
-            found = vectors.add_pairs(builder, found, factor, part)
+def _accumulate(builder: Any, total: Any, factors: list[Any], operands: list[Any], types: Any) -> None:
+    value = builder.load(total)
+    for factor, vector in zip(factors, operands, strict=True):
+        if types[1] == _HALF:
+            value = vectors.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [value, factor, vector])
+        elif types[1] == _SHORT:
+            value = vectors.add_pairs(builder, value, factor, vector)
         else:
-            found = vectors.multiply_add(builder, factor, part, found)
-    builder.store(found, total)
+            value = vectors.multiply_add(builder, factor, vector, value)
+    builder.store(value, total)
 
 
 sum_values16 = _make_sum_values(1, (4, 3, 2, 1) if vectors.WIDE else (6, 4, 2, 1))

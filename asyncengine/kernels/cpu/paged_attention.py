@@ -26,11 +26,11 @@ import torch
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_blocks import (
     MOST_DIM,
+    apply_hadamard,
     attend_block,
-    find_tiles,
     gather,
-    spread_out,
-    whole_numbers,
+    list_tiles,
+    quantize_vector,
 )
 from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR, LANES, stored_size
@@ -109,7 +109,7 @@ def _attend_unit(
     group = spec[fields.HEADS] // spec[fields.KV_HEADS]
     rows = own[fields.COUNT] * group
     value_dim = spec[fields.VALUE_DIM]
-    places = fields.scratch_places(rows, spec[fields.KEY_DIM], value_dim)
+    places = fields.scratch_offsets(rows, spec[fields.KEY_DIM], value_dim)
     sums, joined, state = scratch + places[fields.SUMS], scratch + places[fields.JOINED], scratch + places[fields.STATE]
     size, stored = size_of(kind), stored_size(kind, operand)
     first = query + own[fields.TOKEN] * token_size + head * group * head_size
@@ -125,7 +125,7 @@ def _attend_unit(
         _clear(sums, state, rows, value_dim)
         last = min(own[fields.END], (split + 1) * fields.SPLIT)
         first = max(own[fields.BEGIN], split * fields.SPLIT)
-        find_tiles(own[fields.ROW], head, first, last, layer, step, keys, values, stored)
+        list_tiles(own[fields.ROW], head, first, last, layer, step, keys, values, stored)
         _look_ahead(item, head, following, after, first, last, layer, step, keys, values, stored)
         for block in range(first // BLOCK * BLOCK, last, BLOCK):
             at = (max(block, first) // spec[fields.LANES] - first // spec[fields.LANES]) * 8
@@ -163,11 +163,11 @@ def _look_ahead(
     at, wanted = count * 8, AHEAD * lanes
     if last < own[fields.END]:
         end = min(own[fields.END], last + wanted)
-        found = find_tiles(own[fields.ROW], head, last, end, layer, step, keys + at, values + at, stored)
+        found = list_tiles(own[fields.ROW], head, last, end, layer, step, keys + at, values + at, stored)
     else:
         begin = other[fields.BEGIN]
         end = min(other[fields.END], begin // lanes * lanes + wanted)
-        found = find_tiles(other[fields.ROW], after, begin, end, layer, step, keys + at, values + at, stored)
+        found = list_tiles(other[fields.ROW], after, begin, end, layer, step, keys + at, values + at, stored)
     every_key = array(pointer(keys, _WHOLE), (fields.TILES,))
     every_value = array(pointer(values, _WHOLE), (fields.TILES,))
     for index in range(count + found, count + AHEAD + 1):
@@ -396,10 +396,10 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
 def _store_bytes(source: int, dim: int, tile: int, lane: int, keys: bool, kind: Any) -> None:
     """One token's key or value of one head into a tile of bytes: whole multiples of its scale."""
     values, lanes = room(MOST_DIM, _SINGLE), 16
-    spread_out(source, values, dim, keys, kind)
+    apply_hadamard(source, values, dim, keys, kind)
     rows, columns = ((dim + 1) // 2, lanes) if keys else (lanes // 2, dim)
     to = array(pointer(tile, _BYTE), (rows, columns, 2))
-    scale = whole_numbers(values, dim, np.float32(127))
+    scale = quantize_vector(values, dim, np.float32(127))
     for index in range(dim):
         number = np.int8(values[index])
         if keys:

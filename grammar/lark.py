@@ -66,7 +66,7 @@ def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
     """`text` with each `%json {...}` replaced by what `replacement` makes of the value; None leaves it as it is."""
     out = []
     done = 0
-    for kind, token, begin in placed(text):
+    for kind, token, begin in tokenize(text):
         instead = replacement(token) if kind == "json" else None
         if instead is not None:
             out += [text[done : text.rindex("%json", done, begin)], instead]
@@ -74,7 +74,7 @@ def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
     return "".join(out) + text[done:]
 
 
-def placed(text: str) -> Iterator[tuple[str, str, int]]:
+def tokenize(text: str) -> Iterator[tuple[str, str, int]]:
     """(kind, text, where it begins) of a Lark text: string, regex, json (the value after `%json`), keyword, name,
     number, mark (a special token), other.
 
@@ -106,7 +106,7 @@ def checked_lark(given: object) -> str:
     text = check_text(given, "a Lark grammar")
     if re.search(r"(?m)^[ \t]*[?!]?start\b", text) is None:
         raise GrammarError("grammar", "a Lark grammar needs a rule named start")
-    if "max_tokens" in text and any(token[:2] == ("name", "max_tokens") for token in placed(text)):
+    if "max_tokens" in text and any(token[:2] == ("name", "max_tokens") for token in tokenize(text)):
         raise GrammarError("grammar", "max_tokens inside a Lark grammar is not supported: a step could not be undone")
     return text
 

@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncengine.errors import GrammarTooLarge
-from asyncengine.grammar.lark import placed
+from asyncengine.grammar.lark import tokenize
 from asyncengine.grammar.regexes import scan
 from asyncengine.grammar.schemas import children, resolve, subschemas
 from asyncengine.grammar.spec import Grammar, parse_json
@@ -208,7 +208,7 @@ def _check_tree(value: Any, max_depth: int, check: PatternLimits, long: bool) ->
 
 
 def _check_lark(text: str, max_depth: int, check: PatternLimits) -> None:
-    found = [(kind, token) for kind, token, _ in placed(text)]
+    found = [(kind, token) for kind, token, _ in tokenize(text)]
     if (alternatives := sum(token == "|" for _, token in found)) > MAX_ALTERNATIVES:
         raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)
     left_out = sum(token in ("?", "*", "[") for kind, token in found if kind == "other")

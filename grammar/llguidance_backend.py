@@ -27,8 +27,8 @@ from typing import Any
 import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.closing.closing import AHEAD, Closing, Counted, length, unrolled
-from asyncengine.grammar.closing.prices import Prices, Speller
+from asyncengine.grammar.closing.closing import CHECKED_AHEAD, Closing, ClosingTables, unrolled
+from asyncengine.grammar.closing.costs import CostTable, Speller, token_count
 from asyncengine.grammar.complaints import SIGNS, explain, summary
 from asyncengine.grammar.json_limits import Limits, behind
 from asyncengine.grammar.lark import replace_json
@@ -36,16 +36,16 @@ from asyncengine.grammar.lower import OPTIONS, fragment, schema_object
 from asyncengine.grammar.schema.arguments import ArgumentBuilder
 from asyncengine.grammar.schema.builder import Builder
 from asyncengine.grammar.schema.rules import Checkpoint, Rules, proceed
-from asyncengine.grammar.schema.straight import Other, straight
+from asyncengine.grammar.schema.straight import NotStraight, straight
 from asyncengine.grammar.schemas import pointed, unescape
-from asyncengine.grammar.shapes.nodes import Name, Shape, Unmodelled
+from asyncengine.grammar.shapes.nodes import Rule, Shape, Unmodelled
 from asyncengine.grammar.shapes.products import may_be_endless
 from asyncengine.grammar.shapes.schemas import shape_of
 from asyncengine.grammar.shared_masks import JointFill, Mask, SharedMasks
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
 
-Written = tuple[Rules, Name]
+Written = tuple[Rules, Rule]
 """Rules, and the name of the first one."""
 MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
@@ -157,14 +157,6 @@ class LlguidanceBackend:
                 raise
             raise GrammarError("grammar", f"the grammar library panicked: {summary(str(error))}") from None
 
-    def matcher(self, grammar: Grammar, text: str, tokenizer: Any) -> Any:
-        """A fresh matcher that shares nothing. Raises what `explain` makes of the library's complaint."""
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise explain(grammar, matcher.get_error())
-        return matcher
-
     def fill_all(self, masks: Mask, states: Mapping[int, LlgState]) -> set[int]:
         """A `JointFill` on four fifths of the cores, in threads that the library keeps."""
         self._executor = self._executor or llguidance.LLExecutor()
@@ -189,7 +181,7 @@ class LlgTemplate:
         self.grammar = grammar
         self.masks = backend.masks
         self._spoiled = False
-        self._counted: Counted | None = None
+        self._counted: ClosingTables | None = None
         """None where its outputs cannot be followed: those are not steered to an end."""
         self._counting = threading.Lock()
         self.reach = self.far = UNREACHABLE
@@ -207,9 +199,9 @@ class LlgTemplate:
     def _go_straight(self, schema: dict[str, Any]) -> bool:
         """Let the library compile the schema itself, if it reads it as we do."""
         try:
-            self.text, size = straight(schema, OPTIONS[self.grammar.whitespace], self.backend.speller.letters)
+            self.text, size = straight(schema, OPTIONS[self.grammar.whitespace], self.backend.speller.single_bytes)
             self._matcher = self.fresh_matcher()
-        except (Other, GrammarError, RecursionError):
+        except (NotStraight, GrammarError, RecursionError):
             return False
         self.reach = size + REACH
         self.far = self.reach + LEAD
@@ -249,7 +241,7 @@ class LlgTemplate:
             (first := self._matcher.deep_copy()).compute_bitmask()
             if first.is_error():  # there is no output at all
                 raise self.broken(first)
-        self.reach, self.far = REACH + (0 if self._counted is None else length(self._counted.way())), 0
+        self.reach, self.far = REACH + (0 if self._counted is None else token_count(self._counted.cheapest())), 0
 
     def spoil(self) -> None:
         """A limit of the library was hit by what shares a lexer with this: it makes no further states."""
@@ -259,19 +251,19 @@ class LlgTemplate:
         """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
-    def _priced(self, shape: Shape, kept: list[Shape]) -> Counted | None:
+    def _priced(self, shape: Shape, kept: list[Shape]) -> ClosingTables | None:
         """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way.
         Raises `GrammarImpossible` where there is none."""
         vocabulary = self.backend.vocabulary
         try:
-            counted = Counted(shape, Prices(shape, self.backend.speller, kept), self.grammar.kind == "lark")
+            counted = ClosingTables(shape, CostTable(shape, self.backend.speller, kept), self.grammar.kind == "lark")
         except Unmodelled:
             return None
         if counted.cost >= UNREACHABLE:
             raise GrammarImpossible("grammar", f"{SIGNS['advice']['impossible']} (its outputs have no end)")
         if counted.cost > LONGEST:
             raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
-        ahead = list(itertools.islice(unrolled(itertools.islice(counted.way(), CHECKED)), CHECKED * AHEAD))
+        ahead = list(itertools.islice(unrolled(itertools.islice(counted.cheapest(), CHECKED)), CHECKED * CHECKED_AHEAD))
         probe = self._matcher.deep_copy()
         agreed = probe.validate_tokens(ahead) == len(ahead)
         plain = itertools.takewhile(lambda token: token not in vocabulary.special_ids, ahead[:MASKED])
@@ -290,7 +282,7 @@ class LlgTemplate:
     def nbytes(self) -> int:
         costs = COST_BYTES + 40 * len(self.text)  # of what is counted later: as much as they mostly take
         if not self.far:
-            costs = 0 if self._counted is None else self._counted.prices.nbytes
+            costs = 0 if self._counted is None else self._counted.costs.nbytes
         return TEMPLATE_BYTES + 4 * len(self.text) + costs
 
     def new_state(self) -> LlgState:
@@ -311,8 +303,12 @@ class LlgTemplate:
         return self.fresh_matcher() if self._spoiled or copy.is_error() else copy
 
     def fresh_matcher(self) -> Any:
-        """A matcher that shares its lexer with nobody."""
-        return self.backend.matcher(self.grammar, self.text, self.backend.vocabulary.ll_tokenizer)
+        """A matcher that shares its lexer with no other. Raises what `explain` makes of the library's complaint."""
+        tokenizer, limits = self.backend.vocabulary.ll_tokenizer, llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(tokenizer, self.text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise self.broken(matcher)
+        return matcher
 
 
 class LlgState:

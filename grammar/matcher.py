@@ -155,17 +155,17 @@ class Matcher:
         of `others` that ends what is open, else `token` if it fits, else the first of `others` that does, else the
         engine's own. Returns it. `others`: None where the end is far, or nobody knows any."""
         closing, at_most = self.closing, self._left - 1
-        apt = closing is None or others is None or closing.is_apt(token, at_most)
+        apt = closing is None or others is None or closing.leaves_room(token, at_most)
         if apt and self._take(token):
             return token
         assert closing is not None
         found = [] if others is None else [other for other in others() if other != token]
         if self._left == self._budget:  # nothing at all is no answer
             found.sort(key=self._template.backend.vocabulary.eos_ids.__contains__)
-        closed = (other for other in found if closing.is_apt(other, at_most, closes=True))
+        closed = (other for other in found if closing.leaves_room(other, at_most, closes=True))
         own = (make() for make in (closing.first,))
         for other in itertools.chain(closed, () if apt else (token,), found, own):
-            meant = other == token or closing.is_meant(token, other)
+            meant = other == token or closing.is_equivalent(token, other)
             if self._take(other):
                 if not meant and self.steered_from is None:
                     self.steered_from = self._budget - at_most - 1

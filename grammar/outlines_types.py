@@ -107,9 +107,8 @@ def _part(term: Any, depth: int) -> _Expression:
         case dsl.Regex(pattern=pattern):
             return _Expression.regular(portable(pattern))
         case dsl.JsonSchema(schema=schema, whitespace_pattern=blank):
-            return _Expression(
-                None, inline_json(schema_text(schema), **({} if blank is None else {"whitespace_pattern": blank}))
-            )
+            options = {} if blank is None else {"whitespace_pattern": blank}
+            return _Expression(None, inline_json(schema_text(schema), **options))
         case dsl.CFG(definition=definition):
             return _Expression(None, "%lark {\n" + ebnf_to_lark(definition).rstrip("\n") + "\n}")
         case dsl.Alternatives(terms=terms):

@@ -14,7 +14,7 @@ from typing import Any, Union, get_origin
 from urllib.parse import quote, unquote, urljoin
 
 from asyncengine.errors import GrammarError, GrammarImpossible
-from asyncengine.grammar.lark import placed
+from asyncengine.grammar.lark import tokenize
 from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 
 TABLES = json.loads((resources.files(__package__) / "keywords.json").read_text(encoding="utf-8"))
@@ -304,7 +304,7 @@ def schemas_of(grammar: Grammar) -> Iterator[Any]:
     if grammar.kind == "json_schema":
         yield json.loads(grammar.text)
     elif grammar.kind == "lark":
-        yield from (json.loads(text) for kind, text, _ in placed(grammar.text) if kind == "json")
+        yield from (json.loads(text) for kind, text, _ in tokenize(grammar.text) if kind == "json")
 
 
 def is_json(spec: Any) -> bool:

@@ -98,6 +98,11 @@ class _Job:
     given_up: bool = False
     future: Future[None] | None = None
 
+    def give_up(self) -> None:
+        self.given_up = True
+        if self.future is not None:
+            self.future.cancel()
+
     def checkpoint(self) -> None:
         """Raise `GrammarTimeout` once the job is given up. Called now and then by the compiler."""
         if self.given_up:
@@ -140,8 +145,14 @@ class GrammarService:
             _check_budget(known, budget, on_budget)
         return spec
 
-    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
-        return text_check(grammar)
+    def text_check(self, grammar: Grammar | None) -> Callable[[str], str | None] | None:
+        """The check of a text that was generated under `grammar`; None if there is nothing left to check.
+
+        The check returns what the text breaks, or None. It runs with the consumer, after the last chunk.
+        """
+        if grammar is None or grammar.kind != "json_schema" or grammar.unsupported != "validate":
+            return None
+        return partial(_broken_by, json.loads(grammar.text))
 
     # ---------------------------------------------------------------- the queue
 
@@ -202,16 +213,10 @@ class GrammarService:
                 return None
             waiter = job.waiters.pop(ticket)
             if not job.waiters:
-                self._give_up(job)
+                job.give_up()
                 del self._jobs[job.key]
         waiter.alarm.cancel()
         return waiter
-
-    @staticmethod
-    def _give_up(job: _Job) -> None:
-        job.given_up = True
-        if job.future is not None:
-            job.future.cancel()
 
     def _time_out(self, ticket: int) -> None:
         waiter = self._leave(ticket)
@@ -261,7 +266,7 @@ class GrammarService:
             backend = self._backend
             waiters = [waiter for job in self._jobs.values() for waiter in job.waiters.values()]
             for job in self._jobs.values():
-                self._give_up(job)
+                job.give_up()
             self._jobs.clear()
             self.waiting.clear()
         for waiter in waiters:
@@ -292,28 +297,17 @@ def _check_budget(template: LlgTemplate, budget: int, on_budget: OnBudget) -> No
         )
 
 
-def text_check(grammar: Grammar | None) -> Callable[[str], str | None] | None:
-    """The check of a text that was generated under `grammar`; None if there is nothing left to check.
+def _broken_by(schema: Any, text: str) -> str | None:
+    from jsonschema.exceptions import best_match
+    from jsonschema.validators import validator_for
 
-    The check returns what the text breaks, or None. It runs with the consumer, after the last chunk.
-    """
-    if grammar is None or grammar.kind != "json_schema" or grammar.unsupported != "validate":
-        return None
-    schema = json.loads(grammar.text)
-
-    def check(text: str) -> str | None:
-        from jsonschema.exceptions import best_match
-        from jsonschema.validators import validator_for
-
-        try:
-            instance = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            return f"not JSON: {error}"
-        kind = validator_for(schema)
-        try:
-            worst = best_match(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(instance))
-        except Exception as error:  # the schema itself may be wrong in ways nobody could check before
-            return f"the schema cannot be checked: {error}"[:MAX_MESSAGE]
-        return None if worst is None else f"{worst.json_path}: {worst.message}"[:MAX_MESSAGE]
-
-    return check
+    try:
+        instance = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    validator = validator_for(schema)
+    try:
+        worst = best_match(validator(schema, format_checker=validator.FORMAT_CHECKER).iter_errors(instance))
+    except Exception as error:  # only a validator finds some faults of a schema, and it may raise anything
+        return f"the schema cannot be checked: {error}"[:MAX_MESSAGE]
+    return None if worst is None else f"{worst.json_path}: {worst.message}"[:MAX_MESSAGE]

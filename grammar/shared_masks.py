@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.grammar.closing.tracker import Position
+from asyncengine.grammar.closing.recognizer import Position
 
 Mask = NDArray[np.int32]
 """Packed bitmask of allowed tokens, shape [ceil(vocab / 32)], lowest bit first."""

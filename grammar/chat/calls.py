@@ -126,13 +126,10 @@ class Parser(ABC):
         """Go on behind the arguments of a call, or behind an error in them if they are not `done`."""
 
     def finished_calls(self, complete: bool = True) -> list[ToolCall]:
-        """The calls whose arguments are complete JSON objects, in order; if not `complete`, the others."""
-        found = [call for call in self._calls if call.complete is complete]
-        return [ToolCall(call.id, call.name, "".join(call.pieces), call.steered_from) for call in found]
-
-    def broken_calls(self) -> list[ToolCall]:
-        """Calls that went out in deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
-        return self.finished_calls(complete=False)
+        """The calls whose arguments are complete JSON objects, in order; if not `complete`, those that went out in
+        deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
+        calls = [call for call in self._calls if call.complete is complete]
+        return [ToolCall(call.id, call.name, "".join(call.pieces), call.steered_from) for call in calls]
 
     def _taken(self) -> Parsed:
         out, self._out = self._out, Parsed()

@@ -49,9 +49,8 @@ def channel_grammar(answer: Answer, markers: Markers) -> str:
         lines.append(f"final: {fragment(answer.final)}")
         options.append(f"{lark(f'{CHANNEL}final{MESSAGE}')} final")
     for i, tool in enumerate(answer.calls):
-        lines.append(
-            f"arguments_{i}: {inline_json(tool.schema, lenient=not tool.strict, tool=tool.name, key_order='any')}"
-        )
+        arguments = inline_json(tool.schema, lenient=not tool.strict, tool=tool.name, key_order="any")
+        lines.append(f"arguments_{i}: {arguments}")
         heads = (
             lark(f"{CHANNEL}commentary to=functions.{tool.name} <|constrain|>json{MESSAGE}"),
             lark(f" to=functions.{tool.name}{CHANNEL}commentary <|constrain|>json{MESSAGE}"),

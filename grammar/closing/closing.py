@@ -1,12 +1,12 @@
-"""The nearest complete output beside a growing one (contract line 15: budget-aware closing), by arithmetic.
+"""The cheapest completion of a growing output (contract line 15: budget-aware closing), by arithmetic.
 
-`Closing` follows the output through the grammar's shape (`tracker`), which knows after each byte what the rest costs at
-most, however long it is: a token is taken if that still fits. Tokens to steer by are made one at a time, and what comes
-next of them is checked by the library. An output that the shape does not follow, or of whose ways the library takes
-none, is not steered any more.
+`Closing` parses the output beside the library (`recognizer`) and knows after each byte an upper bound on the tokens
+that complete it, however many: a token is taken if that still fits the budget. The completion's tokens are made one at
+a time, and the library checks the next ones of them. An output that the parser cannot follow, or none of whose
+completions the library accepts, is not steered any more.
 
-While the budget is farther from spent than any completion costs, every token fits: those are followed later, some with
-each token that comes, so that most outputs are never followed: `farthest` is that cost, of any output of the grammar.
+While the budget left exceeds what any completion costs (`farthest`), every token fits. Such tokens are parsed later, a
+few with each token that comes, so that most outputs are never parsed at all.
 """
 
 from __future__ import annotations
@@ -20,324 +20,328 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.closing.prices import Prices, Segment
-from asyncengine.grammar.closing.tracker import MAX_STEPS, Effort, Frames, Lost, Position, Tracker
+from asyncengine.grammar.closing.costs import CostTable, Segment
+from asyncengine.grammar.closing.recognizer import MAX_STEPS, Frames, Fuel, Position, Recognizer, TooAmbiguous
 from asyncengine.grammar.schema.rules import MAX_NESTING
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import MORE_DIGITS, Multiples, OtherKey, Words
-from asyncengine.grammar.shapes.nodes import Literal, Shape, Times, Unordered, span
+from asyncengine.grammar.shapes.nodes import Literal, Repeat, Shape, Unordered, span
 from asyncengine.grammar.vocabulary import UNREACHABLE
 
 if TYPE_CHECKING:
     from asyncengine.grammar.llguidance_backend import LlgTemplate
 
 
-AHEAD = 64
-"""Tokens of a way that are checked by the library."""
+CHECKED_AHEAD = 64
+"""Tokens of a completion that the library checks."""
 FAR = 256
-"""Tokens left with which the end is far."""
+"""Tokens left with which an output whose completion is unknown may still go on."""
 CLOSE = 4
-"""Times the budget that a way may cost by its parts to be spelled as a whole: mostly it takes half of that."""
-SPARE, WORD = 2, 1
-"""Tokens left over with which something may still be begun, beside half of what it costs, and a word of free text."""
+"""A completion is spelled as a whole if its upper bound is at most this many times the budget: spelled, it mostly takes
+half of the bound."""
+ROOM, WORD_ROOM = 2, 1
+"""Tokens to spare with which a value may still be opened, and a word of free text begun, beside half of the cost."""
 _BLANKS = frozenset(b" \t\r\n")
 _BEGINS = frozenset(b',[{"<(')
 """Bytes with which an item, a member, a list, an object, a call or a text begins."""
-PACE = 8
-"""Tokens that are followed with each one, where an output that was not has to be at last."""
-ACCOUNT, REFILL = 200_000, 100
-"""The account of all readings of one output at first, and its growth by each byte."""
+CATCH_UP = 8
+"""Waiting tokens that are parsed with each new one once the budget comes near to `Closing._near`."""
+FUEL, FUEL_PER_SYMBOL = 200_000, 100
+"""Fuel for parsing one output at first, and what each of its symbols adds."""
 
 
-class Counted:
-    """The common part of all outputs of one grammar: its shape and the prices in it."""
+class ClosingTables:
+    """The parser and the costs that all outputs of one grammar share."""
 
-    def __init__(self, shape: Shape, prices: Prices, lexed: bool = False) -> None:
-        """`lexed`: as for a `Tracker`."""
-        self.prices = prices
-        self.tracker = Tracker(shape, prices, lexed)
-        self.cost = self.tracker.cost(self.tracker.begin)
-        """Tokens of the cheapest output, as the sum of its parts."""
-        self.most = UNREACHABLE if lexed else farthest(shape, prices)
-        """Tokens of the dearest completion of an output. A lexer may read one otherwise than its shape says."""
+    def __init__(self, shape: Shape, costs: CostTable, lexed: bool = False) -> None:
+        """`lexed`: as for a `Recognizer`."""
+        self.costs = costs
+        self.recognizer = Recognizer(shape, costs, lexed)
+        self.cost = self.recognizer.cost(self.recognizer.begin)
+        """Upper bound on the tokens of the cheapest output."""
+        self.farthest = UNREACHABLE if lexed else farthest(shape, costs)
+        """Upper bound on the completion of any output. With a lexer there is none: it may read text otherwise."""
 
-    def way(self) -> Iterator[Segment]:
+    def cheapest(self) -> Iterator[Segment]:
         """Tokens of the cheapest output."""
-        return self.tracker.segments(self.tracker.begin[0])
+        return self.recognizer.segments(self.recognizer.begin[0])
 
 
-def length(way: Iterable[Segment]) -> int:
-    return sum(len(tokens) * times for tokens, times in way)
-
-
-def unrolled(way: Iterable[Segment]) -> Iterator[int]:
-    return (token for tokens, times in way for _ in range(times) for token in tokens)
+def unrolled(segments: Iterable[Segment]) -> Iterator[int]:
+    return (token for tokens, times in segments for _ in range(times) for token in tokens)
 
 
 class Closing:
-    """The nearest complete output known from where one output stands. It moves along with one request's output.
+    """The cheapest known completion of one request's output, updated with each token.
 
-    Invariant: tokens that fit, beginning with `first()`, lead to a complete output, unless it is `lost`: then every
-    token is taken.
+    Invariant: tokens that fit the budget lead to a complete output, beginning with `first()`; unless the output is
+    `lost`, for then every token is taken.
     """
 
-    def __init__(self, source: LlgTemplate, counted: Counted, tokens: Iterable[int] = ()) -> None:
-        """`tokens`: taken so far."""
-        self._source = source
-        self._vocabulary = source.backend.vocabulary
-        self._tracker = counted.tracker
-        self._frames = counted.tracker.begin
-        """Empty where nothing is known of the output any more."""
-        self._account = ACCOUNT
-        self._said: list[int] = []
-        """Tokens that were followed."""
-        self._late = deque(tokens)
-        """Tokens taken after those and not followed yet."""
-        self._near = max(counted.most + 1, source.reach)
-        """Tokens left with which an output has to be followed."""
+    def __init__(self, template: LlgTemplate, tables: ClosingTables, tokens: Iterable[int] = ()) -> None:
+        """`tokens`: those of the output so far."""
+        self._template = template
+        self._vocabulary = template.backend.vocabulary
+        self._recognizer = tables.recognizer
+        self._frames = tables.recognizer.begin
+        """Empty once the output is lost."""
+        self._fuel = FUEL
+        self._followed: list[int] = []
+        """Tokens that were parsed."""
+        self._waiting = deque(tokens)
+        """Tokens behind those, not parsed yet."""
+        self._near = max(tables.farthest + 1, template.reach)
+        """Tokens left with which an output has to be parsed up to its last token."""
         self._matcher: Any = None
-        """Behind the first `_checked` tokens that were said; None: not needed so far."""
+        """The library's matcher behind the first `_checked` parsed tokens; None until the first check."""
         self._checked = 0
         self._trusted = False
-        """The library failed: what the shape says has to do."""
+        """The library failed, so that completions are used unchecked."""
         self._plan: Iterator[int] | None = None
-        """Behind the next token of the way known; None: it has to be made."""
+        """Tokens of the completion behind `_next`; None: no completion was made for this position."""
         self._next: int | None = None
+        """First token of the completion; None where the output may end."""
         self._left = 0
-        """Tokens of the way."""
+        """Tokens of the completion."""
 
     @property
     def position(self) -> Position | None:
-        """All readings of the output: two that have the same may go on alike. None where that is not known."""
-        return None if self._late else tuple([frame.number for frame in self._frames]) or None
+        """The parser's state: outputs at one position have the same continuations. None if the output is lost, or not
+        parsed up to its last token."""
+        return None if self._waiting else tuple([frame.number for frame in self._frames]) or None
 
     @property
     def lost(self) -> bool:
-        """The output cannot be followed: nothing is known of its ends any more."""
+        """The output cannot be parsed, so that no completion of it is known."""
         return not self._frames
 
     def first(self) -> int:
-        """The next token on the way; an end-of-sequence id where the output may end here."""
-        if not self._planned():
+        """The first token of the completion, an end-of-sequence id where the output may end here. Raises `GrammarError`
+        if no completion is known."""
+        if not self._has_plan():
             raise GrammarError("grammar", "no way to a complete output is known")
         return self._vocabulary.eos_ids[0] if self._next is None else self._next
 
-    def is_meant(self, token: int, other: int) -> bool:
-        """Whether `other` writes nothing that an output which goes on with `token` would not: what that token says
-        itself, blanks aside, and else what nothing but blanks could stand in the place of."""
-        if other in self._vocabulary.eos_ids:
+    def is_equivalent(self, token: int, replacement: int) -> bool:
+        """Whether `replacement` leads to the output that `token` leads to, blanks aside: one writes what the other does
+        and then only text that the grammar forces."""
+        if replacement in self._vocabulary.eos_ids:
             return False
-        (short, said), (_, whole) = sorted(
-            ((one, [each for each in self._vocabulary.symbols(one) if each not in _BLANKS]) for one in (token, other)),
-            key=lambda pair: len(pair[1]),
+        written = (
+            (one, [*itertools.filterfalse(_BLANKS.__contains__, self._vocabulary.symbols(one))])
+            for one in (token, replacement)
         )
-        return whole[: len(said)] == said and self._forced(self._step(short), whole[len(said) :])
+        (shorter, prefix), (_, longer) = sorted(written, key=lambda pair: len(pair[1]))
+        return longer[: len(prefix)] == prefix and self._is_forced(self._step(shorter), longer[len(prefix) :])
 
-    def _forced(self, frames: Frames | None, symbols: list[int]) -> bool:
-        """Whether these are all that can come behind `frames`, blanks aside."""
-        step, effort = self._tracker.step, Effort(MAX_STEPS)
-        with contextlib.suppress(Lost):
+    def _is_forced(self, frames: Frames | None, symbols: list[int]) -> bool:
+        """Whether nothing but `symbols` can come behind `frames`, blanks aside."""
+        step, fuel = self._recognizer.step, Fuel(MAX_STEPS)
+        with contextlib.suppress(TooAmbiguous):
             for symbol in symbols:
-                others = (each for each in range(self._vocabulary.end) if each != symbol and each not in _BLANKS)
-                if not frames or any(step(frames, (each,), effort) for each in others):
+                others = (one for one in range(self._vocabulary.end) if one != symbol and one not in _BLANKS)
+                if not frames or any(step(frames, (other,), fuel) for other in others):
                     return False
-                frames = step(frames, (symbol,), effort)
+                frames = step(frames, (symbol,), fuel)
             return True
         return False
 
-    def is_apt(self, token: int, at_most: int, closes: bool = False) -> bool:
-        """Whether `token`, of which it is not asked whether it fits, leaves room to say what it begins, and does not
-        begin a word where none has room; `closes`: and brings the end nearer, if that is not here. True where it is not
-        known."""
+    def leaves_room(self, token: int, at_most: int, closes: bool = False) -> bool:
+        """Whether the budget behind `token` suffices for more than the shortest form of what it opens, and for a word
+        where it begins one; `closes`: and the token brings the end nearer, unless the output is complete. True if that
+        is unknown. Whether the token fits at all is not asked."""
         self.follow(everything=True)
         if self.lost or token in self._vocabulary.eos_ids:
             return True
-        symbols, here, room = self._vocabulary.symbols(token), self._frames, 0
-        first = before = self._tracker.cost(here)
+        symbols, frames, needed_room = self._vocabulary.symbols(token), self._frames, 0
+        first_cost = cost_before = self._recognizer.cost(frames)
         for symbol in symbols:
             try:
-                behind = self._tracker.step(here, (symbol,), Effort(MAX_STEPS))
-            except Lost:
+                next_frames = self._recognizer.step(frames, (symbol,), Fuel(MAX_STEPS))
+            except TooAmbiguous:
                 return True
-            if behind is None:
+            if next_frames is None:
                 return True
-            after = self._tracker.cost(behind)
-            # a value that is listed, or a key that was begun, has no room to ask for
-            nearest = min(behind, key=lambda frame: frame.rest).shape
-            if after > before and (symbol >= 256 or symbol in _BEGINS) and not isinstance(nearest, (Literal, Words)):
-                room = max(room, (after - before) // 2 + SPARE)
-            here, before = behind, after
-        if closes and first and before >= first:
+            cost_after = self._recognizer.cost(next_frames)
+            # literals and listed words are as long as they are: more room would change nothing in them
+            is_fixed = isinstance(min(next_frames, key=lambda frame: frame.rest).shape, (Literal, Words))
+            if cost_after > cost_before and (symbol >= 256 or symbol in _BEGINS) and not is_fixed:
+                needed_room = max(needed_room, (cost_after - cost_before) // 2 + ROOM)
+            frames, cost_before = next_frames, cost_after
+        if closes and first_cost and cost_before >= first_cost:
             return False
-        if 0 < before == first and symbols[0] in _BLANKS:
-            room = max(room, before // 2 + WORD)  # what has to follow shall have some room, too
-        return not room or at_most - before >= room
+        if 0 < cost_before == first_cost and symbols[0] in _BLANKS:
+            needed_room = max(needed_room, cost_before // 2 + WORD_ROOM)  # the required rest wants some room, too
+        return not needed_room or at_most - cost_before >= needed_room
 
     def follow(self, everything: bool = False) -> None:
-        """Follow tokens that were taken without: the next `PACE` of them, or all."""
-        for _ in range(len(self._late) if everything else min(PACE, len(self._late))):
-            self._advance(self._late.popleft(), UNREACHABLE)
+        """Parse waiting tokens: the next `CATCH_UP` of them, or all."""
+        for _ in range(len(self._waiting) if everything else min(CATCH_UP, len(self._waiting))):
+            self._advance(self._waiting.popleft(), UNREACHABLE)
 
     def advance(self, token: int, at_most: int) -> bool:
-        """Move past `token`, which the grammar allows, if a completion of at most `at_most` tokens is known from there,
-        or if there may be one and `at_most` is far from 0. Else False, unmoved."""
+        """Move past `token`, which the grammar allows, if a completion of at most `at_most` tokens is known behind it,
+        or if none is known and `at_most` is large. Else False, unmoved."""
         spare = at_most - self._near
         if spare < 0:
             self.follow(everything=True)
             return self._advance(token, at_most)
-        self._late.append(token)
-        if spare * (PACE - 1) < len(self._late):
+        self._waiting.append(token)
+        # each token takes one from `spare` and CATCH_UP - 1 from the backlog: so the backlog is gone when `spare` is
+        if spare * (CATCH_UP - 1) < len(self._waiting):
             self.follow()
         return True
 
     def _advance(self, token: int, at_most: int) -> bool:
         if token in self._vocabulary.eos_ids:
-            return not self._frames or self._tracker.cost(self._frames) == 0
+            return not self._frames or self._recognizer.cost(self._frames) == 0
         frames = self._step(token) or ()
         if self._plan is not None and token == self._next and self._left - 1 <= at_most:
             self._next = next(self._plan, None)
             self._left -= 1
         elif self._fits(frames, at_most):
             self._plan = None
-        elif self._planned():
+        elif self._has_plan():
             return False
         else:
             frames = ()
         self._frames = frames
-        self._said.append(token)
+        self._followed.append(token)
         return True
 
     def _step(self, token: int) -> Frames | None:
-        """Past `token`; None where the shape does not follow it."""
+        """The readings behind `token`; None if there are none, or more than the fuel suffices for."""
         symbols = self._vocabulary.symbols(token)
-        account = min(ACCOUNT, self._account + REFILL * len(symbols))
-        effort = Effort(most := min(MAX_STEPS, account))
+        available = min(FUEL, self._fuel + FUEL_PER_SYMBOL * len(symbols))
+        fuel = Fuel(allowance := min(MAX_STEPS, available))
         try:
-            return self._tracker.step(self._frames, symbols, effort)
-        except Lost:
+            return self._recognizer.step(self._frames, symbols, fuel)
+        except TooAmbiguous:
             return None
-        finally:  # what was overspent is owed
-            self._account = account - most + effort.left
+        finally:  # the last step may overdraw its fuel: later ones pay for that
+            self._fuel = available - allowance + fuel.left
 
     def _fits(self, frames: Frames, at_most: int) -> bool:
-        """A way of at most `at_most` tokens leads on from there; or none is known, and the end is far."""
-        cost = self._tracker.cost(frames)
+        """Whether a completion of at most `at_most` tokens is known; or none is known, and `at_most` is large."""
+        cost = self._recognizer.cost(frames)
         if cost <= at_most:
             return True
         if cost >= UNREACHABLE:
             return at_most >= FAR
-        return cost <= CLOSE * at_most and any(way <= at_most for way, _ in self._tracker.nearest(frames))
+        return cost <= CLOSE * at_most and any(tokens <= at_most for tokens, _ in self._recognizer.nearest(frames))
 
-    def _planned(self) -> bool:
-        """See that there are tokens to steer by. False: there are none, or the library does not agree with any."""
+    def _has_plan(self) -> bool:
+        """Make a completion, if none is at hand. False: none is known that the library accepts."""
         self.follow(everything=True)
         if self._plan is not None:
             return True
-        for cost, frame in self._tracker.nearest(self._frames):
-            tokens = unrolled(self._tracker.segments(frame)) if cost < UNREACHABLE else iter(())
-            ahead = list(itertools.islice(tokens, AHEAD))
-            if cost < UNREACHABLE and self._agreed(ahead):
+        for cost, frame in self._recognizer.nearest(self._frames):
+            tokens = unrolled(self._recognizer.segments(frame)) if cost < UNREACHABLE else iter(())
+            ahead = list(itertools.islice(tokens, CHECKED_AHEAD))
+            if cost < UNREACHABLE and self._library_accepts(ahead):
                 self._left = cost
                 self._plan = itertools.chain(ahead, tokens)
                 self._next = next(self._plan, None)
                 return True
         return False
 
-    def _agreed(self, ahead: list[int]) -> bool:
+    def _library_accepts(self, ahead: list[int]) -> bool:
         if self._trusted:
             return True
         if self._matcher is None:
-            self._matcher = self._source.new_matcher()
-        matcher, behind = self._matcher, self._said[self._checked :]
-        taken = matcher.try_consume_tokens(behind)
-        self._checked += taken
-        agreed = taken == len(behind) and matcher.validate_tokens(ahead) == len(ahead)
-        if not agreed:
-            matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses
+            self._matcher = self._template.new_matcher()
+        matcher, unchecked = self._matcher, self._followed[self._checked :]
+        consumed = matcher.try_consume_tokens(unchecked)
+        self._checked += consumed
+        accepted = consumed == len(unchecked) and matcher.validate_tokens(ahead) == len(ahead)
+        if not accepted:
+            matcher.compute_bitmask()  # a broken lexer refuses silently and reports its error with a mask only
             if matcher.is_error():
-                self._source.spoil()
+                self._template.spoil()
                 self._trusted = True
                 return True
-        return bool(agreed)
+        return bool(accepted)
 
 
 ROUNDS = MAX_NESTING + 2
 """Times that a shape may lie within itself: each opens a bracket."""
 CANDIDATES = 63
-"""Letters that `OtherKey` tries behind the beginning of a word, each of which only another word can take."""
+"""Characters that `OtherKey.endings` tries behind a prefix: with fewer words than that, one of them is free."""
 KEY_END = 5
-"""Bytes that it then takes to the end of the key, at most."""
+"""Most bytes that then complete the key."""
 
 
-def farthest(root: Shape, prices: Prices) -> int:
-    """Tokens of the dearest completion of an output that has begun; `UNREACHABLE` or more where there is no limit.
+def farthest(root: Shape, costs: CostTable) -> int:
+    """Upper bound on the tokens that complete any output that has begun; `UNREACHABLE` or more if there is none.
 
-    One pass over the shapes, innermost first. Those that lie within themselves, and those between such, are one: each
-    round through them costs no more than the dearest step of each together.
+    One pass over the shapes in topological order. Shapes on cycles, and those between cycles, are counted together: a
+    round through them costs at most the sum of the most expensive step of each.
     """
-    return max(_within(root, prices), prices.cost(root))
+    return max(_farthest_rest(root, costs), costs.cost(root))
 
 
-def _within(root: Shape, prices: Prices) -> int:
+def _farthest_rest(root: Shape, costs: CostTable) -> int:
     known: dict[Shape, int] = {}
-    for part, own in prices.kept.items():
-        own.dearest = known[part] = _within(part, own) if own.dearest is None else own.dearest
-    below = nodes.peeled(prices.inner, prices.inner, prices.users)
-    above: dict[Shape, None] = {}
-    if len(below) < len(prices.inner):
-        above = nodes.peeled(prices.inner, prices.users, prices.inner)
-    circle = [shape for shape in prices.inner if shape not in below and shape not in above]
-    for shape in below:
+    for child, table in costs.kept.items():
+        table.farthest = known[child] = _farthest_rest(child, table) if table.farthest is None else table.farthest
+    before_cycles = nodes.acyclic_order(costs.children, costs.children, costs.parents)
+    behind_cycles: dict[Shape, None] = {}
+    if len(before_cycles) < len(costs.children):
+        behind_cycles = nodes.acyclic_order(costs.children, costs.parents, costs.children)
+    cyclic = [shape for shape in costs.children if shape not in before_cycles and shape not in behind_cycles]
+    for shape in before_cycles:
         if shape not in known:
-            known[shape] = _dearest(shape, prices, known)
-    if circle:
-        leaving = max(_dearest(shape, prices, known) for shape in circle)
-        inside = dict.fromkeys(circle, 0)
-        total = leaving + ROUNDS * sum(_dearest(shape, prices, inside) for shape in circle)
-        known.update(dict.fromkeys(circle, total))
-    for shape in reversed(list(above)):
+            known[shape] = _rest_within(shape, costs, known)
+    if cyclic:
+        exit_cost = max(_rest_within(shape, costs, known) for shape in cyclic)
+        zeros = dict.fromkeys(cyclic, 0)
+        total = exit_cost + ROUNDS * sum(_rest_within(shape, costs, zeros) for shape in cyclic)
+        known.update(dict.fromkeys(cyclic, total))
+    for shape in reversed(list(behind_cycles)):
         if shape not in known:
-            known[shape] = _dearest(shape, prices, known)
+            known[shape] = _rest_within(shape, costs, known)
     return known[root]
 
 
-def _dearest(shape: Shape, prices: Prices, known: dict[Shape, int]) -> int:
-    """Tokens from the dearest position in a shape to its end: within a part of it that is in `known`, or between
-    parts."""
+def _rest_within(shape: Shape, costs: CostTable, known: dict[Shape, int]) -> int:
+    """Tokens from the most expensive position in a shape to its end: between its children, or within one of those whose
+    own figure is `known`."""
     if isinstance(shape, nodes.Literal):
-        return prices.speller.dearest(shape.data)
+        return costs.speller.farthest(shape.data)
     if isinstance(shape, Words):
-        return _of_words(shape, prices)
-    return max((known[part] + after for part, after in _steps(shape, prices) if part in known), default=0)
+        return _rest_of_words(shape, costs)
+    children = _children_with_suffix(shape, costs)
+    return max((known[child] + suffix_cost for child, suffix_cost in children if child in known), default=0)
 
 
-def _steps(shape: Shape, prices: Prices) -> Iterator[tuple[Shape, int]]:
-    """The parts of a shape, each with the cost of what may have to follow it."""
-    if isinstance(shape, nodes.Chain):
-        yield from ((item, prices.suffix(shape, index + 1)) for index, item in enumerate(shape.items))
-    elif isinstance(shape, Times):
-        unit = prices.unit_of(shape) if shape.least > 1 else None
-        fewest = max(0, shape.least - 1 - (unit.rounds if unit else 1))  # a whole unit may cost less than part of it
-        yield shape.body, max(prices.times(shape, count) for count in range(fewest, max(1, shape.least)))
+def _children_with_suffix(shape: Shape, costs: CostTable) -> Iterator[tuple[Shape, int]]:
+    """The children of a shape, each with the most that what has to follow it costs."""
+    if isinstance(shape, nodes.Concat):
+        yield from ((item, costs.suffix(shape, index + 1)) for index, item in enumerate(shape.items))
+    elif isinstance(shape, Repeat):
+        unit = costs.unit_of(shape) if shape.least > 1 else None
+        fewest = max(0, shape.least - 1 - (unit.rounds if unit else 1))  # fewer rounds may cost more than a whole unit
+        yield shape.body, max(costs.times(shape, count) for count in range(fewest, max(1, shape.least)))
     elif isinstance(shape, Unordered):
-        costs = [prices.cost(item) for item in shape.items[len(shape.items) // 2 :]]
-        more = max(0, shape.least - len(shape.needed)) * max(costs) if shape.counts else 0
+        member_costs = [costs.cost(item) for item in shape.items[len(shape.items) // 2 :]]
+        extra = max(0, shape.least - len(shape.needed)) * max(member_costs) if shape.counts else 0
         for index, item in enumerate(shape.items):
-            yield item, more + sum(costs[other] for other in shape.needed if other != index % len(costs))
-    elif isinstance(shape, nodes.Letters):
-        yield from ((tail, prices.cost(tail)) for _, _, tail in shape.tails)
-    elif isinstance(shape, (nodes.Either, nodes.Lexeme)):
-        yield from ((part, 0) for part in nodes.parts(shape))
+            rest = [member_costs[needed] for needed in shape.needed if needed != index % len(member_costs)]
+            yield item, extra + sum(rest)
+    elif isinstance(shape, nodes.CharSet):
+        yield from ((tail, costs.cost(tail)) for _, _, tail in shape.tails)
+    elif isinstance(shape, (nodes.Choice, nodes.Lexeme)):
+        yield from ((child, 0) for child in nodes.children(shape))
 
 
-def _of_words(shape: Words, prices: Prices) -> int:
+def _rest_of_words(shape: Words, costs: CostTable) -> int:
     if type(shape) is OtherKey and len(shape.words) < CANDIDATES:
-        letters, most = span(0, 255), KEY_END
+        alphabet, longest = span(0, 255), KEY_END
     elif type(shape) is Multiples:
-        letters, most = span(45, 46) | span(48, 57), 2 * MORE_DIGITS
+        alphabet, longest = span(45, 46) | span(48, 57), 2 * MORE_DIGITS
     elif type(shape) is Words:
-        letters = functools.reduce(operator.or_, (1 << byte for byte in set(b"".join(shape.words))), 0)
-        most = max(map(len, shape.words), default=0)
+        alphabet = functools.reduce(operator.or_, (1 << byte for byte in set(b"".join(shape.words))), 0)
+        longest = max(map(len, shape.words), default=0)
     else:
         return UNREACHABLE
-    return UNREACHABLE if letters & ~prices.speller.letters else most
+    return UNREACHABLE if alphabet & ~costs.speller.single_bytes else longest

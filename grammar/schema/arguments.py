@@ -15,9 +15,9 @@ from asyncengine.grammar.regexes import escaped, words
 from asyncengine.grammar.schema import members as demands
 from asyncengine.grammar.schema.builder import Builder
 from asyncengine.grammar.schema.rules import Checkpoint, Rules, Symbols
-from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schema.terms import DERIVED, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
-from asyncengine.grammar.shapes.nodes import Name
+from asyncengine.grammar.shapes.nodes import Rule
 
 CDATA = ("<![CDATA[", "]]>")
 """XML's marks around text in which nothing but the second means anything."""
@@ -67,21 +67,21 @@ class Members:
 
 def member_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     """The JSON types of each declared argument of a tool ("number" for integers too), as far as they can be told."""
-    alternatives, found = Alternatives(dict(schema)), dict[str, frozenset[str]]()
+    alternatives, types_of = Alternatives(dict(schema)), dict[str, frozenset[str]]()
     try:
         for term in alternatives.of((Entry("", schema),)):
             entries = term.having(*demands.OBJECT)
             for key in dict.fromkeys(key for entry in entries for key in entry.schema.get("properties", {})):
                 value = [child for entry in entries for child in demands.property_of(entry, key)]
-                kinds = (kind for one in alternatives.of(value) for kind in one.types)
-                found[key] = found.get(key, frozenset()) | {_json_type(kind) for kind in kinds}
+                names = (name for branch in alternatives.of(value) for name in branch.types)
+                types_of[key] = types_of.get(key, frozenset()) | {_json_type(name) for name in names}
     except GrammarError:  # whoever compiles it says so
         pass
-    return found
+    return types_of
 
 
-def _json_type(kind: str) -> str:
-    return "number" if kind in ("integer", "fraction") else kind
+def _json_type(name: str) -> str:
+    return "number" if name in ("integer", "fraction") else name
 
 
 class ArgumentBuilder(Builder):
@@ -94,48 +94,48 @@ class ArgumentBuilder(Builder):
         self._outer = True
         """The arguments themselves are made, and not what is in them."""
 
-    def build(self) -> tuple[Rules, Name]:
+    def build(self) -> tuple[Rules, Rule]:
         start, comma = self.rules.new(), self._comma
         self._comma = [] if self._members.values == "raw" else comma
         for term in self._alternatives.of((Entry("", self.root),)):
             if "object" in term.types:
                 self._object(start, term)
         self._comma, self._outer = comma, False
-        return self._finished(start)
+        return self._complete(start)
 
     @property
     def _as_json(self) -> bool:
         return self._members.values == "raw" and not self._outer
 
-    def _said(self, text: str) -> Symbols:
+    def _symbols(self, text: str) -> Symbols:
         """A format's text, with its special tokens."""
         return [self.rules.terminal(part) for part in self._markers.parts(text)]
 
     def _around(self, brackets: str, *inside: Any) -> Symbols:
         return [*inside] if self._outer else super()._around(brackets, *inside)
 
-    def _word(self, text: str) -> list[Symbols]:
+    def _keyword(self, text: str) -> list[Symbols]:
         python = [[self._literal(_PYTHON[text])]] if self._members.values == "python" else []
-        return [*super()._word(text), *python]
+        return [*super()._keyword(text), *python]
 
     # ---------------------------------------------------------------- strings
 
-    def _string(self, name: Name, term: Term) -> None:
+    def _string(self, rule: Rule, term: Term) -> None:
         texts, mark = demands.Texts.of(term), self._members.quote
         if self._members.values != "raw" and (listed := texts.listed) is not None:
-            self.rules.add(name, *(spelled for text in listed for spelled in self._quoted(text)))
+            self.rules.add(rule, *(spelled for text in listed for spelled in self._quoted(text)))
         elif self._members.values == "bare":
-            self.rules.add(name, *([*self._said(mark), *found] for found in self._strings(texts, mark)))
-        elif self._members.values == "python" and not (texts.parts or texts.without):
+            self.rules.add(rule, *([*self._symbols(mark), *symbols] for symbols in self._strings(texts, mark)))
+        elif self._members.values == "python" and not (texts.schemas or texts.excluded):
             for quoted in _QUOTED:
-                self.rules.add(name, [self.rules.terminal(quoted)])
+                self.rules.add(rule, [self.rules.terminal(quoted)])
         else:
-            super()._string(name, term)
+            super()._string(rule, term)
 
     def _quoted(self, text: str) -> list[Symbols]:
         """A string, in each of its spellings."""
         if self._members.values == "bare":
-            mark = self._said(self._members.quote)
+            mark = self._symbols(self._members.quote)
             return [[*mark, *([self._literal(text)] if text else []), *mark]]
         double = json.dumps(text, ensure_ascii=False)
         single = "'" + double[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
@@ -145,16 +145,16 @@ class ArgumentBuilder(Builder):
         """Strings as they are, up to and with `close`. `beside`: a pattern of texts that mean something else."""
         ends = self._members.ends if close == self._members.value_close else (close.strip(),)
         if (listed := texts.listed) is not None:
-            means = re.compile(beside or r"(?!)")
-            fit = [text for text in listed if not any(end in text for end in ends) and not means.fullmatch(text)]
-            written = map(self._members.string, fit)
-            return [[*([self._literal(text)] if text else []), *self._said(close)] for text in written]
-        inside, wrong = texts.raw(), [*map(_containing, ends), *([f"~/{beside}/"] if beside else [])]
+            pattern = re.compile(beside or r"(?!)")
+            allowed = [text for text in listed if not any(end in text for end in ends) and not pattern.fullmatch(text)]
+            written = map(self._members.string, allowed)
+            return [[*([self._literal(text)] if text else []), *self._symbols(close)] for text in written]
+        inside, excluded = texts.raw(), [*map(_containing, ends), *([f"~/{beside}/"] if beside else [])]
         if not self._members.cdata:
-            return [self._until([*inside, *wrong], close)]
+            return [self._until([*inside, *excluded], close)]
         begin, end = CDATA
         marked = [self._literal(begin), *self._until([*inside, _containing(end)], end + close)]
-        return [self._until([*inside, *wrong, f"~/{escaped(begin)}(?s:.*)/"], close), marked]
+        return [self._until([*inside, *excluded, f"~/{escaped(begin)}(?s:.*)/"], close), marked]
 
     def _until(self, expressions: Iterable[str], close: str) -> Symbols:
         """Texts of which all `expressions` hold, without `close`, and `close`."""
@@ -164,49 +164,50 @@ class ArgumentBuilder(Builder):
             return [self.rules.terminal(text, literal(close))]
         # what stands before a special token belongs to the longest text before it
         text = f"({text}) {literal(before)}" if before else text
-        return [self.rules.terminal(text), *self._said(close[len(before) :])]
+        return [self.rules.terminal(text), *self._symbols(close[len(before) :])]
 
     # ---------------------------------------------------------------- members
 
-    def _pair(self, key: str, value: Conjunction) -> Name:
-        own = self._members
+    def _pair(self, key: str, value: Conjunction) -> Rule:
+        style = self._members
         if self._as_json:
             return super()._pair(key, value)
-        if not self._outer and own.values == "python":
+        if not self._outer and style.values == "python":
             return self.rules.shared(*([*quoted, *self._colon, self.node(value)] for quoted in self._quoted(key)))
         fits = re.fullmatch(BARE_KEY, key) is not None
-        if own.values == "raw":
-            fits = key.strip() == key != "" and own.key_close.split()[0][0] not in key and "\n" not in key
+        if style.values == "raw":
+            fits = key.strip() == key != "" and style.key_close.split()[0][0] not in key and "\n" not in key
         if not fits:
             raise GrammarUnsupported("grammar", [("properties", f"/properties/{escape(key)}")])
-        opening = own.key_open if self._outer else ""
-        heads = [self._said(f"{opening}{key}{close}") for close in (own.key_close, own.string_key_close) if close]
+        opening = style.key_open if self._outer else ""
+        closes = filter(None, (style.key_close, style.string_key_close))
+        heads = [self._symbols(f"{opening}{key}{close}") for close in closes]
         return self.rules.shared(*self._values_behind(heads, value))
 
-    def _free(
-        self, entries: list[Entry], declared: list[str], named: list[tuple[Term, demands.Texts]] | None
-    ) -> Name | None:
-        own = self._members
-        said = ("patternProperties", "propertyNames")
-        asking = [(key, f"{entry.place}/{key}") for entry in entries for key in said if key in entry.schema]
-        if self._as_json or (asking and not self._outer and own.values == "python"):
-            return super()._free(entries, declared, named)
-        if asking:
-            raise GrammarUnsupported("grammar", asking)
+    def _undeclared(
+        self, entries: list[Entry], declared: list[str], name_schemas: list[tuple[Term, demands.Texts]] | None
+    ) -> Rule | None:
+        style = self._members
+        keywords = ("patternProperties", "propertyNames")
+        unsupported = [(key, f"{entry.location}/{key}") for entry in entries for key in keywords if key in entry.schema]
+        if self._as_json or (unsupported and not self._outer and style.values == "python"):
+            return super()._undeclared(entries, declared, name_schemas)
+        if unsupported:
+            raise GrammarUnsupported("grammar", unsupported)
         value = tuple(map(demands.additional, entries))
         if any(child.schema is False for child in value):
             return None
-        if not self._outer and own.values == "python":
-            but = "".join(f" & ~/[\"']{escaped(key)}[\"']/" for key in declared)
+        if not self._outer and style.values == "python":
+            excluding = "".join(f" & ~/[\"']{escaped(key)}[\"']/" for key in declared)
             pattern = "|".join(f"{quote}[^{quote}\\\\\\x00-\\x1f]*{quote}" for quote in "\"'")
-            return self.rules.new([self.rules.terminal(f"/{pattern}/{but}"), *self._colon, self.node(value)])
-        before, opened = self._markers.behind_special(own.key_open if self._outer else "")
+            return self.rules.new([self.rules.terminal(f"/{pattern}/{excluding}"), *self._colon, self.node(value)])
+        before, opened = self._markers.behind_special(style.key_open if self._outer else "")
         heads = []
-        for close in filter(None, (own.key_close, own.string_key_close)):
+        for close in filter(None, (style.key_close, style.string_key_close)):
             closed, _, _ = self._markers.split(close)
-            but = "".join(f" & ~/{escaped(opened + key + closed)}/" for key in declared)
-            key = self.rules.terminal(f"/{escaped(opened)}{BARE_KEY}{escaped(closed)}/{but}")
-            heads.append([*self._said(before), key, *self._said(close[len(closed) :])])
+            excluding = "".join(f" & ~/{escaped(opened + key + closed)}/" for key in declared)
+            key = self.rules.terminal(f"/{escaped(opened)}{BARE_KEY}{escaped(closed)}/{excluding}")
+            heads.append([*self._symbols(before), key, *self._symbols(close[len(closed) :])])
         return self.rules.new(*self._values_behind(heads, value))
 
     def _values_behind(self, heads: list[Symbols], value: Conjunction) -> list[Symbols]:
@@ -216,32 +217,32 @@ class ArgumentBuilder(Builder):
         if self._members.values != "raw":
             return [[*head, self.node(value)]]
         terms = self._alternatives.of(value)
-        kinds = list(dict.fromkeys(kind for term in terms for kind in term.types if kind != "string"))
+        names = list(dict.fromkeys(name for term in terms for name in term.types if name != "string"))
         texts = [demands.Texts.of(term) for term in terms if "string" in term.types]
-        alone = not texts or len(heads) > 1
-        beside = "" if alone else _beside({_json_type(kind) for kind in kinds})
-        found = [[*heads[-1], *text] for one in texts for text in self._strings(one, close, beside)]
-        if not alone:
-            found += [[*head, *scalar] for term in terms for scalar in self._scalars(term, close)]
-        if kinds := kinds if alone else [kind for kind in kinds if kind in STARTS]:
-            others = Entry(MADE + "+".join(kinds), {"type": kinds}, plain=True)
-            found.append([*head, self.node((*value, others)), *self._said(close)])
-        return found
+        is_unambiguous = not texts or len(heads) > 1
+        beside = "" if is_unambiguous else _beside({_json_type(name) for name in names})
+        alternatives = [[*heads[-1], *symbols] for text in texts for symbols in self._strings(text, close, beside)]
+        if not is_unambiguous:
+            alternatives += [[*head, *scalar] for term in terms for scalar in self._scalars(term, close)]
+        if names := names if is_unambiguous else [name for name in names if name in STARTS]:
+            entry = Entry(DERIVED + "+".join(names), {"type": names}, plain=True)
+            alternatives.append([*head, self.node((*value, entry)), *self._symbols(close)])
+        return alternatives
 
     def _scalars(self, term: Term, close: str) -> list[Symbols]:
         """JSON that a string could begin like: text for the lexer, up to the close."""
-        texts = [text for kind in ("null", "boolean") for text in self._constants(term, kind)]
-        found = [self._until([words(texts)], close)] if texts else []
+        texts = [text for name in ("null", "boolean") for text in self._constants(term, name)]
+        alternatives = [self._until([words(texts)], close)] if texts else []
         if (number := self._number(term)) is not None:
             is_text = number.text.startswith("/")
-            found.append(self._until([number.text], close) if is_text else [number, *self._said(close)])
-        return found
+            alternatives.append(self._until([number.text], close) if is_text else [number, *self._symbols(close)])
+        return alternatives
 
 
-def _beside(kinds: Iterable[str]) -> str:
+def _beside(names: Iterable[str]) -> str:
     """A pattern of all texts that read as JSON of these types; empty for none."""
-    found = [rf"{BLANK}{SCALARS[kind]}{BLANK}" for kind in sorted(kinds) if kind in SCALARS]
-    return "|".join([*found, *(rf"{BLANK}{STARTS[kind]}(?s:.*)" for kind in sorted(kinds) if kind in STARTS)])
+    patterns = [rf"{BLANK}{SCALARS[name]}{BLANK}" for name in sorted(names) if name in SCALARS]
+    return "|".join([*patterns, *(rf"{BLANK}{STARTS[name]}(?s:.*)" for name in sorted(names) if name in STARTS)])
 
 
 def _containing(text: str) -> str:

@@ -22,9 +22,9 @@ from asyncengine.grammar.schema import members as demands
 from asyncengine.grammar.schema.numbers import FRACTION, KEYWORDS
 from asyncengine.grammar.schema.one_of import Branches
 from asyncengine.grammar.schema.rules import MAX_KEYS, Checkpoint, Rules, Symbols, proceed, repeat
-from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schema.terms import DERIVED, Alternatives, Conjunction, Entry, Term
 from asyncengine.grammar.schemas import escape
-from asyncengine.grammar.shapes.nodes import Name, Shape, Terminal, Times, Unordered
+from asyncengine.grammar.shapes.nodes import Repeat, Rule, Shape, Terminal, Unordered
 from asyncengine.grammar.spec import canonical_json
 
 MAX_PREFIX = 500
@@ -33,7 +33,7 @@ MAX_STATES = 4096
 """Places in a list or an object times what has been counted there."""
 MAX_TOGETHER = 3
 """Patterns of names that may hold together."""
-Member = tuple[Name, bool]
+Member = tuple[Rule, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
 
@@ -47,41 +47,41 @@ class Builder:
         self.rules = Rules(checkpoint)
         branches = Branches(root)
         self._alternatives = Alternatives(root, branches.of, branches.is_empty, checkpoint)
-        self._known: dict[tuple[str, ...], Name] = {}
-        self._todo: list[tuple[Name, Conjunction]] = []
-        self._tails: dict[tuple[Name, int, int | None], Name] = {}
+        self._known: dict[tuple[str, ...], Rule] = {}
+        self._pending: list[tuple[Rule, Conjunction]] = []
+        self._tails: dict[tuple[Rule, int, int | None], Rule] = {}
         """Lists of undeclared members. A repetition stands in one rule only: llguidance 1.9.1 panics where two pass a
         parameter on to the same."""
         self._empty: list[str] = []
-        own = {key: options[key] for key in demands.LEAF_OPTIONS if options.get(key)}
+        leaf_options = {key: options[key] for key in demands.LEAF_OPTIONS if options.get(key)}
         # without that, llguidance 1.9.1 takes any blanks before some of them
-        self._leaf_options = {"whitespace_flexible": False, **own}
-        usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
-        blank = usual if (given := options.get("whitespace_pattern")) is None else given
+        self._leaf_options = {"whitespace_flexible": False, **leaf_options}
+        default = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
+        blank = default if (pattern := options.get("whitespace_pattern")) is None else pattern
         text = self.rules.terminal
-        self._blank: Symbols = [self.rules.new([Times(text(regex(blank)), 0, 1)])] if blank else []
+        self._blank: Symbols = [self.rules.new([Repeat(text(regex(blank)), 0, 1)])] if blank else []
         around = f"(?:{blank})?" if blank else ""
         self._comma, self._colon = (
             [text(regex(around + options.get(key, usually) + around))]
             for key, usually in (("item_separator", ","), ("key_separator", ":"))
         )
 
-    def build(self) -> tuple[Rules, Name]:
+    def build(self) -> tuple[Rules, Rule]:
         """The rules, and the name of the one for the whole value.
 
         Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be
         written, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
         """
-        return self._finished(self.node((Entry("", self.root),)))
+        return self._complete(self.node((Entry("", self.root),)))
 
-    def _finished(self, start: Name) -> tuple[Rules, Name]:
+    def _complete(self, start: Rule) -> tuple[Rules, Rule]:
         """Make what is left to be made, and rid the rules of what leads nowhere."""
-        while self._todo:
-            name, conjunction = self._todo.pop()
+        while self._pending:
+            rule, conjunction = self._pending.pop()
             for term in self._alternatives.of(conjunction):
-                self._term(name, term)
+                self._term(rule, term)
         self.rules.prune()
-        if not start.options:
+        if not start.alternatives:
             detail = f"; there is no {self._empty[0]}" if self._empty else ""
             raise GrammarImpossible("grammar", f"no JSON value is valid under this schema{detail}")
         self.rules.inline(start)
@@ -95,52 +95,52 @@ class Builder:
     def _literal(self, text: str) -> Shape:
         return self.rules.terminal(literal(text))
 
-    def node(self, conjunction: Conjunction) -> Name:
+    def node(self, conjunction: Conjunction) -> Rule:
         """The rule of what must satisfy all of `conjunction`."""
         followed = map(self._alternatives.followed, conjunction)
         entries = {entry.pointer: entry for entry in followed if entry.schema is not True}
         key = tuple(entries)
         if key not in self._known:
             self._known[key] = self.rules.new()
-            self._todo.append((self._known[key], tuple(entries.values())))
+            self._pending.append((self._known[key], tuple(entries.values())))
         return self._known[key]
 
-    def _term(self, name: Name, term: Term) -> None:
-        if term.entries and not term.having(*_SAYING):
+    def _term(self, rule: Rule, term: Term) -> None:
+        if term.entries and not term.having(*_RESTRICTING):
             if not term.loops:
-                self.rules.add(name, [self.node(())])
+                self.rules.add(rule, [self.node(())])
             return
-        for kind in term.types:
-            if kind in ("null", "boolean"):
-                for text in self._constants(term, kind):
-                    self.rules.add(name, *self._word(text))
-            elif kind == "integer" or (kind == "fraction" and "integer" not in term.types):
+        for name in term.types:
+            if name in ("null", "boolean"):
+                for text in self._constants(term, name):
+                    self.rules.add(rule, *self._keyword(text))
+            elif name == "integer" or (name == "fraction" and "integer" not in term.types):
                 if (number := self._number(term)) is not None:
-                    self.rules.add(name, [number])
-            elif kind == "string":
-                self._string(name, term)
-            elif kind == "array":
-                self._array(name, term)
-            elif kind == "object":
-                self._object(name, term)
+                    self.rules.add(rule, [number])
+            elif name == "string":
+                self._string(rule, term)
+            elif name == "array":
+                self._array(rule, term)
+            elif name == "object":
+                self._object(rule, term)
 
     def _json(self, schema: dict[str, Any]) -> Terminal:
         return self.rules.terminal("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
 
-    def _word(self, text: str) -> list[Symbols]:
+    def _keyword(self, text: str) -> list[Symbols]:
         """The spellings of "null", "true" or "false"."""
         return [[self._literal(text)]]
 
-    def _constants(self, term: Term, kind: str) -> list[str]:
+    def _constants(self, term: Term, name: str) -> list[str]:
         """The texts of "null" or a boolean that are left."""
-        if kind not in term.types:
+        if name not in term.types:
             return []
-        if kind == "null":
+        if name == "null":
             return ["null"]
-        listed = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
-        wrong = [one for entry in term.having("not") if entry.plain for one in entry.schema["not"].get("enum", ())]
-        left = [text for text in ("true", "false") if all(json.loads(text) in values for values in listed)]
-        return [text for text in left if not any(json.loads(text) is one for one in wrong)]
+        lists = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
+        banned = [value for entry in term.having("not") if entry.plain for value in entry.schema["not"].get("enum", ())]
+        allowed = [text for text in ("true", "false") if all(json.loads(text) in values for values in lists)]
+        return [text for text in allowed if not any(json.loads(text) is value for value in banned)]
 
     # ---------------------------------------------------------------- scalars
 
@@ -159,173 +159,173 @@ class Builder:
             patterns = (FRACTION,) if numbers.free else (*patterns, FRACTION)
         return self.rules.terminal(" & ".join(map(regex, patterns)))
 
-    def _string(self, name: Name, term: Term) -> None:
+    def _string(self, rule: Rule, term: Term) -> None:
         texts = demands.Texts.of(term)
         low, high = texts.bounds
         if high is not None and low > high:
             return
-        apart = texts.without or any(looks_ahead(part.get("pattern", "")) for part in texts.parts)
-        several = apart or len(texts.parts) > 1
+        apart = texts.excluded or any(looks_ahead(schema.get("pattern", "")) for schema in texts.schemas)
+        several = apart or len(texts.schemas) > 1
         if len(self._leaf_options) == 1 and (short := texts.plain) is not None:
-            self.rules.add(name, [self.rules.terminal(short)])
+            self.rules.add(rule, [self.rules.terminal(short)])
         elif several and (listed := texts.listed) is not None:
             if listed:
-                self.rules.add(name, [self._json({"type": "string", "enum": listed})])
+                self.rules.add(rule, [self._json({"type": "string", "enum": listed})])
         elif apart or "Unable to determine" in texts.complaint:  # whether any text is left: in Lark it does not ask
-            self.rules.add(name, [self.rules.terminal(texts.terminal([], [], []))])
+            self.rules.add(rule, [self.rules.terminal(texts.terminal([], [], []))])
         elif "Unsatisfiable" not in texts.complaint:
-            self.rules.add(name, [self._json(texts.schema)])
+            self.rules.add(rule, [self._json(texts.schema)])
 
     # ---------------------------------------------------------------- arrays
 
-    def _array(self, name: Name, term: Term) -> None:
+    def _array(self, rule: Rule, term: Term) -> None:
         entries = term.having(*demands.ARRAY)
-        shapes = [demands.items_of(entry) for entry in entries]
+        lists = [demands.items_of(entry) for entry in entries]
         least, most = demands.bounds_of(entries, "minItems", "maxItems")
-        width = max((len(prefix) for prefix, _ in shapes), default=0)
+        width = max((len(prefix) for prefix, _ in lists), default=0)
         if width > MAX_PREFIX:
             raise GrammarTooLarge("grammar", f"prefixItems must not exceed {MAX_PREFIX}")
         if most is not None and least > most:
             return
-        rest = tuple(items for _, items in shapes if items is not None)
-        items = [tuple(e for prefix, tail in shapes if (e := demands.at(prefix, tail, i))) for i in range(width)]
+        rest = tuple(items for _, items in lists if items is not None)
+        items = [tuple(one for first, tail in lists if (one := demands.nth(first, tail, i))) for i in range(width)]
         if (most is None or most > 1) and any(entry.schema.get("uniqueItems") is True for entry in entries):
-            self._set(name, term, items, rest, least, most)
+            self._set(rule, term, items, rest, least, most)
         elif any("contains" in entry.schema for entry in entries):
-            self._containing(name, term, items, rest, least, most)
+            self._containing(rule, term, items, rest, least, most)
         else:
-            self._list(name, [self.node(item) for item in items], self.node(rest), least, most)
+            self._list(rule, [self.node(one) for one in items], self.node(rest), least, most)
 
-    def _list(self, name: Name, items: list[Name], rest: Name, least: int, most: int | None) -> None:
+    def _list(self, rule: Rule, items: list[Rule], rest: Rule, least: int, most: int | None) -> None:
         items = items or [rest]
         width = len(items)
         if least == 0:
-            self.rules.add(name, self._around("[]"))
+            self.rules.add(rule, self._around("[]"))
         if most == 0:
             return
         tail = repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
         for index in range(width - 1, 0, -1):
-            here = self.rules.new()
+            tail_rule = self.rules.new()
             if index >= least:
-                self.rules.add(here, [])
+                self.rules.add(tail_rule, [])
             if most is None or index < most:
-                self.rules.add(here, [*self._comma, items[index], *tail])
-            tail = [here]
-        self.rules.add(name, self._around("[]", items[0], *tail))
+                self.rules.add(tail_rule, [*self._comma, items[index], *tail])
+            tail = [tail_rule]
+        self.rules.add(rule, self._around("[]", items[0], *tail))
 
     def _containing(
-        self, name: Name, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
+        self, rule: Rule, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
         """A list of which some items are counted: a rule for each place and count, up to where they matter."""
-        entry, *others = term.having("contains")
+        entry, *more = term.having("contains")
         low, high = demands.count_of(entry, "minContains"), demands.count_of(entry, "maxContains")
         low = 1 if low is None else low
-        if others:
-            raise GrammarUnsupported("grammar", [("contains", f"{others[0].place}/contains")], "two at once")
+        if more:
+            raise GrammarUnsupported("grammar", [("contains", f"{more[0].location}/contains")], "two at once")
         if high is not None and low > high:
             return
-        inside = Entry(f"{entry.pointer}/contains", entry.schema["contains"])
-        outside = Entry(f"{entry.pointer}/contains{MADE}", {"not": entry.schema["contains"]})
-        last, top = max(1, least, len(items), most or 0), low if high is None else high
-        if (last + 1) * (top + 1) > MAX_STATES:
+        counted = Entry(f"{entry.pointer}/contains", entry.schema["contains"])
+        uncounted = Entry(f"{entry.pointer}/contains{DERIVED}", {"not": entry.schema["contains"]})
+        last_index, max_count = max(1, least, len(items), most or 0), low if high is None else high
+        if (last_index + 1) * (max_count + 1) > MAX_STATES:
             raise GrammarTooLarge("grammar", f"items times those that contains counts must not exceed {MAX_STATES}")
-        here = {(place, count): self.rules.new() for place in range(last + 1) for count in range(top + 1)}
-        for (place, count), rule in here.items():
-            item = items[place] if place < len(items) else rest
-            comma = self._comma if place else []
-            if place >= max(least, 1) and count >= low:
-                self.rules.add(rule, [])
-            if most is not None and place >= most:
+        states = {(index, count): self.rules.new() for index in range(last_index + 1) for count in range(max_count + 1)}
+        for (index, count), state in states.items():
+            item = items[index] if index < len(items) else rest
+            comma = self._comma if index else []
+            if index >= max(least, 1) and count >= low:
+                self.rules.add(state, [])
+            if most is not None and index >= most:
                 continue
-            following = min(place + 1, last)
-            other = item if high is None else (*item, outside)
-            self.rules.add(rule, [*comma, self.node(other), here[following, count]])
-            if count < top:
-                self.rules.add(rule, [*comma, self.node((*item, inside)), here[following, count + 1]])
-        self.rules.add(name, self._around("[]", here[0, 0]))
+            next_index = min(index + 1, last_index)
+            uncounted_item = item if high is None else (*item, uncounted)
+            self.rules.add(state, [*comma, self.node(uncounted_item), states[next_index, count]])
+            if count < max_count:
+                self.rules.add(state, [*comma, self.node((*item, counted)), states[next_index, count + 1]])
+        self.rules.add(rule, self._around("[]", states[0, 0]))
         if least == low == 0:
-            self.rules.add(name, self._around("[]"))
+            self.rules.add(rule, self._around("[]"))
 
     def _set(
-        self, name: Name, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
+        self, rule: Rule, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
         """A list of different values out of few: what are members in any order for an object."""
-        place = next(entry.place for entry in term.having("uniqueItems"))
+        location = next(entry.location for entry in term.having("uniqueItems"))
         values = None if items or term.having("contains") else self._values(rest)
         if values is None or len(values) > MAX_KEYS:
             detail = f"only for items that are listed, {MAX_KEYS} at most"
-            raise GrammarUnsupported("grammar", [("uniqueItems", f"{place}/uniqueItems")], detail)
+            raise GrammarUnsupported("grammar", [("uniqueItems", f"{location}/uniqueItems")], detail)
         if least == 0:
-            self.rules.add(name, self._around("[]"))
-        top = min(len(values), len(values) if most is None else most)
-        if not values or least > top:
+            self.rules.add(rule, self._around("[]"))
+        largest = min(len(values), len(values) if most is None else most)
+        if not values or least > largest:
             return
         members = [(self.rules.shared([self._literal(value)]), False) for value in sorted(values, key=len)]
-        self._in_any_order(name, members, None, brackets="[]", bounds=(least, top))
+        self._in_any_order(rule, members, None, brackets="[]", bounds=(least, largest))
 
     def _values(self, conjunction: Conjunction) -> list[str] | None:
         """All values as they are written, if they are few scalars; else None."""
-        found: dict[str, None] = {}
+        values: dict[str, None] = {}
         for term in self._alternatives.of(conjunction):
-            for kind in term.types:
-                if kind in ("null", "boolean"):
-                    texts = self._constants(term, kind)
-                elif kind == "string" and (listed := demands.Texts.of(term).listed) is not None:
+            for name in term.types:
+                if name in ("null", "boolean"):
+                    texts = self._constants(term, name)
+                elif name == "string" and (listed := demands.Texts.of(term).listed) is not None:
                     texts = [json.dumps(value, ensure_ascii=False) for value in listed]
-                elif kind in ("integer", "fraction") and (numbers := term.numbers()).listed is not None:
+                elif name in ("integer", "fraction") and (numbers := term.numbers()).listed is not None:
                     texts = [text for value, text in numbers.listed if numbers.holds(value)]
                 else:
                     return None
-                found.update(dict.fromkeys(texts))
-        return list(found)
+                values.update(dict.fromkeys(texts))
+        return list(values)
 
     # ---------------------------------------------------------------- objects
 
-    def _object(self, name: Name, term: Term) -> None:
+    def _object(self, rule: Rule, term: Term) -> None:
         entries = term.having(*demands.OBJECT)
         required = dict.fromkeys(key for entry in entries for key in entry.schema.get("required", ()))
         unlisted = [entry.schema["unlisted"] for entry in entries if entry.plain and "unlisted" in entry.schema]
         keys = [*(key for entry in entries for key in entry.schema.get("properties", {})), *required]
-        named = self._names(entries)
-        for found in (*unlisted, *(texts.listed or () for _, texts in named or ())):
-            keys += found
-        pairs: dict[str, Name] = {}
+        name_schemas = self._names(entries)
+        for listed in (*unlisted, *(texts.listed or () for _, texts in name_schemas or ())):
+            keys += listed
+        pairs: dict[str, Rule] = {}
         for key in dict.fromkeys(keys):
-            value = tuple(child for entry in entries for child in demands.property_of(entry, key))
-            if named is None or any(texts.hold(key) for _, texts in named):
-                pairs[key] = self._pair(key, value)
+            conjunction = tuple(child for entry in entries for child in demands.property_of(entry, key))
+            if name_schemas is None or any(texts.holds(key) for _, texts in name_schemas):
+                pairs[key] = self._pair(key, conjunction)
             elif key in required:
                 return
         least, most = demands.bounds_of(entries, "minProperties", "maxProperties")
-        free = self._free(entries, list(dict.fromkeys(keys)), named)
-        for wanted in demands.hitting_sets([[*(key for key in pairs if key not in one), None] for one in unlisted]):
-            members = [(pair, key in required or key in wanted) for key, pair in pairs.items()]
-            self._objects(name, members, free, (max(least, 1) if wanted else least, most), None in wanted)
+        free = self._undeclared(entries, list(dict.fromkeys(keys)), name_schemas)
+        for chosen in demands.hitting_sets([[*(key for key in pairs if key not in names), None] for names in unlisted]):
+            members = [(pair, key in required or key in chosen) for key, pair in pairs.items()]
+            self._objects(rule, members, free, (max(least, 1) if chosen else least, most), None in chosen)
 
-    def _pair(self, key: str, value: Conjunction) -> Name:
+    def _pair(self, key: str, value: Conjunction) -> Rule:
         return self.rules.shared([self._literal(literal(key)), *self._colon, self.node(value)])
 
     def _objects(
-        self, name: Name, members: list[Member], free: Name | None, bounds: tuple[int, int | None], strange: bool
+        self, rule: Rule, members: list[Member], free: Rule | None, bounds: tuple[int, int | None], extra: bool
     ) -> None:
-        """An object of these members and undeclared ones, with so many in all; `strange`: one undeclared at least."""
+        """An object of these members and undeclared ones, with so many in all; `extra`: one undeclared at least."""
         least, most = bounds
         needed = sum(needed for _, needed in members)
-        if most is not None and max(least, needed + strange) > most:
+        if most is not None and max(least, needed + extra) > most:
             return
-        if not least and not needed and not strange:
-            self.rules.add(name, self._around("{}"))
+        if not least and not needed and not extra:
+            self.rules.add(rule, self._around("{}"))
         if most is None and least <= max(needed, 1):
-            low = int(strange)
-            if self._any_order and len(members) + strange <= MAX_KEYS and len(members) + (free is not None) > 1:
-                if free is not None or not strange:
-                    self._in_any_order(name, members, free, strange)
+            low = int(extra)
+            if self._any_order and len(members) + extra <= MAX_KEYS and len(members) + (free is not None) > 1:
+                if free is not None or not extra:
+                    self._in_any_order(rule, members, free, extra)
                 return
         elif needed == len(members):
-            low, most = max(int(strange), least - needed), None if most is None else most - needed
+            low, most = max(int(extra), least - needed), None if most is None else most - needed
         else:
-            counted = self._counted(members, free, bounds, strange)
-            self.rules.add(name, self._around("{}", counted))
+            counted = self._counted(members, free, bounds, extra)
+            self.rules.add(rule, self._around("{}", counted))
             return
         if low and free is None:
             return
@@ -335,101 +335,102 @@ class Builder:
                 self._tails[key] = self.rules.new([free, *repeat(more, max(0, low - 1), most, 1)])
             members = [*members, (self._tails[key], low > 0)]
         if members:
-            self.rules.add(name, self._around("{}", self._some(members)))
+            self.rules.add(rule, self._around("{}", self._some(members)))
 
     def _in_any_order(
-        self, name: Name, members: list[Member], free: Name | None, strange: bool = False, brackets: str = "{}",
+        self, rule: Rule, members: list[Member], free: Rule | None, extra: bool = False, brackets: str = "{}",
         bounds: tuple[int, int | None] = (1, None),
     ) -> None:  # fmt: skip
         """At least one of the members, those needed always."""
         pairs = [pair for pair, _ in sorted(members, key=lambda member: not member[1])]
-        needed = [*range(sum(needed for _, needed in members)), *([len(pairs)] if strange else [])]
-        each: list[Symbols] = [[member] for member in (*pairs, *([free] if free else []))]
-        one = self.rules.new(*each)
+        needed = [*range(sum(needed for _, needed in members)), *([len(pairs)] if extra else [])]
+        choices: list[Symbols] = [[member] for member in (*pairs, *([free] if free else []))]
+        any_member = self.rules.new(*choices)
         least, most = max(1, bounds[0]), bounds[1]
-        found = self.rules.new([Unordered(pairs, free, self._comma, needed, one, (least, most))])
-        self.rules.add(name, self._around(brackets, found))
+        unordered = self.rules.new([Unordered(pairs, free, self._comma, needed, any_member, (least, most))])
+        self.rules.add(rule, self._around(brackets, unordered))
 
-    def _counted(self, members: list[Member], free: Name | None, bounds: tuple[int, int | None], strange: bool) -> Name:
+    def _counted(self, members: list[Member], free: Rule | None, bounds: tuple[int, int | None], extra: bool) -> Rule:
         """At least one member, and so many in all: a rule for each place and count, up to where they matter."""
         least, most = bounds
-        top = max(1, least) if most is None else most
-        if (len(members) + 1) * (top + 1) > MAX_STATES:
+        max_count = max(1, least) if most is None else most
+        if (len(members) + 1) * (max_count + 1) > MAX_STATES:
             raise GrammarTooLarge(
                 "grammar", f"properties times minProperties or maxProperties must not exceed {MAX_STATES}"
             )
-        following: list[Name] = []
+        next_states: list[Rule] = []
         for index in range(len(members), -1, -1):
-            here = [self.rules.new() for _ in range(top + 1)]
-            for count, rule in enumerate(here):
+            states = [self.rules.new() for _ in range(max_count + 1)]
+            for count, state in enumerate(states):
                 comma = self._comma if count else []
                 full = most is not None and count >= most
                 if index < len(members):
                     pair, needed = members[index]
                     if not needed:
-                        self.rules.add(rule, [following[count]])
+                        self.rules.add(state, [next_states[count]])
                     if not full:
-                        self.rules.add(rule, [*comma, pair, following[min(count + 1, top)]])
+                        self.rules.add(state, [*comma, pair, next_states[min(count + 1, max_count)]])
                     continue
-                low = max(int(strange), least - count)
+                low = max(int(extra), least - count)
                 if count and not low:
-                    self.rules.add(rule, [])
+                    self.rules.add(state, [])
                 if free is not None and not full:
                     more = self.rules.new([*self._comma, free])
                     left = None if most is None else most - count
-                    self.rules.add(rule, [*comma, free, *repeat(more, max(0, low - 1), left, 1)])
-            following = here
-        return following[0]
+                    self.rules.add(state, [*comma, free, *repeat(more, max(0, low - 1), left, 1)])
+            next_states = states
+        return next_states[0]
 
-    def _some(self, members: list[Member]) -> Name:
+    def _some(self, members: list[Member]) -> Rule:
         """At least one of the members, those needed always, in order. Halves, so that rules do not nest deeply."""
         if len(members) == 1:
             return members[0][0]
         half = len(members) // 2
         left, right = members[:half], members[half:]
-        one, two = self._some(left), self._some(right)
-        follows: Symbols = [*self._comma, two]
+        first, second = self._some(left), self._some(right)
+        follows: Symbols = [*self._comma, second]
         if not any(needed for _, needed in right):
             follows = [self.rules.shared([], follows)]  # no alternative of its own: those that may begin are limited
-        more: list[Symbols] = [] if any(needed for _, needed in left) else [[two]]
-        return self.rules.shared([one, *follows], *more)
+        more: list[Symbols] = [] if any(needed for _, needed in left) else [[second]]
+        return self.rules.shared([first, *follows], *more)
 
     def _names(self, entries: list[Entry]) -> list[tuple[Term, demands.Texts]] | None:
         """The names that `propertyNames` allow; None if there are none."""
         key = "propertyNames"
-        said = [Entry(f"{e.pointer}/{key}", e.schema[key]) for e in entries if key in e.schema]
-        terms = self._alternatives.of(said) if said else []
-        return [(term, demands.Texts.of(term)) for term in terms if "string" in term.types] if said else None
+        schemas = [Entry(f"{entry.pointer}/{key}", entry.schema[key]) for entry in entries if key in entry.schema]
+        terms = self._alternatives.of(schemas) if schemas else []
+        return [(term, demands.Texts.of(term)) for term in terms if "string" in term.types] if schemas else None
 
-    def _free(
-        self, entries: list[Entry], declared: list[str], named: list[tuple[Term, demands.Texts]] | None
-    ) -> Name | None:
+    def _undeclared(
+        self, entries: list[Entry], declared: list[str], name_schemas: list[tuple[Term, demands.Texts]] | None
+    ) -> Rule | None:
         """The rule of one undeclared member."""
+        keyword = "patternProperties"
         patterns = {
-            pattern: demands.written(pattern, "patternProperties", f"{entry.place}/patternProperties/{escape(pattern)}")
+            pattern: demands.written(pattern, keyword, f"{entry.location}/{keyword}/{escape(pattern)}")
             for entry in entries
-            for pattern in entry.schema.get("patternProperties", {})
+            for pattern in entry.schema.get(keyword, {})
         }
-        found = self.rules.new()
+        rule = self.rules.new()
         sizes = range(len(patterns) + 1) if len(patterns) <= MAX_TOGETHER else (0, 1)
         for size in sizes:
-            for held in itertools.combinations(patterns, size):
-                value = tuple(child for entry in entries for child in demands.of_patterns(entry, held))
+            for matching in itertools.combinations(patterns, size):
+                value = tuple(child for entry in entries for child in demands.of_patterns(entry, matching))
                 if any(child.schema is False for child in value):
                     continue
-                others = [text for pattern, text in patterns.items() if pattern not in held]
-                for term, texts in [(Term(()), demands.Texts([], [], ""))] if named is None else named:
+                failing = [text for pattern, text in patterns.items() if pattern not in matching]
+                for term, texts in [(Term(()), demands.Texts([], [], ""))] if name_schemas is None else name_schemas:
                     if texts.listed is not None:
                         continue
                     if patterns or declared:
                         key: Shape = self.rules.terminal(
-                            texts.terminal([patterns[pattern] for pattern in held], others, declared)
+                            texts.terminal([patterns[pattern] for pattern in matching], failing, declared)
                         )
                     else:
                         key = self.rules.new()
                         self._string(key, term)
-                    self.rules.add(found, [key, *self._colon, self.node(value)])
-        return found if found.options else None
+                    self.rules.add(rule, [key, *self._colon, self.node(value)])
+        return rule if rule.alternatives else None
 
 
-_SAYING = (*KEYWORDS, *demands.STRING, *demands.ARRAY, *demands.OBJECT, "type")
+_RESTRICTING = (*KEYWORDS, *demands.STRING, *demands.ARRAY, *demands.OBJECT, "type")

@@ -34,22 +34,22 @@ def opposites(schema: Schema) -> Iterator[Opposite]:
                 yield from _of_values(key, value)
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum" if not isinstance(value, bool):
                 is_open = key[0] == "e" or schema.get(f"exclusive{key.capitalize()}") is True  # draft 4 writes true
-                other = "maximum" if key.lower().endswith("minimum") else "minimum"
-                yield {"type": "number", other if is_open else f"exclusive{other.capitalize()}": value}, False
+                opposite = "maximum" if key.lower().endswith("minimum") else "minimum"
+                yield {"type": "number", opposite if is_open else f"exclusive{opposite.capitalize()}": value}, False
             case _ if key in TABLES["opposites"]:
-                kind, other, step = TABLES["opposites"][key]
+                name, opposite, step = TABLES["opposites"][key]
                 if value + step >= 0:
-                    yield {"type": kind, other: int(value) + step}, False
+                    yield {"type": name, opposite: int(value) + step}, False
             case "required" | "properties" | "additionalProperties":
                 yield from _of_objects(key, value, schema)
             case "dependentRequired" | "dependentSchemas":
                 for name, needed in value.items():
-                    rest = {"required": needed} if isinstance(needed, list) else needed
-                    yield {"type": "object", "required": [name], "allOf": [{"not": rest}]}, False
+                    dependent = {"required": needed} if isinstance(needed, list) else needed
+                    yield {"type": "object", "required": [name], "allOf": [{"not": dependent}]}, False
             case "items" | "prefixItems" | "additionalItems" | "contains":
-                yield from ((found, False) for found in _of_arrays(key, value, schema))
+                yield from ((schema_of_opposite, False) for schema_of_opposite in _of_arrays(key, value, schema))
             case "allOf" | "anyOf" | "oneOf" | "not" | "if":
-                yield from ((found, False) for found in _of_applicators(key, value, schema))
+                yield from ((schema_of_opposite, False) for schema_of_opposite in _of_applicators(key, value, schema))
             case _ if key in TABLES["about"]["lost"] and value not in (True, False, {}):
                 raise NoOpposite(key)
             case "patternProperties" | "propertyNames" | "uniqueItems" | "unevaluatedProperties" | "unevaluatedItems":
@@ -62,26 +62,26 @@ def _of_values(key: str, value: Any) -> Iterator[Opposite]:
         yield {"type": "string", "not": {"pattern": value}}, True
     elif key == "type":
         names = value if isinstance(value, list) else [value]
-        held = [*names, "integer", "fraction"] if "number" in names else names
-        yield {"type": [name for name in ALL_TYPES if name not in held]}, True
+        excluded = [*names, "integer", "fraction"] if "number" in names else names
+        yield {"type": [name for name in ALL_TYPES if name not in excluded]}, True
     else:
         values = value if key == "enum" else [value]
         numbered = any(map(is_number, values))
-        apart = {"array": list, "object": dict, "null": type(None), "integer": numbered, "fraction": numbered}
-        kinds = [
-            kind
-            for kind in ALL_TYPES
-            if not (sort := apart.get(kind))
-            or (isinstance(sort, type) and not any(isinstance(v, sort) for v in values))
+        python_types = {"array": list, "object": dict, "null": type(None), "integer": numbered, "fraction": numbered}
+        types = [
+            name
+            for name in ALL_TYPES
+            if not (python_type := python_types.get(name))
+            or (isinstance(python_type, type) and not any(isinstance(item, python_type) for item in values))
         ]
         # one alternative for all that need no more than a list, so that many of these multiply nothing
-        yield {"type": kinds, "not": {"enum": [one for one in values if isinstance(one, (str, bool))]}}, True
-        for kind, sort in (("array", list), ("object", dict)):
-            if others := [{"not": structure(one)} for one in values if isinstance(one, sort)]:
-                yield {"type": kind, "allOf": others}, False
+        yield {"type": types, "not": {"enum": [value for value in values if isinstance(value, (str, bool))]}}, True
+        for name, python_type in (("array", list), ("object", dict)):
+            if negated := [{"not": structure(value)} for value in values if isinstance(value, python_type)]:
+                yield {"type": name, "allOf": negated}, False
         if not numbered:
             return
-        numbers = sorted({one for one in values if is_number(one)})
+        numbers = sorted({value for value in values if is_number(value)})
         if len(numbers) > MAX_GAPS:
             raise NoOpposite(f"a list of more than {MAX_GAPS} numbers")
         for low, high in pairwise([None, *numbers, None]):

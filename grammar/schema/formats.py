@@ -38,14 +38,14 @@ def as_patterns(schema: Any, strict: bool) -> None:
         if not isinstance(name := node.get("format"), str):
             continue
         del node["format"]
-        kind, others = node.get("type", "string"), node.get("allOf", [])
+        types, all_of = node.get("type", "string"), node.get("allOf", [])
         if name in PATTERNS:
-            instead = {"pattern": PATTERNS[name], **({"maxLength": MAX_HOSTNAME} if name == "hostname" else {})}
-            if node.keys().isdisjoint(instead):
-                node.update(instead)
-            elif isinstance(others, list):
-                node["allOf"] = [*others, instead]
-        elif "string" in (kind if isinstance(kind, list) else [kind]):
+            replacement = {"pattern": PATTERNS[name], **({"maxLength": MAX_HOSTNAME} if name == "hostname" else {})}
+            if node.keys().isdisjoint(replacement):
+                node.update(replacement)
+            elif isinstance(all_of, list):
+                node["allOf"] = [*all_of, replacement]
+        elif "string" in (types if isinstance(types, list) else [types]):
             unknown.append(("format", f"{pointer}/format"))
     if unknown and strict:
         raise GrammarUnsupported("grammar", unknown, "no format that can be enforced")

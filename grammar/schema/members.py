@@ -59,127 +59,127 @@ def items_of(entry: Entry) -> tuple[list[Entry], Entry | None]:
     return prefix, Entry(f"{pointer}/{others}", schema[others]) if others in schema else None
 
 
-def at(prefix: list[Entry], others: Entry | None, index: int) -> Entry | None:
+def nth(prefix: list[Entry], others: Entry | None, index: int) -> Entry | None:
     return prefix[index] if index < len(prefix) else others
 
 
 def property_of(entry: Entry, key: str) -> list[Entry]:
     """Demands of one schema on the property `key`."""
     pointer, schema = entry.pointer, entry.schema
-    found = []
+    entries = []
     if key in schema.get("properties", {}):
-        found.append(Entry(f"{pointer}/properties/{escape(key)}", schema["properties"][key]))
+        entries.append(Entry(f"{pointer}/properties/{escape(key)}", schema["properties"][key]))
     for pattern, child in schema.get("patternProperties", {}).items():
-        place = f"patternProperties/{escape(pattern)}"
+        path = f"patternProperties/{escape(pattern)}"
         try:
             if re.search(pattern, key):
-                found.append(Entry(f"{pointer}/{place}", child))
+                entries.append(Entry(f"{pointer}/{path}", child))
         except (re.error, RecursionError, OverflowError):
-            raise no_pattern("patternProperties", f"{entry.place}/{place}") from None
-    return found or [additional(entry)]
+            raise no_pattern("patternProperties", f"{entry.location}/{path}") from None
+    return entries or [additional(entry)]
 
 
-def of_patterns(entry: Entry, held: Collection[str]) -> list[Entry]:
-    """Demands on an undeclared property in whose name the patterns `held` are found, and no others."""
-    named = entry.schema.get("patternProperties", {})
-    at = f"{entry.pointer}/patternProperties/"
-    return [Entry(at + escape(one), named[one]) for one in held if one in named] or [additional(entry)]
+def of_patterns(entry: Entry, matching: Collection[str]) -> list[Entry]:
+    """Demands on an undeclared property in whose name the patterns `matching` are found, and no others."""
+    schemas = entry.schema.get("patternProperties", {})
+    base = f"{entry.pointer}/patternProperties/"
+    return [Entry(base + escape(key), schemas[key]) for key in matching if key in schemas] or [additional(entry)]
 
 
 def additional(entry: Entry) -> Entry:
     return Entry(f"{entry.pointer}/additionalProperties", entry.schema.get("additionalProperties", True))
 
 
-def written(pattern: str, keyword: str, place: str, write: Callable[[str], str] = quoted) -> str:
+def written(pattern: str, keyword: str, pointer: str, write: Callable[[str], str] = quoted) -> str:
     """A Lark expression of JSON strings without escapes in which `pattern` is found, or as `write` makes it. Raises
     `GrammarUnsupported`."""
     try:
         return write(pattern)
     except GrammarUnsupported:
-        raise no_pattern(keyword, place) from None
+        raise no_pattern(keyword, pointer) from None
 
 
-def no_pattern(keyword: str, place: str) -> GrammarUnsupported:
-    return GrammarUnsupported("grammar", [(keyword, place)], "look-around, or an anchor in the middle of the pattern")
+def no_pattern(keyword: str, pointer: str) -> GrammarUnsupported:
+    return GrammarUnsupported("grammar", [(keyword, pointer)], "look-around, or an anchor in the middle of the pattern")
 
 
 @dataclass(frozen=True)
 class Texts:
     """Strings: all that several schemas say of them, and what they must not be."""
 
-    parts: list[dict[str, Any]]
-    without: list[dict[str, Any]]
-    place: str
+    schemas: list[dict[str, Any]]
+    excluded: list[dict[str, Any]]
+    location: str
 
     @classmethod
     def of(cls, term: Term) -> Texts:
-        parts: list[dict[str, Any]] = []
-        without: list[dict[str, Any]] = []
+        schemas: list[dict[str, Any]] = []
+        excluded: list[dict[str, Any]] = []
         for entry in term.entries:
             if entry.plain and "not" in entry.schema:
-                said = {**entry.schema["not"]}
-                said["enum"] = [one for one in said.get("enum", ()) if isinstance(one, str)]
-                without += [said] if said["enum"] or "pattern" in said else []
+                keywords = {**entry.schema["not"]}
+                keywords["enum"] = [value for value in keywords.get("enum", ()) if isinstance(value, str)]
+                excluded += [keywords] if keywords["enum"] or "pattern" in keywords else []
                 continue
-            said = {key: entry.schema[key] for key in STRING if key in entry.schema}
-            said.update({key: count for key in LENGTHS if (count := count_of(entry, key)) is not None})
+            keywords = {key: entry.schema[key] for key in STRING if key in entry.schema}
+            keywords.update({key: count for key in LENGTHS if (count := count_of(entry, key)) is not None})
             if not entry.plain:  # their values have become entries of their own
-                said.pop("enum", None)
-                said.pop("const", None)
-            if said and said not in parts:
-                parts.append(said)
-        return cls(parts, without, next((entry.place for entry in term.entries), ""))
+                keywords.pop("enum", None)
+                keywords.pop("const", None)
+            if keywords and keywords not in schemas:
+                schemas.append(keywords)
+        return cls(schemas, excluded, next((entry.location for entry in term.entries), ""))
 
     @property
     def schema(self) -> dict[str, Any]:
         """A JSON schema of all but what they must not be."""
-        parts = [{"type": "string", **part} for part in self.parts or [{}]]
-        return parts[0] if len(parts) == 1 else {"allOf": parts}
+        schemas = [{"type": "string", **schema} for schema in self.schemas or [{}]]
+        return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
     @cached_property
     def complaint(self) -> str:
         """The library's complaint about `schema`; empty where it takes it, as it does a pattern alone."""
-        patterns = ["pattern" in part for part in self.parts]
-        alone = not any(patterns) or (len(patterns) == 1 and len(self.parts[0]) == 1)
-        return "" if alone else _complaint(canonical_json(self.schema))
+        patterns = ["pattern" in schema for schema in self.schemas]
+        is_simple = not any(patterns) or (len(patterns) == 1 and len(self.schemas[0]) == 1)
+        return "" if is_simple else _complaint(canonical_json(self.schema))
 
     @cached_property
     def bounds(self) -> tuple[int, int | None]:
         """Least and most characters."""
-        tops = [part["maxLength"] for part in self.parts if "maxLength" in part]
-        return max((part.get("minLength", 0) for part in self.parts), default=0), min(tops, default=None)
+        tops = [schema["maxLength"] for schema in self.schemas if "maxLength" in schema]
+        return max((schema.get("minLength", 0) for schema in self.schemas), default=0), min(tops, default=None)
 
     @cached_property
     def _allowed(self) -> list[frozenset[str]]:
         """The values of each list: a list itself would be searched once for each of its values."""
-        return [frozenset(part["enum"]) for part in self.parts if "enum" in part]
+        return [frozenset(schema["enum"]) for schema in self.schemas if "enum" in schema]
 
     @cached_property
     def _refused(self) -> frozenset[str]:
-        return frozenset(value for part in self.without for value in part.get("enum", ()))
+        return frozenset(value for schema in self.excluded for value in schema.get("enum", ()))
 
     @property
     def listed(self) -> list[str] | None:
         """The values, where they are listed."""
-        lists = [part["enum"] for part in self.parts if "enum" in part]
-        return [value for value in dict.fromkeys(lists[0]) if self.hold(value)] if lists else None
+        lists = [schema["enum"] for schema in self.schemas if "enum" in schema]
+        return [value for value in dict.fromkeys(lists[0]) if self.holds(value)] if lists else None
 
-    def hold(self, text: str) -> bool:
+    def holds(self, text: str) -> bool:
         """`text` is one of them, as Python reads patterns."""
         low, high = self.bounds
         try:
-            found = [re.search(part["pattern"], text) is not None for part in self.parts if "pattern" in part]
-            wrong = [re.search(part["pattern"], text) is not None for part in self.without if "pattern" in part]
+            matches = [re.search(schema["pattern"], text) is not None for schema in self.schemas if "pattern" in schema]
+            wrong = [re.search(schema["pattern"], text) is not None for schema in self.excluded if "pattern" in schema]
         except (re.error, RecursionError, OverflowError):
-            raise no_pattern("pattern", f"{self.place}/pattern") from None
-        kept = low <= len(text) and (high is None or len(text) <= high) and all(found) and not any(wrong)
-        return kept and text not in self._refused and all(text in values for values in self._allowed)
+            raise no_pattern("pattern", f"{self.location}/pattern") from None
+        in_bounds = low <= len(text) and (high is None or len(text) <= high) and all(matches) and not any(wrong)
+        return in_bounds and text not in self._refused and all(text in values for values in self._allowed)
 
     @property
     def plain(self) -> str | None:
         """A Lark expression for strings of which nothing is said but their length or, without a pattern, their values;
         None for others, and where there is none."""
-        if self.without or any("pattern" in part for part in self.parts):
+        if self.excluded or any("pattern" in schema for schema in self.schemas):
             return None
         if (listed := self.listed) is not None:
             return words(map(literal, listed)) if listed else None
@@ -190,27 +190,28 @@ class Texts:
         low, high = self.bounds
         return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
 
-    def terminal(self, patterns: list[str], others: list[str], names: list[str]) -> str:
-        """A Lark expression for them that also match all Lark patterns `patterns`, none of `others`, and are none of
+    def terminal(self, patterns: list[str], failing: list[str], names: list[str]) -> str:
+        """A Lark expression for them that also match all Lark patterns `patterns`, none of `failing`, and are none of
         `names`. Raises `GrammarUnsupported` for patterns that cannot be written."""
-        place = f"{self.place}/pattern"
-        also = [*patterns, *(written(part["pattern"], "pattern", place) for part in self.parts if "pattern" in part)]
-        but = [*others, *(written(part["pattern"], "pattern", place) for part in self.without if "pattern" in part)]
-        texts = dict.fromkeys([*names, *(value for part in self.without for value in part.get("enum", ()))])
+        required, forbidden = [*patterns, *self._written(self.schemas)], [*failing, *self._written(self.excluded)]
+        texts = dict.fromkeys([*names, *(value for schema in self.excluded for value in schema.get("enum", ()))])
         if len(texts) > MAX_EXCLUDED:
             raise GrammarTooLarge("grammar", f"values to be excluded must not exceed {MAX_EXCLUDED}", len(texts))
-        kinds = (PLAIN_KEY if also or but else KEY).replace("*", self._times)
-        wrong = [*([words(map(literal, texts))] if texts else []), *but]
-        return " & ".join([regex(kinds), *also, *(f"~{text}" for text in wrong)])
+        base = (PLAIN_KEY if required or forbidden else KEY).replace("*", self._times)
+        wrong = [*([words(map(literal, texts))] if texts else []), *forbidden]
+        return " & ".join([regex(base), *required, *(f"~{text}" for text in wrong)])
+
+    def _written(self, schemas: list[dict[str, Any]], write: Callable[[str], str] = quoted) -> list[str]:
+        pointer = f"{self.location}/pattern"
+        return [written(schema["pattern"], "pattern", pointer, write) for schema in schemas if "pattern" in schema]
 
     def raw(self) -> list[str]:
         """Lark expressions that the texts match all where they stand as they are. Raises as `terminal`."""
         low, high = self.bounds
-        found = [f"/(?s:.{{{low},{'' if high is None else high}}})/"]
-        for parts, sign in ((self.parts, ""), (self.without, "~")):
-            patterns = (part["pattern"] for part in parts if "pattern" in part)
-            found += [sign + written(pattern, "pattern", f"{self.place}/pattern", searched) for pattern in patterns]
-        return [*found, f"~{words(self._refused)}"] if self._refused else found
+        expressions = [f"/(?s:.{{{low},{'' if high is None else high}}})/"]
+        expressions += self._written(self.schemas, searched)
+        expressions += [f"~{text}" for text in self._written(self.excluded, searched)]
+        return [*expressions, f"~{words(self._refused)}"] if self._refused else expressions
 
 
 @functools.lru_cache(4096)
@@ -221,13 +222,13 @@ def _complaint(schema: str) -> str:
 def hitting_sets(choices: Iterable[Sequence[str | None]]) -> list[frozenset[str | None]]:
     """The sets that have one of each of `choices`, but those that have another such set in them. Raises
     `GrammarTooLarge` for more than `MAX_HITTING`."""
-    found: list[frozenset[str | None]] = [frozenset()]
-    for one in choices:
-        grown = dict.fromkeys(had if not had.isdisjoint(one) else had | {key} for had in found for key in one)
-        found = []
-        for had in sorted(grown, key=len):
-            if not any(less <= had for less in found):
-                found.append(had)
-        if len(found) > MAX_HITTING:
+    sets: list[frozenset[str | None]] = [frozenset()]
+    for choice in choices:
+        grown = dict.fromkeys(old if not old.isdisjoint(choice) else old | {key} for old in sets for key in choice)
+        sets = []
+        for chosen in sorted(grown, key=len):
+            if not any(smaller <= chosen for smaller in sets):
+                sets.append(chosen)
+        if len(sets) > MAX_HITTING:
             raise GrammarTooLarge("grammar", f"undeclared members must not be asked for in over {MAX_HITTING} ways")
-    return found
+    return sets

@@ -29,16 +29,16 @@ def range_pattern(low: int, high: int, places: int) -> str:
     >>> range_pattern(5, 12, 0)
     '(?:[5-9]|1[0-2])'
     """
-    parts = ["-" + _positive(max(1, -high), -low, places)] if low < 0 else []
-    return _either([*parts, *([_positive(max(low, 0), high, places)] if high >= 0 else [])])
+    branches = ["-" + _positive(max(1, -high), -low, places)] if low < 0 else []
+    return _either([*branches, *([_positive(max(low, 0), high, places)] if high >= 0 else [])])
 
 
 def listed_pattern(numbers: Iterable[int], places: int) -> str:
     """Matches the spellings of `numbers`."""
     texts = []
     for number in numbers:
-        whole, rest = divmod(abs(number), 10**places)
-        digits = str(rest).zfill(places) if places else ""
+        whole, fraction = divmod(abs(number), 10**places)
+        digits = str(fraction).zfill(places) if places else ""
         texts.append(f"{'-' if number < 0 else ''}{whole}{_fraction(digits, digits)}")
     return _either(texts)
 
@@ -46,26 +46,26 @@ def listed_pattern(numbers: Iterable[int], places: int) -> str:
 def ending_pattern(unit: int, places: int, most: int) -> str | None:
     """Matches every spelling of a multiple of `unit` and no spelling of anything else; it does not mind leading zeros.
     None if that takes more than `most` endings: only divisors of a power of ten have few."""
-    parts = []
+    branches = []
     count = 0
-    for written in range(places + 1):
-        step = unit // math.gcd(unit, 10 ** (places - written))
+    for decimals in range(places + 1):
+        step = unit // math.gcd(unit, 10 ** (places - decimals))
         size = next((size for size in range(12) if 10**size % step == 0), None)
         if size is None or (count := count + 10**size // step) > most:
             return None
-        point = f"\\.[0-9]{{{written}}}" if written else ""
-        if size <= written:
+        fraction = f"\\.[0-9]{{{decimals}}}" if decimals else ""
+        if size <= decimals:
             tails = [str(tail).zfill(size) for tail in range(0, 10**size, step)]
-            point = f"\\.[0-9]{{{written - size}}}{_either(tails)}" if written else ""
-            parts.append("[0-9]+" + (point if size else f"\\.[0-9]{{{written}}}" if written else ""))
+            fraction = f"\\.[0-9]{{{decimals - size}}}{_either(tails)}" if decimals else ""
+            branches.append("[0-9]+" + (fraction if size else f"\\.[0-9]{{{decimals}}}" if decimals else ""))
             continue
         full, short = [], []
         for tail in range(0, 10**size, step):
-            full.append(_with_point(str(tail).zfill(size), written))
-            if len(str(tail).zfill(written + 1)) < size:
-                short.append(_with_point(str(tail).zfill(written + 1), written))
-        parts.append(_either(["[0-9]*" + _either(full), *short]))
-    return f"-?{_either(parts)}"
+            full.append(_with_point(str(tail).zfill(size), decimals))
+            if len(str(tail).zfill(decimals + 1)) < size:
+                short.append(_with_point(str(tail).zfill(decimals + 1), decimals))
+        branches.append(_either(["[0-9]*" + _either(full), *short]))
+    return f"-?{_either(branches)}"
 
 
 def spelled(number: int, places: int) -> str:
@@ -75,25 +75,25 @@ def spelled(number: int, places: int) -> str:
     return ("-" if number < 0 else "") + whole + ("." + fraction if fraction else "")
 
 
-def _with_point(digits: str, written: int) -> str:
-    return f"{digits[:-written]}\\.{digits[-written:]}" if written else digits
+def _with_point(digits: str, decimals: int) -> str:
+    return f"{digits[:-decimals]}\\.{digits[-decimals:]}" if decimals else digits
 
 
 def _positive(low: int, high: int, places: int) -> str:
     """Numbers that are not negative."""
     scale = 10**places
-    (first, above), (last, below) = divmod(low, scale), divmod(high, scale)
+    (first, low_fraction), (last, high_fraction) = divmod(low, scale), divmod(high, scale)
     if not places:
         return _integers(first, last)
     zeros, nines = "0" * places, "9" * places
-    above_text, below_text = str(above).zfill(places), str(below).zfill(places)
+    low_digits, high_digits = str(low_fraction).zfill(places), str(high_fraction).zfill(places)
     if first == last:
-        return f"{first}{_fraction(above_text, below_text)}"
-    parts = [f"{first}{_fraction(above_text, nines)}"] if above else []
-    begin, end = first + bool(above), last - (below + 1 < scale)
+        return f"{first}{_fraction(low_digits, high_digits)}"
+    branches = [f"{first}{_fraction(low_digits, nines)}"] if low_fraction else []
+    begin, end = first + bool(low_fraction), last - (high_fraction + 1 < scale)
     if begin <= end:
-        parts.append(f"{_integers(begin, end)}{_fraction(zeros, nines)}")
-    return _either([*parts, *([f"{last}{_fraction(zeros, below_text)}"] if end < last else [])])
+        branches.append(f"{_integers(begin, end)}{_fraction(zeros, nines)}")
+    return _either([*branches, *([f"{last}{_fraction(zeros, high_digits)}"] if end < last else [])])
 
 
 def _fraction(low: str, high: str) -> str:
@@ -106,16 +106,16 @@ def _fraction(low: str, high: str) -> str:
 
 def _integers(low: int, high: int) -> str:
     """Whole numbers without leading zeros."""
-    parts = []
-    most = len(str(high)) - 1
-    while (size := len(str(low))) <= most:
-        if low == 10 ** (size - 1) and size < most:  # all of several lengths
-            parts.append(f"[1-9][0-9]{{{size - 1},{most - 1}}}")
-            size = most
+    branches = []
+    max_size = len(str(high)) - 1
+    while (size := len(str(low))) <= max_size:
+        if low == 10 ** (size - 1) and size < max_size:  # all of several lengths
+            branches.append(f"[1-9][0-9]{{{size - 1},{max_size - 1}}}")
+            size = max_size
         else:
-            parts.append(_digits(str(low), "9" * size))
+            branches.append(_digits(str(low), "9" * size))
         low = 10**size
-    return _either([*parts, _digits(str(low), str(high))])
+    return _either([*branches, _digits(str(low), str(high))])
 
 
 def _digits(low: str, high: str, short: bool = False) -> str:
@@ -127,7 +127,7 @@ def _digits(low: str, high: str, short: bool = False) -> str:
     if not low.strip("0") and not high.strip("9"):
         return _times("[0-9]", least, size)
 
-    def behind(first: str, low: str, high: str) -> str:
+    def with_rest(first: str, low: str, high: str) -> str:
         may_end = short and not low.strip("0")
         if may_end and not high.strip("9"):
             return first + _times("[0-9]", 0, len(low))
@@ -136,18 +136,18 @@ def _digits(low: str, high: str, short: bool = False) -> str:
 
     first, last = int(low[0]), int(high[0])
     if first == last:
-        return behind(low[0], low[1:], high[1:])
-    parts, end = [], []
+        return with_rest(low[0], low[1:], high[1:])
+    branches, last_branch = [], []
     if low[1:].strip("0"):
-        parts.append(behind(low[0], low[1:], "9" * (size - 1)))
+        branches.append(with_rest(low[0], low[1:], "9" * (size - 1)))
         first += 1
     if high[1:].strip("9"):
-        end.append(behind(high[0], "0" * (size - 1), high[1:]))
+        last_branch.append(with_rest(high[0], "0" * (size - 1), high[1:]))
         last -= 1
     if first <= last:
-        one = str(first) if first == last else f"[{first}-{last}]"
-        parts.append(behind(one, "0" * (size - 1), "9" * (size - 1)))
-    return _either(parts + end)
+        first_digit = str(first) if first == last else f"[{first}-{last}]"
+        branches.append(with_rest(first_digit, "0" * (size - 1), "9" * (size - 1)))
+    return _either(branches + last_branch)
 
 
 def _times(one: str, least: int, most: int) -> str:
@@ -156,8 +156,8 @@ def _times(one: str, least: int, most: int) -> str:
     return f"{one}{{{least},{most}}}"
 
 
-def _either(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+def _either(branches: list[str]) -> str:
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -251,7 +251,7 @@ class Numbers:
         first = math.ceil(bound * scale / unit)
         return (first + (is_open and first * unit == bound * scale)) * unit
 
-    def _parts(self) -> list[Numbers]:
+    def _ranges(self) -> list[Numbers]:
         """Whole numbers, and apart from them fractions, which a double has up to 2**53 only: 2**53 + 2.9 is read as
         2**53 + 2 or 2**53 + 4. Itself alone where no bound is beyond."""
         bounds = [bound for bound in (self.low, self.high) if bound is not None and abs(bound) > SAFE]
@@ -282,8 +282,8 @@ class Numbers:
     def empty(self) -> bool:
         if self.listed is not None:
             return not any(self._within(value) for value, _ in self.listed)
-        if (parts := self._parts()) != [self]:
-            return all(part.empty for part in parts)
+        if (ranges := self._ranges()) != [self]:
+            return all(numbers.empty for numbers in ranges)
         low, high = self.ends()
         return low is not None and high is not None and low > high
 
@@ -295,9 +295,9 @@ class Numbers:
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
             return (f"(?:{'|'.join(map(escaped, texts))})",)
-        if (parts := self._parts()) != [self]:
-            found = [one for part in parts if not part.empty for one in part.spelling(pointer)]
-            return (f"(?:{'|'.join(found)})",)
+        if (ranges := self._ranges()) != [self]:
+            patterns = [pattern for numbers in ranges if not numbers.empty for pattern in numbers.spelling(pointer)]
+            return (f"(?:{'|'.join(patterns)})",)
         (low, high), unit, digits = self.ends(), self.unit, self.places
         bounds = range_pattern(*_ended(low, high, digits), digits)
         if unit == 1:
@@ -323,42 +323,41 @@ class Numbers:
         raise GrammarUnsupported("grammar", [("multipleOf", f"{pointer}/multipleOf")], detail)
 
     def __str__(self) -> str:
-        parts = []
-        if self.low is not None:
-            parts.append(f"{'>' if self.low_open else '>='} {text_of(self.low)}")
-        if self.high is not None:
-            parts.append(f"{'<' if self.high_open else '<='} {text_of(self.high)}")
+        facts = []
+        for sign, bound, is_open in ((">", self.low, self.low_open), ("<", self.high, self.high_open)):
+            if bound is not None:
+                facts.append(f"{sign}{'' if is_open else '='} {text_of(bound)}")
         if self.step is not None:
-            parts.append(f"a multiple of {text_of(self.step)}")
+            facts.append(f"a multiple of {text_of(self.step)}")
         if self.listed is not None:
-            parts.append(f"one of {len(self.listed)} listed")
+            facts.append(f"one of {len(self.listed)} listed")
         if not self.integer and self.step is None and self.listed is None:
-            parts.append(f"of at most {self.places} digits after the point")
-        return f"{'whole number' if self.integer else 'number'} {', '.join(parts)}"
+            facts.append(f"of at most {self.places} digits after the point")
+        return f"{'whole number' if self.integer else 'number'} {', '.join(facts)}"
 
 
 def of_schema(node: dict[str, Any], pointer: str, *, integer: bool = False) -> Numbers:
     """The numbers that the keywords of one schema (`KEYWORDS`) allow. Exclusive bounds may be numbers or, as in draft
     4, true. Raises `GrammarError` for values that are no numbers, `GrammarTooLarge` beyond `MAX_DIGITS`."""
-    found = Numbers(integer=integer)
-    given = {key: node[key] for key in KEYWORDS if key in node}
+    numbers = Numbers(integer=integer)
+    bounds = {key: node[key] for key in KEYWORDS if key in node}
     for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        is_open = given.get(exclusive)
+        is_open = bounds.get(exclusive)
         if isinstance(is_open, bool):
-            del given[exclusive]
-            if is_open and plain in given:
-                given[exclusive] = given.pop(plain)
-    for key, value in given.items():
+            del bounds[exclusive]
+            if is_open and plain in bounds:
+                bounds[exclusive] = bounds.pop(plain)
+    for key, value in bounds.items():
         number = exact(value, f"{pointer}/{key}")
         if key == "multipleOf":
             if number <= 0:
                 raise GrammarError("grammar", f"multipleOf at {pointer or '/'} must be above 0", value)
-            found = found.meet(Numbers(step=number))
+            numbers = numbers.meet(Numbers(step=number))
         elif key.endswith("inimum"):
-            found = found.meet(Numbers(low=number, low_open=key.startswith("ex")))
+            numbers = numbers.meet(Numbers(low=number, low_open=key.startswith("ex")))
         else:
-            found = found.meet(Numbers(high=number, high_open=key.startswith("ex")))
-    return found
+            numbers = numbers.meet(Numbers(high=number, high_open=key.startswith("ex")))
+    return numbers
 
 
 def exact(value: Any, pointer: str = "") -> Fraction:

@@ -6,9 +6,9 @@ from itertools import combinations
 from typing import Any
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
-from asyncengine.grammar.schema.members import at, bounds_of, items_of, property_of
+from asyncengine.grammar.schema.members import bounds_of, items_of, nth, property_of
 from asyncengine.grammar.schema.numbers import Numbers
-from asyncengine.grammar.schema.terms import MADE, Alternatives, Conjunction, Entry, Term
+from asyncengine.grammar.schema.terms import DERIVED, Alternatives, Conjunction, Entry, Term
 
 MAX_DEPTH = 16
 """Values inside one another that are looked into."""
@@ -32,23 +32,23 @@ class Branches:
 
     def of(self, entry: Entry) -> list[Entry]:
         """The choice. Raises `GrammarUnsupported` where more than `MAX_OTHERS` may hold beside one."""
-        place, branches = f"{entry.pointer}/oneOf", entry.schema["oneOf"]
+        pointer, branches = f"{entry.pointer}/oneOf", entry.schema["oneOf"]
         if not isinstance(branches, list) or not branches:
-            raise GrammarError("grammar", f"oneOf at {entry.place or '/'} must be a list with at least one schema")
-        around = Entry(entry.pointer, {key: said for key, said in entry.schema.items() if key != "oneOf"})
-        entries = [Entry(f"{place}/{index}", branch) for index, branch in enumerate(branches)]
-        together: dict[int, list[int]] = {index: [] for index in range(len(entries))}
-        for one, two in combinations(range(len(entries)), 2):
-            if not self.is_empty((around, entries[one], entries[two])):
-                together[one].append(two)
-                together[two].append(one)
-                if len(together[one]) > MAX_OTHERS:
-                    raise GrammarUnsupported("grammar", [("oneOf", f"{entry.place}/oneOf")], OVERLAP.format(one, two))
+            raise GrammarError("grammar", f"oneOf at {entry.location or '/'} must be a list with at least one schema")
+        around = Entry(entry.pointer, {key: value for key, value in entry.schema.items() if key != "oneOf"})
+        entries = [Entry(f"{pointer}/{index}", branch) for index, branch in enumerate(branches)]
+        overlaps: dict[int, list[int]] = {index: [] for index in range(len(entries))}
+        for i, j in combinations(range(len(entries)), 2):
+            if not self.is_empty((around, entries[i], entries[j])):
+                overlaps[i].append(j)
+                overlaps[j].append(i)
+                if len(overlaps[i]) > MAX_OTHERS:
+                    raise GrammarUnsupported("grammar", [("oneOf", f"{entry.location}/oneOf")], OVERLAP.format(i, j))
         return [
-            Entry(f"{found.pointer}{MADE}", {"allOf": [found.schema, *({"not": branches[other]} for other in others)]})
-            if (others := together[index])
-            else found
-            for index, found in enumerate(entries)
+            Entry(branch.pointer + DERIVED, {"allOf": [branch.schema, *({"not": branches[i]} for i in others)]})
+            if (others := overlaps[index])
+            else branch
+            for index, branch in enumerate(entries)
         ]
 
     def is_empty(self, conjunction: Conjunction, depth: int = 0) -> bool:
@@ -59,7 +59,7 @@ class Branches:
                 terms = [Term(())]
                 if depth < MAX_DEPTH and len(self._known) <= MAX_PROOFS:
                     terms = [] if self._is_tagged(conjunction) else self._alternatives.of(conjunction)
-                self._known[key] = all(self._has_none(kind, term, depth) for term in terms for kind in term.types)
+                self._known[key] = all(self._has_none(name, term, depth) for term in terms for name in term.types)
             except (GrammarError, TypeError, AttributeError):  # too large, or malformed: whoever compiles it says so
                 pass
         return self._known[key]
@@ -70,35 +70,35 @@ class Branches:
         for schema in (self._alternatives.followed(entry).schema for entry in conjunction):
             is_object = isinstance(schema, dict) and schema.get("type") == "object"
             for key in schema.get("required", ()) if is_object else ():
-                one = schema.get("properties", {}).get(key)
-                said: list[Any] = one.get("enum", [one.get("const")]) if isinstance(one, dict) else [None]
-                if all(isinstance(text, str) for text in said):
-                    tags[key] = tags.get(key, {*said}).intersection(said)
+                child = schema.get("properties", {}).get(key)
+                values: list[Any] = child.get("enum", [child.get("const")]) if isinstance(child, dict) else [None]
+                if all(isinstance(text, str) for text in values):
+                    tags[key] = tags.get(key, {*values}).intersection(values)
         return not all(tags.values())
 
-    def _has_none(self, kind: str, term: Term, depth: int) -> bool:
+    def _has_none(self, name: str, term: Term, depth: int) -> bool:
         """No value of a type satisfies `term`."""
-        match kind:
+        match name:
             case "boolean" | "string":
                 lists = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
-                not_these = [value for entry in term.having("not") for value in entry.schema["not"].get("enum", ())]
-                left = [value for value in lists[0] if all(value in other for other in lists)] if lists else [kind]
-                values = [value for value in left if value not in not_these or not lists]
-                return not values or _crossed(term, "minLength", "maxLength", kind == "string")
+                excluded = [value for entry in term.having("not") for value in entry.schema["not"].get("enum", ())]
+                allowed = [value for value in lists[0] if all(value in other for other in lists)] if lists else [name]
+                values = [value for value in allowed if value not in excluded or not lists]
+                return not values or _crossed(term, "minLength", "maxLength", name == "string")
             case "integer" | "fraction":
                 return _no_number(term.numbers())
             case "array":
                 least, _ = bounds_of(term.entries, "minItems", "maxItems")
-                shapes = [items_of(entry) for entry in term.entries]
-                width = min(least, 1 + max((len(prefix) for prefix, _ in shapes), default=0))
-                items = [tuple(e for prefix, rest in shapes if (e := at(prefix, rest, i))) for i in range(width)]
-                return _crossed(term, "minItems", "maxItems") or any(self.is_empty(item, depth + 1) for item in items)
+                item_lists = [items_of(entry) for entry in term.entries]
+                width = min(least, 1 + max((len(first) for first, _ in item_lists), default=0))
+                items = [tuple(one for first, rest in item_lists if (one := nth(first, rest, i))) for i in range(width)]
+                return _crossed(term, "minItems", "maxItems") or any(self.is_empty(one, depth + 1) for one in items)
             case "object":
                 needed = {key for entry in term.entries for key in entry.schema.get("required", ())}
-                saying = term.having("properties", "patternProperties", "additionalProperties")
+                relevant = term.having("properties", "patternProperties", "additionalProperties")
                 for key in sorted(needed):
-                    about = [e for e in saying if e.schema.keys() != {"properties"} or key in e.schema["properties"]]
-                    member = tuple(each for entry in about for each in property_of(entry, key))
+                    about = [e for e in relevant if e.schema.keys() != {"properties"} or key in e.schema["properties"]]
+                    member = tuple(child for entry in about for child in property_of(entry, key))
                     if member and self.is_empty(member, depth + 1):
                         return True
         return False

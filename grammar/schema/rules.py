@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from asyncengine.errors import GrammarTooLarge
-from asyncengine.grammar.shapes.nodes import Name, Shape, Terminal, Times, Unordered, peeled
+from asyncengine.grammar.shapes.nodes import Repeat, Rule, Shape, Terminal, Unordered, acyclic_order
 
 MAX_RULES, MAX_ALTERNATIVES = 20_000, 200_000
 MAX_NESTING = 62
@@ -32,29 +32,29 @@ class Rules:
     """Names with their alternatives, and terminals, each text once."""
 
     def __init__(self, checkpoint: Checkpoint = proceed) -> None:
-        self.names: list[Name] = []
-        self._shared: dict[tuple[tuple[Shape, ...], ...], Name] = {}
+        self.all: list[Rule] = []
+        self._shared: dict[tuple[tuple[Shape, ...], ...], Rule] = {}
         self._terminals: dict[tuple[str, str], Terminal] = {}
-        self._deep: dict[Name, bool] = {}
+        self._deep: dict[Rule, bool] = {}
         self._size = 0
         """Alternatives of all rules."""
         self._checkpoint = checkpoint
 
-    def add(self, name: Name, *alternatives: Symbols) -> Name:
+    def add(self, rule: Rule, *alternatives: Symbols) -> Rule:
         """Raises `GrammarTooLarge` beyond `MAX_RULES` and `MAX_ALTERNATIVES`."""
         self._checkpoint()
-        name.options += alternatives
+        rule.alternatives += alternatives
         self._size += len(alternatives)
-        if len(self.names) > MAX_RULES or self._size > MAX_ALTERNATIVES:
+        if len(self.all) > MAX_RULES or self._size > MAX_ALTERNATIVES:
             limits = f"{MAX_RULES} rules and {MAX_ALTERNATIVES} alternatives in all of them"
             raise GrammarTooLarge("grammar", f"a schema must not exceed {limits}")
-        return name
+        return rule
 
-    def new(self, *alternatives: Symbols) -> Name:
-        self.names.append(name := Name())
-        return self.add(name, *alternatives)
+    def new(self, *alternatives: Symbols) -> Rule:
+        self.all.append(rule := Rule())
+        return self.add(rule, *alternatives)
 
-    def shared(self, *alternatives: Symbols) -> Name:
+    def shared(self, *alternatives: Symbols) -> Rule:
         """The same for what gets no further alternatives: one name for the same ones."""
         key = tuple(map(tuple, alternatives))
         if key not in self._shared:
@@ -63,117 +63,115 @@ class Rules:
 
     def terminal(self, text: str, end: str = "") -> Terminal:
         """A literal, a special token, an expression over patterns, or `%json {...}`; the same one for the same text."""
-        if (text, end) not in self._terminals:
-            self._terminals[text, end] = Terminal(text, end)
-        return self._terminals[text, end]
+        return self._terminals.setdefault((text, end), Terminal(text, end))
 
     def prune(self) -> None:
         """Drop alternatives that never end in a text, and rules without any. Linear."""
-        users: dict[Shape, list[tuple[Name, int]]] = {}
-        missing: dict[tuple[Name, int], int] = {}
-        ready: list[Name] = []
-        ends: dict[Shape, bool] = {}
-        for name in self.names:
-            for index, symbols in enumerate(name.options):
-                needed = dict.fromkeys(itertools.chain.from_iterable(map(_needed, symbols)))
-                rules = [rule for rule in needed if isinstance(rule, Name)]
-                missing[name, index] = len(rules)
-                for rule in rules:
-                    users.setdefault(rule, []).append((name, index))
-                if not rules:
-                    ready.append(name)
+        parents: dict[Shape, list[tuple[Rule, int]]] = {}
+        missing: dict[tuple[Rule, int], int] = {}
+        ready: list[Rule] = []
+        productive: dict[Shape, bool] = {}
+        for rule in self.all:
+            for index, symbols in enumerate(rule.alternatives):
+                needed = dict.fromkeys(itertools.chain.from_iterable(map(_required, symbols)))
+                children = [child for child in needed if isinstance(child, Rule)]
+                missing[rule, index] = len(children)
+                for child in children:
+                    parents.setdefault(child, []).append((rule, index))
+                if not children:
+                    ready.append(rule)
         while ready:
-            name = ready.pop()
-            if name in ends:
+            rule = ready.pop()
+            if rule in productive:
                 continue
-            ends[name] = True
-            for user in users.get(name, ()):
-                missing[user] -= 1
-                if not missing[user]:
-                    ready.append(user[0])
-        for name in self.names if len(ends) < len(self.names) else ():
-            kept = [symbols for index, symbols in enumerate(name.options) if not missing[name, index]]
-            name.options = [[symbol for symbol in symbols if _possible(symbol, ends)] for symbols in kept]
+            productive[rule] = True
+            for parent in parents.get(rule, ()):
+                missing[parent] -= 1
+                if not missing[parent]:
+                    ready.append(parent[0])
+        for rule in self.all if len(productive) < len(self.all) else ():
+            possible = [symbols for index, symbols in enumerate(rule.alternatives) if not missing[rule, index]]
+            rule.alternatives = [[symbol for symbol in symbols if _prune(symbol, productive)] for symbols in possible]
 
-    def inline(self, start: Name) -> None:
+    def inline(self, start: Rule) -> None:
         """Write rules of one alternative in place of their names where those are but a name or used once, and one rule
         for all with the same alternatives. What the library reads, and what is counted, becomes half as long. After
         `prune`; rules that `start` does not lead to are dropped."""
         uses = {start: 1}
-        order: dict[Name, list[Name]] = {}
+        order: dict[Rule, list[Rule]] = {}
         """The rules that each leads to. One comes after those that it mentions, but for those that lead back to it."""
-        again = {start: True}
+        cyclic = {start: True}
         stack = [(start, iter(mentioned := _mentioned(start)), mentioned)]
         while stack:
-            name, left, mentioned = stack[-1]
-            for rule, count in left:
-                uses[rule] = (before := uses.get(rule, 0)) + count
-                if before and rule not in order:
-                    again[rule] = True
-                elif not before:
-                    stack.append((rule, iter(mentioned := _mentioned(rule)), mentioned))
+            rule, remaining, mentioned = stack[-1]
+            for other, count in remaining:
+                uses[other] = (earlier := uses.get(other, 0)) + count
+                if earlier and other not in order:
+                    cyclic[other] = True
+                elif not earlier:
+                    stack.append((other, iter(mentioned := _mentioned(other)), mentioned))
                     break
             else:
-                order[name] = list(dict.fromkeys(rule for rule, _ in mentioned))
+                order[rule] = list(dict.fromkeys(other for other, _ in mentioned))
                 stack.pop()
-        self._deep = _endless(order)
-        done: dict[Shape, Symbols] = {}
-        same: dict[tuple[tuple[object, ...], ...], Name] = {}
+        self._deep = _recursive(order)
+        inlined: dict[Shape, Symbols] = {}
+        by_alternatives: dict[tuple[tuple[object, ...], ...], Rule] = {}
         # llguidance 1.9.1 panics where two rules repeat the same one and pass a parameter on to it
-        said = itertools.chain.from_iterable(itertools.chain.from_iterable(name.options) for name in order)
-        repeated = {one.body for one in said if isinstance(one, Times) and one.body in self._deep}
-        for name in order:
-            name.options = found = [_spliced(symbols, done) for symbols in name.options]
-            if name in again or name in repeated:
+        all_symbols = itertools.chain.from_iterable(itertools.chain.from_iterable(rule.alternatives) for rule in order)
+        repeated = {symbol.body for symbol in all_symbols if isinstance(symbol, Repeat) and symbol.body in self._deep}
+        for rule in order:
+            rule.alternatives = alternatives = [_spliced(symbols, inlined) for symbols in rule.alternatives]
+            if rule in cyclic or rule in repeated:
                 continue
-            first = same.get(key := tuple(tuple(map(_key, symbols)) for symbols in found))
-            if first is not None and len(body := done.get(first, [first])) == 1:
-                done[name] = body
+            first = by_alternatives.get(key := tuple(tuple(map(_key, symbols)) for symbols in alternatives))
+            if first is not None and len(body := inlined.get(first, [first])) == 1:
+                inlined[rule] = body
                 continue
-            same[key] = name
-            if len(found) == 1 and not _unordered(name):
-                alias = len(found[0]) == 1 and not isinstance(found[0][0], Times)
-                once = uses[name] == 1 and len(found[0]) <= MAX_INLINED and not _opens(found[0])
+            by_alternatives[key] = rule
+            if len(alternatives) == 1 and not _unordered(rule):
+                alias = len(alternatives[0]) == 1 and not isinstance(alternatives[0][0], Repeat)
+                once = uses[rule] == 1 and len(alternatives[0]) <= MAX_INLINED and not _opens(alternatives[0])
                 if alias or once:
-                    done[name] = found[0]
-        self.names = [name for name in reversed(order) if name not in done]
-        for name in self.names:
-            name.options = [_spliced(symbols, done) for symbols in name.options]
+                    inlined[rule] = alternatives[0]
+        self.all = [rule for rule in reversed(order) if rule not in inlined]
+        for rule in self.all:
+            rule.alternatives = [_spliced(symbols, inlined) for symbols in rule.alternatives]
 
-    def lark(self, start: Name) -> str:
+    def lark(self, start: Rule) -> str:
         """Lark text. After `inline`, and only if `start` has alternatives left."""
-        return _Printer(self.names, self._deep).text(start)
+        return _Printer(self.all, self._deep).text(start)
 
 
-def _needed(symbol: Shape) -> Sequence[Shape]:
+def _required(symbol: Shape) -> Sequence[Shape]:
     """The shapes without which there is no text of one."""
     if isinstance(symbol, Unordered):
         return [*(symbol.members[index] for index in symbol.needed), symbol.one]
-    return ([symbol.body] if symbol.least else []) if isinstance(symbol, Times) else [symbol]
+    return ([symbol.body] if symbol.least else []) if isinstance(symbol, Repeat) else [symbol]
 
 
-def _possible(symbol: Shape, ends: Container[Shape]) -> bool:
-    """Whether a symbol is left when only names in `ends` are possible; members that are not are taken out."""
+def _prune(symbol: Shape, productive: Container[Shape]) -> bool:
+    """Whether a symbol is left when only names in `productive` are possible; members that are not are taken out."""
     if isinstance(symbol, Unordered):
-        free = symbol.free if symbol.free in ends else None
-        symbol.put([pair for pair in symbol.pairs if pair in ends], free, symbol.comma)
-    return not isinstance(symbol, Times) or not isinstance(symbol.body, Name) or symbol.body in ends
+        free = symbol.free if symbol.free in productive else None
+        symbol.put([pair for pair in symbol.pairs if pair in productive], free, symbol.comma)
+    return not isinstance(symbol, Repeat) or not isinstance(symbol.body, Rule) or symbol.body in productive
 
 
-def _mentioned(name: Name) -> list[tuple[Name, int]]:
+def _mentioned(rule: Rule) -> list[tuple[Rule, int]]:
     """The rules in a rule, and for each the times it may be written there in place of its name: once, or not."""
-    found: list[tuple[Name, int]] = []
-    for one in itertools.chain.from_iterable(name.options):
-        inner = (*one.members, *one.comma) if isinstance(one, Unordered) else ()
-        inner = (one.body,) if isinstance(one, Times) else inner
-        found += [(rule, MAX_INLINED) for rule in inner if isinstance(rule, Name)]
-        if isinstance(one, Name):
-            found.append((one, 1))
-    return found
+    mentions: list[tuple[Rule, int]] = []
+    for symbol in itertools.chain.from_iterable(rule.alternatives):
+        inner = (*symbol.members, *symbol.comma) if isinstance(symbol, Unordered) else ()
+        inner = (symbol.body,) if isinstance(symbol, Repeat) else inner
+        mentions += [(inner_rule, MAX_INLINED) for inner_rule in inner if isinstance(inner_rule, Rule)]
+        if isinstance(symbol, Rule):
+            mentions.append((symbol, 1))
+    return mentions
 
 
-def _unordered(name: Name) -> Unordered | None:
-    first = name.options[0][:1] if name.options else []
+def _unordered(rule: Rule) -> Unordered | None:
+    first = rule.alternatives[0][:1] if rule.alternatives else []
     return first[0] if first and isinstance(first[0], Unordered) else None
 
 
@@ -183,61 +181,61 @@ def _opens(symbols: Symbols) -> bool:
 
 
 def _key(symbol: Shape) -> object:
-    return (symbol.body, symbol.least, symbol.most) if isinstance(symbol, Times) else symbol
+    return (symbol.body, symbol.least, symbol.most) if isinstance(symbol, Repeat) else symbol
 
 
 def _spliced(symbols: Symbols, inlined: Mapping[Shape, Symbols]) -> Symbols:
     def named(shape: Shape) -> Shape:
         body = inlined.get(shape, ())
-        return body[0] if len(body) == 1 and isinstance(body[0], (Name, Terminal)) else shape
+        return body[0] if len(body) == 1 and isinstance(body[0], (Rule, Terminal)) else shape
 
-    for one in symbols:
-        if isinstance(one, Unordered):
-            one.put(map(named, one.pairs), one.free and named(one.free), [*map(named, one.comma)])
-        elif isinstance(one, Times):
-            one.body = named(one.body)
-    return [part for one in symbols for part in inlined.get(one, (one,))]
+    for symbol in symbols:
+        if isinstance(symbol, Unordered):
+            symbol.put(map(named, symbol.pairs), symbol.free and named(symbol.free), [*map(named, symbol.comma)])
+        elif isinstance(symbol, Repeat):
+            symbol.body = named(symbol.body)
+    return [replaced for symbol in symbols for replaced in inlined.get(symbol, (symbol,))]
 
 
-def _endless(leads: Mapping[Name, Sequence[Name]]) -> dict[Name, bool]:
+def _recursive(mentions: Mapping[Rule, Sequence[Rule]]) -> dict[Rule, bool]:
     """The names whose texts may nest without end, given those that each leads to."""
-    users: dict[Name, list[Name]] = {name: [] for name in leads}
-    for name, rules in leads.items():
-        for rule in rules:
-            users[rule].append(name)
-    ending = peeled(leads, leads, users)
-    return dict.fromkeys((name for name in leads if name not in ending), True)
+    parents: dict[Rule, list[Rule]] = {rule: [] for rule in mentions}
+    for rule, rules in mentions.items():
+        for other in rules:
+            parents[other].append(rule)
+    acyclic = acyclic_order(mentions, mentions, parents)
+    return dict.fromkeys((rule for rule in mentions if rule not in acyclic), True)
 
 
-def repeat(rule: Name, least: int, most: int | None, taken: int) -> Symbols:
+def repeat(rule: Rule, least: int, most: int | None, taken: int) -> Symbols:
     """`rule` from `least` times on, `most` being the limit of a list that has `taken` already."""
     top = None if most is None else most - taken
-    return [] if top is not None and top <= 0 else [Times(rule, least, top)]
+    return [] if top is not None and top <= 0 else [Repeat(rule, least, top)]
 
 
 class _Printer:
     """Writes rules as Lark. Those in `deep` get a parameter: how many brackets are open, which one more raises."""
 
-    def __init__(self, rules: Sequence[Name], deep: Container[Shape]) -> None:
-        self._rules: dict[Shape, str] = {name: f"r{index}" for index, name in enumerate(rules)}
+    def __init__(self, rules: Sequence[Rule], deep: Container[Shape]) -> None:
+        self._rules: dict[Shape, str] = {rule: f"r{index}" for index, rule in enumerate(rules)}
         self._passing: dict[Shape, str] = {
-            name: "_" if name in deep else "0" for name in rules if name in deep or _unordered(name)
+            rule: "_" if rule in deep else "0" for rule in rules if rule in deep or _unordered(rule)
         }
         self._deep: Container[Shape] = deep
         self._terminals: dict[Terminal, str] = {}
 
-    def text(self, start: Name) -> str:
+    def text(self, start: Rule) -> str:
         lines = [f"start: {self._rules[start]}{'::0' if start in self._deep else ''}"]
-        for name in self._rules:
-            assert isinstance(name, Name)
-            if (members := _unordered(name)) is not None:
-                lines += self._in_any_order(self._rules[name], members)
+        for rule in self._rules:
+            assert isinstance(rule, Rule)
+            if (members := _unordered(rule)) is not None:
+                lines += self._in_any_order(self._rules[rule], members)
                 continue
-            unique = dict.fromkeys(map(self._alternative, name.options))
-            lines.append(f"{self._rules[name]}{'::_' if name in self._deep else ''}: {' | '.join(unique)}")
-        for terminal, said in self._terminals.items():
-            lines.append(f"{said.upper() if terminal.end else said}: {terminal.text}")
-            lines += [f"{said}[lazy]: {said.upper()} {terminal.end}"] if terminal.end else []
+            unique = dict.fromkeys(map(self._alternative, rule.alternatives))
+            lines.append(f"{self._rules[rule]}{'::_' if rule in self._deep else ''}: {' | '.join(unique)}")
+        for terminal, name in self._terminals.items():
+            lines.append(f"{name.upper() if terminal.end else name}: {terminal.text}")
+            lines += [f"{name}[lazy]: {name.upper()} {terminal.end}"] if terminal.end else []
         return "\n".join(lines) + "\n"
 
     def _alternative(self, symbols: Symbols) -> str:
@@ -247,46 +245,46 @@ class _Printer:
         return f"{text} %if lt(_, {MAX_NESTING})" if counts else text or '""'
 
     def _written(self, symbol: Shape, bracket: bool = False) -> str:
-        if isinstance(symbol, Times):
+        if isinstance(symbol, Repeat):
             counts = f"{symbol.least},{'' if symbol.most is None else symbol.most}"
             short = {"0,": "*", "0,1": "?"}.get(counts, f"{{{counts}}}")
             return self._written(symbol.body, bracket) + short
         if isinstance(symbol, Terminal):
             if symbol.text[0] in '"<':  # a literal or a special token itself
                 return symbol.text
-            kind = "t" if symbol.end or symbol.text[0] == "%" else "T"  # a rule's name begins with a small letter
-            return self._terminals.setdefault(symbol, f"{kind}{len(self._terminals)}")
+            prefix = "t" if symbol.end or symbol.text[0] == "%" else "T"  # a rule's name begins with a small letter
+            return self._terminals.setdefault(symbol, f"{prefix}{len(self._terminals)}")
         passed = self._passing.get(symbol, "")
         return self._rules[symbol] + (f"::{'incr(_)' if bracket and passed == '_' else passed}" if passed else "")
 
     def _in_any_order(self, name: str, members: Unordered) -> list[str]:
         """Two Lark rules: one more member, and what may follow one. Their parameter has how many brackets are open in
         its low bits, which the members get alone, then a bit for each member that was there."""
-        first, count, free = _DEPTH_BITS, len(members.pairs), members.free
-        all_of_them = f"[{first}:{first + count}]"
+        offset, count, free = _DEPTH_BITS, len(members.pairs), members.free
+        all_of_them = f"[{offset}:{offset + count}]"
 
         def alone(member: Shape) -> str:
             written = self._written(member)
-            return written.replace("::_", f"::bit_and({(1 << first) - 1})") if member in self._deep else written
+            return written.replace("::_", f"::bit_and({(1 << offset) - 1})") if member in self._deep else written
 
-        found = [
+        alternatives = [
             f"{alone(pair)} {name}more::set_bit({bit}) %if bit_clear({bit})"
-            for bit, pair in enumerate(members.pairs, first)
+            for bit, pair in enumerate(members.pairs, offset)
         ]
-        strange = free is not None and count in members.needed
-        needed = len(members.needed) - strange
-        done = [f"is_ones([{first}:{first + needed}])"] if needed else []
+        extra = free is not None and count in members.needed
+        needed = len(members.needed) - extra
+        conditions = [f"is_ones([{offset}:{offset + needed}])"] if needed else []
         if free is not None:
-            found.append(f"{alone(free)} {name}more::{f'set_bit({first + count})' if strange else '_'}")
-            done += [f"bit_set({first + count})"] if strange else []
-        done += [f"bit_count_ge({all_of_them}, {members.least})"] if members.least > 1 else []
-        end = f'"" %if and({", ".join([*done, "true", "true"][:2])})'
+            alternatives.append(f"{alone(free)} {name}more::{f'set_bit({offset + count})' if extra else '_'}")
+            conditions += [f"bit_set({offset + count})"] if extra else []
+        conditions += [f"bit_count_ge({all_of_them}, {members.least})"] if members.least > 1 else []
+        end = f'"" %if and({", ".join([*conditions, "true", "true"][:2])})'
         # llguidance does not look ahead
         most = count if members.most is None else members.most
         more = "true" if free else f"bit_count_lt({all_of_them}, {most})"
         comma = " ".join(map(self._written, members.comma))
-        return [f"{name}::_: {' | '.join(found)}", f"{name}more::_: {end} | {comma} {name}::_ %if {more}"]
+        return [f"{name}::_: {' | '.join(alternatives)}", f"{name}more::_: {end} | {comma} {name}::_ %if {more}"]
 
 
 def _inner(symbol: Shape) -> Shape:
-    return symbol.body if isinstance(symbol, Times) else symbol
+    return symbol.body if isinstance(symbol, Repeat) else symbol

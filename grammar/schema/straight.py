@@ -41,13 +41,13 @@ _ALL = _USUAL | span(0xC2, 0xF0)
 """The same with the first bytes of letters, for which a text of the schema or a pattern may ask. No letter is assigned
 that begins with F1 or F2."""
 _TAKEN = frozenset(TABLES["straight"]["taken"])
-_SAYING = frozenset([*_TAKEN, *TABLES["straight"]["others"], *KEYWORDS]).union(
+_RESTRICTING = frozenset([*_TAKEN, *TABLES["straight"]["others"], *KEYWORDS]).union(
     *TABLES["about"].values(), *TABLES["schemas"].values()
 ) - {*TABLES["about"]["nothing"], "$defs", "definitions"}
 """Keywords that restrict something."""
 
 
-class Other(Exception):
+class NotStraight(Exception):
     """The library's compiler may read the schema otherwise, or not at all. Never leaves the package."""
 
 
@@ -72,12 +72,12 @@ _ANY = Bounds(1, MAX_NESTING + _KEY + _LETTER, 7)
 def straight(schema: dict[str, Any], options: dict[str, Any], letters: int) -> tuple[str, int]:
     """The text that `LLMatcher` takes for a schema, and the tokens that complete any output at most, `UNREACHABLE`
     where no bound is known. `schema`: as `schema_object` makes it; `letters`: the bytes that are tokens (bit b: byte
-    b). Raises `Other`, `RecursionError` and `GrammarTooLarge`."""
+    b). Raises `NotStraight`, `RecursionError` and `GrammarTooLarge`."""
     reader = _Reader(schema)
     most = reader.of(schema).most
     if reader.loops:  # behind each open bracket as much may be missing
-        found = [bounds for bounds in reader.known.values() if bounds is not _LOOP]
-        most = (MAX_NESTING + 1) * max(map(max, found or [_LOOP]))
+        known = [bounds for bounds in reader.known.values() if bounds is not _LOOP]
+        most = (MAX_NESTING + 1) * max(map(max, known or [_LOOP]))
     text = json.dumps(schema)
     needed = _ALL if '"pattern"' in text or "\\u" in text else _USUAL
     size = UNREACHABLE if needed & ~letters else min(UNREACHABLE, most)
@@ -99,40 +99,40 @@ class _Reader:
         if schema is True:
             return _ANY
         if not isinstance(schema, dict):
-            raise Other
+            raise NotStraight
         if id(schema) not in self.known:
             if self._size > MAX_SIZE:
-                raise Other
+                raise NotStraight
             self.known[id(schema)] = _LOOP
             self._size += 1
             self.known[id(schema)] = self._read(schema)
-        self.loops |= (found := self.known[id(schema)]) is _LOOP
-        return found
+        self.loops |= (bounds := self.known[id(schema)]) is _LOOP
+        return bounds
 
     def _read(self, schema: dict[str, Any]) -> Bounds:
-        said = _SAYING.intersection(schema)
-        if not said <= _TAKEN:
-            raise Other
-        if not said.isdisjoint(("$ref", "anyOf", "oneOf")):
-            chosen = [schema] if "$ref" in said else _list(schema.get("anyOf", schema.get("oneOf")))
-            alone = [Entry(f"{id(schema)}/{index}", one) for index, one in enumerate(chosen) if "oneOf" in said]
-            if not all(map(self._branches.is_empty, itertools.combinations(alone, 2))):
-                raise Other  # a value may be valid under two
+        restricting = _RESTRICTING.intersection(schema)
+        if not restricting <= _TAKEN:
+            raise NotStraight
+        if not restricting.isdisjoint(("$ref", "anyOf", "oneOf")):
+            chosen = [schema] if "$ref" in restricting else _list(schema.get("anyOf", schema.get("oneOf")))
+            entries = [Entry(f"{id(schema)}/{i}", one) for i, one in enumerate(chosen) if "oneOf" in restricting]
+            if not all(map(self._branches.is_empty, itertools.combinations(entries, 2))):
+                raise NotStraight  # a value may be valid under two
             targets = [resolve(self._root, one) for one in chosen]
             if all(isinstance(one, dict) and one.get("type") == schema.get("type") for one in targets):
-                said -= {"type"}
-            if len(said) > 1:
-                raise Other
-            return self.of(targets[0]) if "$ref" in said else _any_of([self.of(one) for one in chosen])
+                restricting -= {"type"}
+            if len(restricting) > 1:
+                raise NotStraight
+            return self.of(targets[0]) if "$ref" in restricting else _any_of([self.of(one) for one in chosen])
         types = schema.get("type", [*TABLES["types"]])
-        if "enum" not in said and "const" not in said:
+        if "enum" not in restricting and "const" not in restricting:
             names = _list([types] if isinstance(types, str) else types)
             return _any_of([self._of_type(name, schema) for name in names])
-        values = _list(schema["enum"]) if "enum" in said else [schema["const"]]
+        values = _list(schema["enum"]) if "enum" in restricting else [schema["const"]]
         numbers = [value for value in values if not isinstance(value, str | bool | None)]
-        if len(said - {"type"}) > 1 or any(not isinstance(one, int) or abs(one) >= SAFE for one in numbers):
-            raise Other
-        sizes = [_size(value) for value in values]
+        if len(restricting - {"type"}) > 1 or any(not isinstance(one, int) or abs(one) >= SAFE for one in numbers):
+            raise NotStraight
+        sizes = [_encoded_size(value) for value in values]
         return Bounds(min(sizes), max(sizes))
 
     def _of_type(self, name: str, schema: dict[str, Any]) -> Bounds:
@@ -145,40 +145,40 @@ class _Reader:
                 return _string(schema)
             case "array":
                 if "additionalItems" in schema and isinstance(schema.get("items"), list):
-                    raise Other
+                    raise NotStraight
                 item = self.of(schema.get("items", True))
                 least = 2 + _fewest(schema, "minItems") * (item.least + _SEPARATORS)
                 return Bounds(least, least + _SEPARATORS + item.most, item.width)
             case "object":
                 return self._object(schema)
-        raise Other
+        raise NotStraight
 
     def _object(self, schema: dict[str, Any]) -> Bounds:
         declared, required = schema.get("properties", {}), schema.get("required", [])
-        others = schema.get("additionalProperties", True)
+        additional = schema.get("additionalProperties", True)
         keys = [*declared, *required] if isinstance(declared, dict) and isinstance(required, list) else [None]
         if not all(isinstance(key, str) and key.isprintable() for key in keys):  # others have several spellings
-            raise Other
+            raise NotStraight
         self._size += len(declared)
-        free = None if others is False else self.of(others)
+        undeclared = None if additional is False else self.of(additional)
         width = 1 + len(declared)
-        least, member = 2, 0 if free is None else _KEY + _SEPARATORS + free.most
+        least, member = 2, 0 if undeclared is None else _KEY + _SEPARATORS + undeclared.most
         for key in dict.fromkeys(keys):
-            value, size = self.of(declared.get(key, others)), _size(key) + _SEPARATORS
+            value, size = self.of(declared.get(key, additional)), _encoded_size(key) + _SEPARATORS
             least += size + value.least if key in required else 0
             member, width = max(member, size + value.most), max(width, value.width)
         return Bounds(least, least + member, width)
 
 
-def _number(schema: dict[str, Any], whole: bool) -> Bounds:
+def _number(schema: dict[str, Any], is_integer: bool) -> Bounds:
     bounds = [schema[key] for key in KEYWORDS if key in schema]
-    if not all(type(bound) in ((int,) if whole else (int, float)) and abs(bound) < SAFE for bound in bounds):
-        raise Other
-    if bounds and not whole:  # exclusive bounds, "-0", zeros behind the last number are read otherwise
+    if not all(type(bound) in ((int,) if is_integer else (int, float)) and abs(bound) < SAFE for bound in bounds):
+        raise NotStraight
+    if bounds and not is_integer:  # exclusive bounds, "-0", zeros behind the last number are read otherwise
         low, high = schema.get("minimum", -1), schema.get("maximum", SAFE)
-        plain = 0 <= low < high == int(high) and (low == int(low) or low >= 1e-4)
-        if not plain or len(bounds) != ("minimum" in schema) + ("maximum" in schema):
-            raise Other
+        is_plain = 0 <= low < high == int(high) and (low == int(low) or low >= 1e-4)
+        if not is_plain or len(bounds) != ("minimum" in schema) + ("maximum" in schema):
+            raise NotStraight
     digits = max([1, *(len(str(bound)) + 1 for bound in bounds)])
     return Bounds(digits, digits)
 
@@ -186,40 +186,40 @@ def _number(schema: dict[str, Any], whole: bool) -> Bounds:
 def _string(schema: dict[str, Any]) -> Bounds:
     least = _fewest(schema, "minLength")
     if "pattern" in schema:
-        letters, most = _of_pattern(schema["pattern"])
+        letters, most = _pattern_bounds(schema["pattern"])
         least = (least + letters) * most
     return Bounds(2 + least, 2 + least + _LETTER)
 
 
 @functools.lru_cache(1024)
-def _of_pattern(pattern: Any) -> tuple[int, int]:
+def _pattern_bounds(pattern: Any) -> tuple[int, int]:
     """Letters that lead from anywhere in a pattern to its end, at most, and the bytes that each needs."""
     if not isinstance(pattern, str) or looks_ahead(pattern):
-        raise Other
+        raise NotStraight
     if (letters := PatternLimits(len(pattern), len(pattern)).pattern(pattern, fewest=1)) > MAX_LEAST:
-        raise Other
+        raise NotStraight
     return letters, 2 if _ASCII.fullmatch(pattern) else _LETTER
 
 
 def _fewest(schema: dict[str, Any], key: str) -> int:
     least = schema.get(key, 0)
     if type(least) is not int or not 0 <= least <= MAX_LEAST:
-        raise Other
+        raise NotStraight
     return least
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise Other
+        raise NotStraight
     return value
 
 
-def _any_of(found: list[Bounds]) -> Bounds:
-    width = sum(one.width for one in found)
+def _any_of(branches: list[Bounds]) -> Bounds:
+    width = sum(branch.width for branch in branches)
     if width > MAX_WIDTH:
-        raise Other
-    return Bounds(min(one.least for one in found), max(one.most for one in found), width)
+        raise NotStraight
+    return Bounds(min(branch.least for branch in branches), max(branch.most for branch in branches), width)
 
 
-def _size(value: Any) -> int:
+def _encoded_size(value: Any) -> int:
     return len((literal(value) if isinstance(value, str) else json.dumps(value)).encode("utf-8", "replace"))

@@ -23,15 +23,15 @@ MAX_TERMS = 4096
 MAX_WORK = 200_000
 """Schemas looked at in one document, counted again in every alternative that they are part of; three
 seconds at worst."""
-MADE = "\0"
+DERIVED = "\0"
 """Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
-_KINDS: dict[str, tuple[type, ...]] = {
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "an object": (dict,),
     "a schema": (dict, bool),
     "a list": (list,),
     "a string": (str,),
 }
-_VALUES = {key: kind for kind, keys in TABLES["values"].items() for key in keys}
+_VALUE_TYPES = {key: kind for kind, keys in TABLES["values"].items() for key in keys}
 """The kinds of keywords' values. Read only."""
 
 
@@ -47,9 +47,9 @@ class Entry(NamedTuple):
     "pattern" or "enum" of strings."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The pointer in the document."""
-        return self.pointer.partition(MADE)[0]
+        return self.pointer.partition(DERIVED)[0]
 
 
 Conjunction = tuple[Entry, ...]
@@ -71,13 +71,13 @@ class Term(NamedTuple):
 
     def numbers(self) -> Numbers:
         """Numbers that all of them allow."""
-        found = Numbers(integer="fraction" not in self.types)
+        numbers = Numbers(integer="fraction" not in self.types)
         for entry in self.entries:
             if entry.numbers is not None or not _BOUNDS.isdisjoint(entry.schema):
-                found = found.meet(entry.numbers or of_schema(entry.schema, entry.place))
-        if found.listed is not None and "integer" not in self.types:
-            found = replace(found, listed=tuple(item for item in found.listed if item[0].denominator != 1))
-        return found
+                numbers = numbers.meet(entry.numbers or of_schema(entry.schema, entry.location))
+        if numbers.listed is not None and "integer" not in self.types:
+            numbers = replace(numbers, listed=tuple(item for item in numbers.listed if item[0].denominator != 1))
+        return numbers
 
     def where(self) -> str:
         """The pointer of the schema that speaks of numbers last."""
@@ -88,30 +88,30 @@ class Term(NamedTuple):
         return [entry for entry in self.entries if not wanted.isdisjoint(entry.schema)]
 
 
-class Rest(NamedTuple):
+class Unevaluated(NamedTuple):
     """An `unevaluatedItems` or `unevaluatedProperties` on its way behind all that its schema applies: `entry`, which is
     number `begin` of those done."""
 
     entry: Entry
     begin: int
 
-    def made(self, done: Conjunction) -> Iterator[Entry]:
+    def entries(self, done: Conjunction) -> Iterator[Entry]:
         """The demands on the rest, given all that evaluates items and properties. Branches that may hold besides the
         one taken are not looked at: a little less is allowed than might be."""
-        own = [one for one in done[self.begin :] if "/not" not in one.pointer.removeprefix(self.entry.pointer)]
-        width = max(len(one.schema.get("prefixItems", ())) for one in own)
-        names = {kind: {key: True for one in own for key in one.schema.get(kind, ())} for kind in _NAMED}
-        for key, others, said in (
+        applied = [one for one in done[self.begin :] if "/not" not in one.pointer.removeprefix(self.entry.pointer)]
+        width = max(len(one.schema.get("prefixItems", ())) for one in applied)
+        names = {keyword: {key: True for one in applied for key in one.schema.get(keyword, ())} for keyword in _NAMED}
+        for key, rest, evaluated in (
             ("unevaluatedProperties", "additionalProperties", names),
             ("unevaluatedItems", "items", {"prefixItems": [True] * width}),
         ):
-            all_said = any(others in one.schema for one in own) or any(key in one.schema for one in own[1:])
-            if key in self.entry.schema and not all_said:
-                at = f"{self.entry.pointer}/{key}{MADE}{'+'.join(one.pointer for one in own)}"
-                yield Entry(at, {**said, others: self.entry.schema[key]})
+            all_evaluated = any(rest in one.schema for one in applied) or any(key in one.schema for one in applied[1:])
+            if key in self.entry.schema and not all_evaluated:
+                pointer = f"{self.entry.pointer}/{key}{DERIVED}{'+'.join(one.pointer for one in applied)}"
+                yield Entry(pointer, {**evaluated, rest: self.entry.schema[key]})
 
 
-Todo = list["Entry | list[Entry] | Rest"]
+Pending = list["Entry | list[Entry] | Unevaluated"]
 
 
 class Alternatives:
@@ -129,7 +129,7 @@ class Alternatives:
         self._root = root
         self._branches = branches
         self._is_empty = is_empty
-        self._own: dict[str, Entry] = {}
+        self._plain_parts: dict[str, Entry] = {}
         """The parts of schemas that no applicator adds, by their pointers."""
         self._work = 0
         self._checkpoint = checkpoint
@@ -140,37 +140,37 @@ class Alternatives:
         Raises `GrammarTooLarge` beyond `MAX_TERMS` and `MAX_WORK`, `GrammarUnsupported` for a reference that leads out
         of the document and what has no opposite, `GrammarError` for a malformed schema.
         """
-        found: list[Term] = []
-        stack: list[tuple[Todo, Term]] = [(list(conjunction), Term(()))]
+        terms: list[Term] = []
+        stack: list[tuple[Pending, Term]] = [(list(conjunction), Term(()))]
         while stack:
-            todo, term = stack.pop()
-            dead = loops = False
-            while todo and not dead:
-                item, done = todo.pop(0), term.entries
-                self._count(item, done)
-                if isinstance(item, Rest):
-                    todo[:0] = item.made(done)
+            pending, term = stack.pop()
+            impossible = loops = False
+            while pending and not impossible:
+                item, entries = pending.pop(0), term.entries
+                self._count_work(item, entries)
+                if isinstance(item, Unevaluated):
+                    pending[:0] = item.entries(entries)
                 elif isinstance(item, list):
-                    stack.extend(([option, *todo], term) for option in reversed(item))
-                    dead = True
+                    stack.extend(([option, *pending], term) for option in reversed(item))
+                    impossible = True
                 elif item.schema is False:
-                    dead = True
-                elif item.pointer in [entry.pointer for entry in done]:
+                    impossible = True
+                elif item.pointer in [entry.pointer for entry in entries]:
                     loops = True
                 elif item.schema is not True:
                     term = term.also(item)
-                    dead = self._contradicts(term)
-                    if not item.plain and not dead:
-                        if "not" in item.schema and self._apart(term.entries, item):
-                            item = Entry(item.pointer, {key: said for key, said in item.schema.items() if key != "not"})
-                        rest = [Rest(item, len(done))] if any(key in item.schema for key in UNEVALUATED) else []
-                        todo[:0] = [*self._applied(item), *rest]
-            if not dead:
-                found.append(term._replace(loops=loops))
-                if len(found) > MAX_TERMS:  # at once: what is left may be a thousand times as much
+                    impossible = self._contradicts(term)
+                    if not item.plain and not impossible:
+                        if "not" in item.schema and self._is_excluded_already(term.entries, item):
+                            item = Entry(item.pointer, {k: v for k, v in item.schema.items() if k != "not"})
+                        rest = [Unevaluated(item, len(entries))] if item.schema.keys() & {*UNEVALUATED} else []
+                        pending[:0] = [*self._applied(item), *rest]
+            if not impossible:
+                terms.append(term._replace(loops=loops))
+                if len(terms) > MAX_TERMS:  # at once: what is left may be a thousand times as much
                     limit = f"a conjunction of choices must not exceed {MAX_TERMS} alternatives"
                     raise GrammarTooLarge("grammar", limit)
-        return found
+        return terms
 
     def followed(self, entry: Entry) -> Entry:
         """The schema that one stands for which is but a reference."""
@@ -183,9 +183,9 @@ class Alternatives:
             entry = self._target(entry.pointer, entry.schema)
         return entry
 
-    def _count(self, item: Entry | list[Entry] | Rest, done: Conjunction) -> None:
+    def _count_work(self, item: Entry | list[Entry] | Unevaluated, entries: Conjunction) -> None:
         self._checkpoint()
-        self._work += len(item) + len(done) // 8 if isinstance(item, list) else 1 + len(done) // 8
+        self._work += len(item) + len(entries) // 8 if isinstance(item, list) else 1 + len(entries) // 8
         if self._work > MAX_WORK:
             raise GrammarTooLarge("grammar", f"its choices and conjunctions must not exceed {MAX_WORK} combinations")
         if isinstance(item, Entry) and not isinstance(item.schema, bool):
@@ -193,39 +193,38 @@ class Alternatives:
 
     def _contradicts(self, term: Term) -> bool:
         """No value is valid under the last entry and those before, as far as can be told at once."""
-        done, last = term.entries, term.entries[-1]
-        if MADE in last.pointer and not {*term.types} - {"integer", "fraction"}:
+        entries, last = term.entries, term.entries[-1]
+        if DERIVED in last.pointer and not {*term.types} - {"integer", "fraction"}:
             numbers = term.numbers()
             return numbers.low is not None and numbers.high is not None and numbers.empty
-        if term.types != ("object",) or len(done) == 1 or self._is_empty is None:
+        if term.types != ("object",) or len(entries) == 1 or self._is_empty is None:
             return "type" in last.schema and not term.types
-        needed = {name for entry in done for name in entry.schema.get("required", ())}
+        needed = {name for entry in entries for name in entry.schema.get("required", ())}
         for name in needed & {*last.schema.get("required", ()), *last.schema.get("properties", ())}:
-            said = [
+            children = [
                 Entry(f"{entry.pointer}/properties/{escape(name)}", entry.schema["properties"][name])
                 if name in entry.schema.get("properties", ())
                 else Entry(f"{entry.pointer}/additionalProperties", entry.schema.get("additionalProperties", True))
-                for entry in done
+                for entry in entries
                 if "patternProperties" not in entry.schema
             ]
-            said = [entry for entry in said if entry.schema is not True]
-            said_more = said[1:] or any(not isinstance(one.schema, dict) or "not" in one.schema for one in said)
-            if said_more and self._is_empty(tuple(said)):
+            children = [entry for entry in children if entry.schema is not True]
+            restricted = children[1:] or any(not isinstance(e.schema, dict) or "not" in e.schema for e in children)
+            if restricted and self._is_empty(tuple(children)):
                 return True
         return False
 
-    def _apart(self, done: Conjunction, entry: Entry) -> bool:
+    def _is_excluded_already(self, entries: Conjunction, entry: Entry) -> bool:
         """Whether what `entry` excludes is proved to be excluded by the others."""
         if self._is_empty is None:
             return False
-        for one in done:
-            if one.pointer not in self._own:
-                said = {
-                    key: said for key, said in one.schema.items() if key in KEYWORDS or key in TABLES["about"]["own"]
-                }
-                self._own[one.pointer] = one if one.plain else Entry(f"{one.pointer}{MADE}own", said, plain=True)
-        own = [self._own[one.pointer] for one in done]
-        return self._is_empty((*own, self.followed(Entry(f"{entry.pointer}/not", entry.schema["not"]))))
+        for prior in entries:
+            if prior.pointer not in self._plain_parts:
+                kept = {k: v for k, v in prior.schema.items() if k in KEYWORDS or k in TABLES["about"]["own"]}
+                entry_kept = Entry(f"{prior.pointer}{DERIVED}own", kept, plain=True)
+                self._plain_parts[prior.pointer] = prior if prior.plain else entry_kept
+        plain_parts = [self._plain_parts[prior.pointer] for prior in entries]
+        return self._is_empty((*plain_parts, self.followed(Entry(f"{entry.pointer}/not", entry.schema["not"]))))
 
     def _applied(self, entry: Entry) -> Iterator[Entry | list[Entry]]:
         """Schemas that the applicators of a schema add: those that must hold too, and choices among schemas."""
@@ -247,20 +246,20 @@ class Alternatives:
             elif key == "if" and ("then" in schema or "else" in schema):
                 both = {"allOf": [value, schema.get("then", True)]}
                 neither = {"allOf": [{"not": value}, schema.get("else", True)]}
-                yield [Entry(f"{pointer}/if{MADE}/then", both), Entry(f"{pointer}/if{MADE}/else", neither)]
+                yield [Entry(f"{pointer}/if{DERIVED}/then", both), Entry(f"{pointer}/if{DERIVED}/else", neither)]
             elif key in ("dependentRequired", "dependentSchemas", "dependencies"):
                 for name, needed in value.items():
                     rest = {"required": needed} if isinstance(needed, list) else needed
-                    at = f"{pointer}/{key}/{escape(name)}"
+                    base = f"{pointer}/{key}/{escape(name)}"
                     present = {"type": "object", "required": [name], "allOf": [rest]}
-                    yield [Entry(f"{at}{MADE}0", {"properties": {name: False}}), Entry(at + MADE, present)]
+                    yield [Entry(f"{base}{DERIVED}0", {"properties": {name: False}}), Entry(base + DERIVED, present)]
             elif key in ("$dynamicRef", "$recursiveRef"):
-                raise GrammarUnsupported("grammar", [(key, f"{entry.place}/{key}")])
+                raise GrammarUnsupported("grammar", [(key, f"{entry.location}/{key}")])
 
     def _target(self, pointer: str, schema: dict[str, Any]) -> Entry:
-        target, place = resolve(self._root, schema), pointer.partition(MADE)[0]
+        target, location = resolve(self._root, schema), pointer.partition(DERIVED)[0]
         if not isinstance(target, (dict, bool)):
-            raise GrammarUnsupported("grammar", [("$ref", f"{place}/$ref")], "leads nowhere in the schema")
+            raise GrammarUnsupported("grammar", [("$ref", f"{location}/$ref")], "leads nowhere in the schema")
         return Entry(unquote(schema["$ref"].removeprefix("#")), target)
 
     def _excluding(self, pointer: str, schema: Any) -> Iterator[list[Entry]]:
@@ -268,25 +267,24 @@ class Alternatives:
         if isinstance(schema, bool):
             yield [Entry(pointer, not schema)]
             return
-        place, _, path = pointer.partition(MADE)
-        _check(Entry(place, schema))
-        found = []
+        location, _, suffix = pointer.partition(DERIVED)
+        _check(Entry(location, schema))
+        choice = []
         if "$ref" in schema:
             target = self._target(pointer, schema)
-            found.append(Entry(f"{place}{MADE}#{target.pointer}", {"not": target.schema}))
+            choice.append(Entry(f"{location}{DERIVED}#{target.pointer}", {"not": target.schema}))
         try:
             for index, (opposite, plain) in enumerate(opposites(schema)):
-                found.append(Entry(f"{place}{MADE}{path}/{index}", opposite, plain=plain))
+                choice.append(Entry(f"{location}{DERIVED}{suffix}/{index}", opposite, plain=plain))
         except NoOpposite as keyword:
             if self._branches is None:
                 return
-            parts = place.split("/")
-            last = next(
-                (at for at in range(len(parts) - 1, 0, -1) if parts[at] in TABLES["about"]["negated"]), len(parts) - 1
-            )
+            path = location.split("/")
+            negating = (i for i, key in enumerate(path) if i and key in TABLES["about"]["negated"])
+            last = max(negating, default=len(path) - 1)
             detail = f"needs the opposite of {keyword}, which is not enforced"
-            raise GrammarUnsupported("grammar", [(parts[last], "/".join(parts[: last + 1]))], detail) from None
-        yield found
+            raise GrammarUnsupported("grammar", [(path[last], "/".join(path[: last + 1]))], detail) from None
+        yield choice
 
 
 _NAMED = ("properties", "patternProperties")
@@ -301,37 +299,37 @@ def _members(pointer: str, key: str, value: Any) -> list[Entry]:
 
 def _check(entry: Entry) -> None:
     """Refuse what is no schema, or has a keyword of another kind than JSON Schema says."""
-    schema, at = entry.schema, entry.place or "/"
+    schema, location = entry.schema, entry.location or "/"
     if not isinstance(schema, dict):
-        raise GrammarError("grammar", f"the schema at {at} must be an object", schema)
-    for key in schema.keys() & _VALUES.keys():
-        kind = _VALUES[key]
-        if not isinstance(schema[key], _KINDS[kind]) and not (entry.plain and key == "not"):
-            raise GrammarError("grammar", f"{key} at {at} must be {kind}", schema[key])
+        raise GrammarError("grammar", f"the schema at {location} must be an object", schema)
+    for key in schema.keys() & _VALUE_TYPES.keys():
+        expected = _VALUE_TYPES[key]
+        if not isinstance(schema[key], _PYTHON_TYPES[expected]) and not (entry.plain and key == "not"):
+            raise GrammarError("grammar", f"{key} at {location} must be {expected}", schema[key])
     for key, names in [("required", schema.get("required", [])), *schema.get("dependentRequired", {}).items()]:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise GrammarError("grammar", f"{key} at {at} must be a list of names", names)
+            raise GrammarError("grammar", f"{key} at {location} must be a list of names", names)
 
 
 def _values(pointer: str, values: list[Any]) -> list[Entry]:
     """A choice: the strings together, the numbers together, anything else one by one."""
     strings = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if is_number(value)]
-    found = []
+    entries = []
     if strings:
-        found.append(Entry(f"{pointer}/strings", {"type": "string", "enum": strings}, plain=True))
+        entries.append(Entry(f"{pointer}/strings", {"type": "string", "enum": strings}, plain=True))
     if numbers:
         listed = {exact(value, pointer): number_text(value) for value in numbers}
-        found.append(Entry(f"{pointer}/numbers", {"type": "number"}, Numbers(listed=tuple(listed.items())), True))
+        entries.append(Entry(f"{pointer}/numbers", {"type": "number"}, Numbers(listed=tuple(listed.items())), True))
     for index, value in enumerate(values):
-        at = f"{pointer}/{index}"
+        entry_pointer = f"{pointer}/{index}"
         if value is None:
-            found.append(Entry(at, {"type": "null"}, plain=True))
+            entries.append(Entry(entry_pointer, {"type": "null"}, plain=True))
         elif isinstance(value, bool):
-            found.append(Entry(at, {"type": "boolean", "enum": [value]}, plain=True))
+            entries.append(Entry(entry_pointer, {"type": "boolean", "enum": [value]}, plain=True))
         elif isinstance(value, (list, dict)):
-            found.append(Entry(at, structure(value)))
-    return found
+            entries.append(Entry(entry_pointer, structure(value)))
+    return entries
 
 
 def _types(entry: Entry) -> list[str]:
@@ -339,5 +337,5 @@ def _types(entry: Entry) -> list[str]:
     names = value if isinstance(value, list) else [value]
     for name in names:
         if name not in (*ALL_TYPES, "number") or (name == "fraction" and not entry.plain):
-            raise GrammarError("grammar", f"{entry.place}/type is none of JSON's", name)
+            raise GrammarError("grammar", f"{entry.location}/type is none of JSON's", name)
     return [*names, "integer", "fraction"] if "number" in names else names

@@ -1,5 +1,5 @@
-"""Shapes whose places are states: words to choose from, and keys that are none of some. A byte leads to the next state
-by a look into a sorted list, so that neither many words nor long ones are taken apart beforehand."""
+"""Shapes that are automata: words to choose from, and keys that are none of some. A byte leads to the next state by
+binary search in a sorted list, so that neither many words nor long ones are unrolled into states beforehand."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections.abc import Collection
 from fractions import Fraction
 from typing import Any
 
-from asyncengine.grammar.shapes.nodes import Shape
+from asyncengine.grammar.shapes.nodes import Shape, utf8_length
 
-FEW = 16
-"""Texts to the end that are compared."""
+MAX_ENDINGS = 16
+"""Endings of a state that are compared by their cost in tokens."""
 MORE_DIGITS = 20
 """Digits that a number may need to become a multiple: the library counts to 10**18."""
 _NUMBER = re.compile(rb"-?(0|[1-9][0-9]*|)(?:(?<=[0-9])\.([0-9]*))?")
 State = bytes | int
-"""The beginning of a word that was said so far, or a number beyond all words."""
+"""A prefix of a word, or a number for a text that no word begins with."""
 _FREE, _ESCAPE = 1, 5
-"""States of a key that is none of the words: behind whole letters (and 1 to 3 more where so many bytes of a letter are
-missing), behind a backslash; the first byte of a letter whose second may not be any stands for itself."""
+"""States of a key that no word begins with: behind whole characters (2 to 4: 1 to 3 bytes of one are missing), and
+behind a backslash. The first byte of a character that restricts its second (`_SECOND`) is a state by itself."""
 _SECOND = {0xE0: b"\xa0\x80", 0xED: b"\x80\x80", 0xF0: b"\x90\x80\x80", 0xF4: b"\x80\x80\x80"}
 _ESCAPED = b'"\\bfnrt'
 _LETTERS = re.compile(rb"(?:[^\\]|\\u.{4}|\\[^u])*", re.DOTALL)
 
 
 class Words(Shape):
-    """One of some texts. A state is what was said of it."""
+    """One of some texts. A state is the prefix so far."""
 
     __slots__ = ("words",)
     begin = b""
@@ -38,24 +38,24 @@ class Words(Shape):
         self.words = sorted(set(words))
 
     def on(self, state: Any, byte: int) -> tuple[State | None, bool]:
-        """The state behind `byte`, None if nothing may follow; and whether it may end there."""
-        said = state + bytes([byte])
-        begin, end = self._begun(said)
-        whole = begin < end and self.words[begin] == said
-        return (said if end - begin > whole else None), whole
+        """(state behind `byte`, None if nothing may follow; whether the text may end there)."""
+        prefix = state + bytes([byte])
+        begin, end = self._range(prefix)
+        is_word = begin < end and self.words[begin] == prefix
+        return (prefix if end - begin > is_word else None), is_word
 
     def endings(self, state: Any) -> list[bytes]:
-        """Some texts that lead from a state to an end, none where it is no beginning."""
-        begin, end = self._begun(state)
-        return [word[len(state) :] for word in heapq.nsmallest(FEW, self.words[begin:end], key=len)]
+        """At most `MAX_ENDINGS` texts that lead from a state to an end, the shortest; none where no word begins so."""
+        begin, end = self._range(state)
+        return [word[len(state) :] for word in heapq.nsmallest(MAX_ENDINGS, self.words[begin:end], key=len)]
 
-    def _begun(self, said: bytes) -> tuple[int, int]:
-        """The words from one to another begin with `said`."""
-        return bisect_left(self.words, said), bisect_left(self.words, said + b"\xff")
+    def _range(self, prefix: bytes) -> tuple[int, int]:
+        """(begin, end) in the sorted words of those that begin with `prefix`."""
+        return bisect_left(self.words, prefix), bisect_left(self.words, prefix + b"\xff")
 
 
 class Multiples(Words):
-    """Decimal numbers between bounds that are multiples of a step. A state is what was said of one."""
+    """Decimal numbers between bounds that are multiples of a step. A state is the prefix so far."""
 
     __slots__ = ("_high", "_low", "_step")
 
@@ -64,9 +64,9 @@ class Multiples(Words):
         super().__init__([])
 
     def on(self, state: Any, byte: int) -> tuple[State | None, bool]:
-        said = state + bytes([byte])
-        found = self.endings(said)
-        return (said if found else None), b"" in found
+        prefix = state + bytes([byte])
+        endings = self.endings(prefix)
+        return (prefix if endings else None), b"" in endings
 
     def endings(self, state: Any) -> list[bytes]:
         match = _NUMBER.fullmatch(state)
@@ -98,7 +98,7 @@ class OtherKey(Words):
     __slots__ = ("_escapes",)
 
     def __init__(self, names: Collection[str], *, escapes: bool) -> None:
-        """`names`: as they stand between the quotes; `escapes`: others may have short ones."""
+        """`names`: as they stand between the quotes; `escapes`: other keys may have escapes of two characters."""
         super().__init__([b'"%b"' % name.encode("utf-8", "replace") for name in names])
         self._escapes = escapes
 
@@ -106,11 +106,11 @@ class OtherKey(Words):
         if state == b"":
             return (b'"' if byte == 34 else None), False
         if isinstance(state, bytes):
-            said = state + bytes([byte])
-            begin, end = self._begun(said)
+            prefix = state + bytes([byte])
+            begin, end = self._range(prefix)
             if begin < end:
-                return (None if self.words[begin] == said else said), False
-            state = _missing(state)
+                return (None if self.words[begin] == prefix else prefix), False
+            state = _free_state(state)
         if state in (_ESCAPE, _FREE):
             return self._letter(state, byte)
         if not 0x80 <= byte < 0xC0:
@@ -118,7 +118,7 @@ class OtherKey(Words):
         return (_FREE + len(_SECOND[state]) - 1 if state in _SECOND else state - 1), False
 
     def _letter(self, state: int, byte: int) -> tuple[State | None, bool]:
-        """The first byte of a letter, or what follows a backslash."""
+        """Past the first byte of a character, or past the one behind a backslash."""
         if state == _ESCAPE:
             return (_FREE if self._escapes and byte in _ESCAPED else None), False
         if byte < 0x80:
@@ -126,31 +126,31 @@ class OtherKey(Words):
             return (_FREE if plain else _ESCAPE if byte == 92 and self._escapes else None), byte == 34
         if byte in _SECOND:
             return byte, False
-        return (None if not 0xC2 <= byte < 0xF5 else _FREE + (1 if byte < 0xE0 else 2 if byte < 0xF0 else 3)), False
+        return (_FREE + utf8_length(byte) - 1 if 0xC2 <= byte < 0xF5 else None), False
 
     def endings(self, state: Any) -> list[bytes]:
-        said = b'"' if state == b"" else state
-        if isinstance(said, int):
-            return [b'n"' if said == _ESCAPE else _SECOND.get(said, b"\x80" * (said - _FREE)) + b'"']
-        word = next(iter(self.words[slice(*self._begun(said))]), b"")
-        while _missing(said) != _FREE:  # the letter begun is that of a word
-            said = word[: len(said) + 1]
+        prefix = b'"' if state == b"" else state
+        if isinstance(prefix, int):
+            return [b'n"' if prefix == _ESCAPE else _SECOND.get(prefix, b"\x80" * (prefix - _FREE)) + b'"']
+        word = next(iter(self.words[slice(*self._range(prefix))]), b"")
+        while _free_state(prefix) != _FREE:  # inside a character, which only a word can have begun
+            prefix = word[: len(prefix) + 1]
         for byte in (34, *range(97, 123), *range(65, 91), *range(48, 58)):
-            begin, end = self._begun(said + bytes([byte]))
+            begin, end = self._range(prefix + bytes([byte]))
             if begin == end:
-                text = said + (b'"' if byte == 34 else b'%c"' % byte)
+                text = prefix + (b'"' if byte == 34 else b'%c"' % byte)
                 return [text[len(state) :]]
         return []
 
 
-def _missing(said: bytes) -> int:
-    """The state that a key which goes on with other letters is in behind `said`."""
-    if not _LETTERS.fullmatch(said):
+def _free_state(prefix: bytes) -> int:
+    """The state of a key behind `prefix`, a prefix of some word, once it goes on otherwise than all words."""
+    if not _LETTERS.fullmatch(prefix):
         return _ESCAPE
-    for back, byte in enumerate(reversed(said[-3:])):
+    for distance, byte in enumerate(reversed(prefix[-3:])):
         if byte >= 0xC0:
-            length = 1 if byte < 0xE0 else 2 if byte < 0xF0 else 3
-            return byte if not back and byte in _SECOND else _FREE + max(0, length - back)
+            missing = max(0, utf8_length(byte) - 1 - distance)
+            return byte if not distance and byte in _SECOND else _FREE + missing
         if byte < 0x80:
             break
     return _FREE

@@ -1,7 +1,7 @@
-"""A grammar as data that can be counted with: letters, sequences, alternatives, and repetitions kept as their counts.
+"""The syntax tree of a grammar: characters, concatenations, choices, and repetitions that keep their counts.
 
-What a library's automaton unrolls (`.{2000}` is two thousand states), stays one node here, so that how short its
-texts can be is arithmetic (`prices`) and where an output stands in it is a count (`tracker`).
+A repetition that an automaton unrolls (`.{2000}` is two thousand states) stays one node here, so that the length of
+its shortest text is arithmetic (`closing.costs`) and a position in it is a count (`closing.recognizer`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ _LENGTHS = (
     (0, 0x7F, 0, 0), (0x80, 0x7FF, 6, 0xC0), (0x800, 0xD7FF, 12, 0xE0), (0xE000, 0xFFFF, 12, 0xE0),
     (0x10000, MAX_CODE, 18, 0xF0),
 )  # fmt: skip
-"""Code points that are as many bytes in UTF-8: the bits in all but the first byte, and the bits that mark that one."""
+"""(first, last, shift, mark) of the code points of one length in UTF-8: the bits behind the first byte, and those that
+mark it. Surrogates are in none."""
 Ranges = list[tuple[int, int]]
-"""Code points from one to another, ends included; ascending and apart."""
+"""Sets of code points as (first, last), both included; ascending, with gaps between them."""
 
 
 class Unmodelled(Exception):
-    """This part of a grammar has no shape. Never leaves the package."""
+    """A grammar has no shape, or too large a one. Never leaves the package."""
 
 
 class Shape:
@@ -29,16 +30,16 @@ class Shape:
 
     __slots__ = ()
     begin: Any = -1
-    """The index or state in front of it (`tracker.Frame`)."""
+    """The index of a dot in front of it (`recognizer.Frame`)."""
 
 
-class Letters(Shape):
-    """One character of a set, or one byte of one."""
+class CharSet(Shape):
+    """One character of a set, or one byte of a character."""
 
     __slots__ = ("mask", "tails")
 
     def __init__(self, mask: int, tails: Sequence[tuple[int, int, Shape]] = ()) -> None:
-        """`mask`: bit b for byte b by itself. `tails`: first bytes from one to another, and what follows them."""
+        """`mask`: bit b for byte b by itself. `tails`: (lowest, highest first byte, the shape of the bytes behind)."""
         self.mask = mask
         self.tails = tails
 
@@ -52,21 +53,21 @@ class Literal(Shape):
         self.data = data
 
 
-class Chain(Shape):
+class Concat(Shape):
     __slots__ = ("items",)
 
     def __init__(self, items: Sequence[Shape]) -> None:
         self.items = tuple(items)
 
 
-class Either(Shape):
+class Choice(Shape):
     __slots__ = ("items",)
 
     def __init__(self, items: Sequence[Shape]) -> None:
         self.items = tuple(items)
 
 
-class Times(Shape):
+class Repeat(Shape):
     __slots__ = ("body", "least", "most")
     begin = 0
 
@@ -79,7 +80,7 @@ class Times(Shape):
 class Unordered(Shape):
     """Members in any order, each but the undeclared ones once, with a comma between them.
 
-    A state is a set of bits: members that were there.
+    A state is the set of members so far (bit i: member i).
     """
 
     __slots__ = ("again", "comma", "counts", "free", "items", "least", "members", "most", "needed", "one")
@@ -89,47 +90,47 @@ class Unordered(Shape):
         self, pairs: Sequence[Shape], free: Shape | None, comma: Sequence[Shape], needed: Sequence[int], one: Shape,
         bounds: tuple[int, int | None] = (1, None),
     ) -> None:  # fmt: skip
-        """`pairs`: the declared members; `free`: one that is not; `needed`: the indices of those that must be there,
-        `free` behind the others; `one`: any one of all; `bounds`: so many in all, without `free`."""
+        """`pairs`: the declared members; `free`: an undeclared one; `needed`: the indices of those that must come, with
+        `free` behind the declared ones; `one`: a choice of all; `bounds`: least and most members without `free`."""
         self.needed = needed
         self.one = one
         self.least, self.most = bounds
         self.counts = bool(needed) or self.least > 1
-        """One member, whichever is cheapest, is not enough."""
+        """The cheapest member alone is not enough."""
         self.put(pairs, free, comma)
 
     def put(self, pairs: Iterable[Shape], free: Shape | None, comma: Sequence[Shape]) -> None:
-        """Have these in place of others."""
+        """Replace the members and the comma."""
         self.free, self.comma = free, comma
         self.members = (*pairs, *([free] if free else []))
         self.again = len(self.members) - 1 if free else None
         """The index of undeclared members."""
         self.items: tuple[Shape, ...] = ()
-        """The members, then the same behind a comma: once all names are resolved."""
+        """The members, then each of them behind a comma. Set by `resolve`."""
 
     @property
     def pairs(self) -> tuple[Shape, ...]:
         return self.members[: self.again]
 
-    def following(self, said: int) -> Iterator[tuple[Shape, int]]:
-        """Members that may come next, and the state behind each."""
-        count = len(self.members)
-        full = self.most is not None and said.bit_count() >= self.most
-        for index in range(0 if full else count):
-            if not said >> index & 1 or index == self.again:
-                yield self.items[index + count if said else index], said | 1 << index
+    def following(self, state: int) -> Iterator[tuple[Shape, int]]:
+        """(member with its comma, state behind it) of those that may come next."""
+        width = len(self.members)
+        full = self.most is not None and state.bit_count() >= self.most
+        for index in range(0 if full else width):
+            if not state >> index & 1 or index == self.again:
+                yield self.items[index + width if state else index], state | 1 << index
 
-    def left(self, said: int) -> list[Shape]:
-        """The members needed still, each with its comma."""
-        count = len(self.members)
-        todo = [index for index in self.needed if not said >> index & 1]
-        if (missing := self.least - said.bit_count() - len(todo)) > 0 and self.least > 1:
-            todo += [i for i in range(count) if not said >> i & 1 and i not in todo][:missing]
-        return [self.items[index + count if said or place else index] for place, index in enumerate(todo)]
+    def left(self, state: int) -> list[Shape]:
+        """The cheapest way to enough members: those still needed, then others up to the least number, with commas."""
+        width = len(self.members)
+        indices = [index for index in self.needed if not state >> index & 1]
+        if (missing := self.least - state.bit_count() - len(indices)) > 0 and self.least > 1:
+            indices += [index for index in range(width) if not state >> index & 1 and index not in indices][:missing]
+        return [self.items[index + width if state or position else index] for position, index in enumerate(indices)]
 
 
 class Lexeme(Shape):
-    """Texts that a lexer takes as long as it can (`lazy`: up to where the first of them ends) before what follows."""
+    """Texts of which a lexer takes the longest (`lazy`: the shortest) before the parser goes on."""
 
     __slots__ = ("body", "lazy")
 
@@ -138,20 +139,20 @@ class Lexeme(Shape):
         self.lazy = lazy
 
 
-class Mark(Shape):
+class SpecialToken(Shape):
     """A special token."""
 
     __slots__ = ("symbol", "token")
 
     def __init__(self, token: int, symbol: int) -> None:
-        """`symbol`: what it is in the byte vocabulary."""
+        """`symbol`: its symbol in the byte vocabulary (`Vocabulary.symbols`)."""
         self.token = token
         self.symbol = symbol
 
 
 class Terminal(Shape):
-    """Stands for the shape of Lark text, which the library gets as it is; with an `end`, a literal, for the shortest
-    texts up to one with that behind it."""
+    """Stands for the shape of Lark text, which the library gets as it is; with an `end`, a Lark literal, for the
+    shortest texts that are followed by that."""
 
     __slots__ = ("end", "text")
 
@@ -160,37 +161,37 @@ class Terminal(Shape):
         self.end = end
 
 
-class Name(Shape):
-    """Stands for the shape of a rule while others are made."""
+class Rule(Shape):
+    """A nonterminal, which stands for the shape of its rule while others are made."""
 
-    __slots__ = ("options", "target")
+    __slots__ = ("alternatives", "target")
 
     target: Shape
 
     def __init__(self) -> None:
-        self.options: list[list[Shape]] = []
-        """The rule's alternatives while they are made, each a sequence."""
+        self.alternatives: list[list[Shape]] = []
+        """Its productions while they are made."""
 
 
-NOTHING = Chain(())
-Made = Chain | Either | Times | Unordered
+NOTHING = Concat(())
+Composite = Concat | Choice | Repeat | Unordered
 
 
-def resolve(made: Iterable[Made], first: Shape) -> Shape:
-    """Put the shapes that names stand for in place of these: with names, half of all shapes would be one."""
-    for shape in made:
-        if isinstance(shape, Times):
-            shape.body = _itself(shape.body)
+def resolve(composites: Iterable[Composite], first: Shape) -> Shape:
+    """Replace rules by the shapes that they stand for: kept as nodes, they would be half of all shapes."""
+    for shape in composites:
+        if isinstance(shape, Repeat):
+            shape.body = _resolved(shape.body)
         elif isinstance(shape, Unordered):
-            members, comma = [*map(_itself, shape.members)], [*map(_itself, shape.comma)]
-            shape.items = (*members, *(Chain([*comma, member]) for member in members))
+            members, comma = [*map(_resolved, shape.members)], [*map(_resolved, shape.comma)]
+            shape.items = (*members, *(Concat([*comma, member]) for member in members))
         else:
-            shape.items = tuple(map(_itself, shape.items))
-    return _itself(first)
+            shape.items = tuple(map(_resolved, shape.items))
+    return _resolved(first)
 
 
-def _itself(shape: Shape) -> Shape:
-    while isinstance(shape, Name):
+def _resolved(shape: Shape) -> Shape:
+    while isinstance(shape, Rule):
         shape = shape.target
     return shape
 
@@ -199,18 +200,18 @@ def literal(data: bytes) -> Shape:
     return Literal(data) if data else NOTHING
 
 
-def chain(items: Iterable[Shape]) -> Shape:
-    """A sequence; texts that follow one another are one."""
-    found: list[Shape] = []
+def concat(items: Iterable[Shape]) -> Shape:
+    """A concatenation in which neighbouring literals are merged."""
+    merged: list[Shape] = []
     for item in items:
-        part = item
-        if isinstance(item, Letters) and item.mask.bit_count() == 1 and not item.tails:
-            part = Literal(bytes([item.mask.bit_length() - 1]))
-        if found and isinstance(part, Literal) and isinstance(last := found[-1], Literal):
-            found[-1] = Literal(last.data + part.data)
+        shape = item
+        if isinstance(item, CharSet) and item.mask.bit_count() == 1 and not item.tails:
+            shape = Literal(bytes([item.mask.bit_length() - 1]))
+        if merged and isinstance(shape, Literal) and isinstance(last := merged[-1], Literal):
+            merged[-1] = Literal(last.data + shape.data)
         else:
-            found.append(part)
-    return found[0] if len(found) == 1 else Chain(found)
+            merged.append(shape)
+    return merged[0] if len(merged) == 1 else Concat(merged)
 
 
 def letters(ranges: Ranges) -> Shape:
@@ -218,105 +219,110 @@ def letters(ranges: Ranges) -> Shape:
     mask = 0
     tails: list[tuple[int, int, Shape]] = []
     for low, high, shift, mark in _LENGTHS:
-        within = meet(ranges, [(low, high)])
-        found = _bytes(tuple(within), shift, mark)
-        mask |= found.mask
-        tails += found.tails
+        in_range = intersection(ranges, [(low, high)])
+        charset = _bytes(tuple(in_range), shift, mark)
+        mask |= charset.mask
+        tails += charset.tails
     if not mask and not tails:
         raise Unmodelled
-    return Letters(mask, tails)
+    return CharSet(mask, tails)
 
 
 @functools.lru_cache(4096)
-def _bytes(ranges: tuple[tuple[int, int], ...], shift: int, mark: int) -> Letters:
-    """One character by its bytes. The next one is `mark` and the bits of its code from `shift` on; a following one for
-    each six bits below."""
+def _bytes(ranges: tuple[tuple[int, int], ...], shift: int, mark: int) -> CharSet:
+    """A character of which the bits below `shift + 6` are left to encode. The next byte is `mark` plus the bits of the
+    code from `shift` on; one more follows for each six bits below."""
     if not shift:
-        return Letters(sum(span(mark | first, mark | last) for first, last in ranges))
-    behind: dict[int, list[tuple[int, int]]] = {}
+        return CharSet(sum(span(mark | first, mark | last) for first, last in ranges))
+    by_lead: dict[int, list[tuple[int, int]]] = {}
     below = (1 << shift) - 1
     for first, last in ranges:
         for lead in range(first >> shift, (last >> shift) + 1):
-            part = max(first, lead << shift) & below, min(last, lead << shift | below) & below
-            behind.setdefault(lead, []).append(part)
+            rest = max(first, lead << shift) & below, min(last, lead << shift | below) & below
+            by_lead.setdefault(lead, []).append(rest)
     tails: list[tuple[int, int, Shape]] = []
-    for lead, parts in behind.items():
-        shape = _tail(tuple(parts), shift - 6)
+    for lead, rests in by_lead.items():
+        shape = _tail(tuple(rests), shift - 6)
         if tails and tails[-1][1:] == (mark | lead - 1, shape):
             tails[-1] = (tails[-1][0], mark | lead, shape)
         else:
             tails.append((mark | lead, mark | lead, shape))
-    return Letters(0, tails)
+    return CharSet(0, tails)
 
 
 @functools.lru_cache(4096)
 def _tail(ranges: tuple[tuple[int, int], ...], shift: int) -> Shape:
-    return Chain([_bytes(ranges, shift, 0x80)])
+    return Concat([_bytes(ranges, shift, 0x80)])
+
+
+def utf8_length(first: int) -> int:
+    """Length in bytes of a character in UTF-8, by its first byte."""
+    return 1 + (first >= 0xC0) + (first >= 0xE0) + (first >= 0xF0)
 
 
 def span(first: int, last: int) -> int:
-    """The bits from `first` to `last`."""
+    """A mask of the bits from `first` to `last`, both included."""
     return (1 << last + 1) - (1 << first)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The same code points as ranges that are ascending and apart."""
-    found: Ranges = []
+    merged: Ranges = []
     for first, last in sorted((first, last) for first, last in ranges if first <= last):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged
 
 
 def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    at, found = 0, []
+    next_code, gaps = 0, []
     for first, last in union(ranges):
-        found.append((at, first - 1))
-        at = last + 1
-    return union([*found, (at, MAX_CODE)])
+        gaps.append((next_code, first - 1))
+        next_code = last + 1
+    return union([*gaps, (next_code, MAX_CODE)])
 
 
-def meet(ranges: Ranges, others: Ranges) -> Ranges:
+def intersection(ranges: Ranges, other: Ranges) -> Ranges:
     """Code points in both."""
-    return complement([*complement(ranges), *complement(others)])
+    return complement([*complement(ranges), *complement(other)])
 
 
-def parts(shape: Shape) -> Sequence[Shape]:
-    """The shapes that a shape is made of."""
-    if isinstance(shape, (Chain, Either, Unordered)):
+def children(shape: Shape) -> Sequence[Shape]:
+    """The shapes that a shape refers to."""
+    if isinstance(shape, (Concat, Choice, Unordered)):
         return shape.items
-    if isinstance(shape, (Times, Lexeme)):
+    if isinstance(shape, (Repeat, Lexeme)):
         return (shape.body,)
-    if isinstance(shape, Letters):
+    if isinstance(shape, CharSet):
         return [tail for _, _, tail in shape.tails]
     return ()
 
 
-def within(root: Shape, most: int, closed: Container[Shape] = ()) -> dict[Shape, Sequence[Shape]]:
-    """The parts of `root` and of every shape in it, those in `closed` taken for one. Raises `Unmodelled` for more than
-    `most`."""
-    found: dict[Shape, Sequence[Shape]] = {root: () if root in closed else parts(root)}
+def reachable(root: Shape, most: int, closed: Container[Shape] = ()) -> dict[Shape, Sequence[Shape]]:
+    """The children of each shape that `root` leads to, itself included; those in `closed` are given none. Raises
+    `Unmodelled` for more than `most` shapes."""
+    children_of: dict[Shape, Sequence[Shape]] = {root: () if root in closed else children(root)}
     for shape in (order := [root]):  # grows while it is walked
-        for part in found[shape]:
-            if part not in found:
-                found[part] = () if part in closed else parts(part)
-                order.append(part)
+        for child in children_of[shape]:
+            if child not in children_of:
+                children_of[child] = () if child in closed else children(child)
+                order.append(child)
         if len(order) > most:
             raise Unmodelled
-    return found
+    return children_of
 
 
-def peeled(
-    shapes: Iterable[Shape], inner: Mapping[Any, Sequence[Shape]], users: Mapping[Any, Sequence[Shape]]
+def acyclic_order(
+    shapes: Iterable[Shape], children: Mapping[Any, Sequence[Shape]], parents: Mapping[Any, Sequence[Shape]]
 ) -> dict[Shape, None]:
-    """The shapes of which no circle is part, each behind those in it."""
-    missing = {shape: len(inner.get(shape, ())) for shape in shapes}
+    """The shapes that lead into no cycle, each behind its children (Kahn 1962, topological sorting)."""
+    missing = {shape: len(children.get(shape, ())) for shape in shapes}
     order = [shape for shape, count in missing.items() if not count]
     for shape in order:  # grows while it is walked
-        for user in users.get(shape, ()):
-            missing[user] -= 1
-            if not missing[user]:
-                order.append(user)
+        for parent in parents.get(shape, ()):
+            missing[parent] -= 1
+            if not missing[parent]:
+                order.append(parent)
     return dict.fromkeys(order)

@@ -1,7 +1,7 @@
 """Shapes of grammars: patterns, choices, and JSON schemas by way of the rules that `schema.builder` makes of them.
 
-A shape may allow a little more than the library does (other escapes), so that what an output says is followed; what is
-taken from it for a way to the end is checked by the library.
+A shape may allow a little more than the library does (other escapes): then outputs are still parsed, and a completion
+that is made from it is checked by the library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncengine.grammar.schema.members import KEY, PLAIN_KEY
 from asyncengine.grammar.schema.rules import Rules
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Multiples, OtherKey, Words
-from asyncengine.grammar.shapes.lark import expression_shape, lark_shape, mark_shape
+from asyncengine.grammar.shapes.lark import expression_shape, lark_shape, special_token_shape
 from asyncengine.grammar.shapes.patterns import MAX_KEPT_LENGTH, json_letters, regex_shape
 from asyncengine.grammar.shapes.products import Product
 from asyncengine.grammar.spec import Grammar, parse_json
@@ -27,15 +27,15 @@ from asyncengine.grammar.vocabulary import Vocabulary
 
 MAX_LEAVES = 4096
 """Shapes of strings and patterns that are kept from one schema to the next."""
-_OTHERS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
-"""The beginnings of the keys that are none of some, and whether those may have escapes. Read only."""
+_OTHER_KEYS = [(f"{regex(key)} & ~", key == KEY) for key in (KEY, PLAIN_KEY)]
+"""(Lark text in front of the excluded names, whether the keys may have escapes) for undeclared keys. Read only."""
 
 
 def shape_of(
-    grammar: Grammar, schemas: Sequence[tuple[Rules, nodes.Name]], vocabulary: Vocabulary, kept: list[nodes.Shape]
+    grammar: Grammar, schemas: Sequence[tuple[Rules, nodes.Rule]], vocabulary: Vocabulary, kept: list[nodes.Shape]
 ) -> nodes.Shape:
-    """The shape of a grammar. `schemas`: the rules of each in it, with the first one's name; `kept`: gets the parts
-    that are the same ones in other grammars. Raises `Unmodelled`."""
+    """The shape of a grammar. `schemas`: (rules, start) of each schema in it; shapes that other grammars share are
+    appended to `kept`. Raises `Unmodelled`."""
     if grammar.kind == "regex":
         return regex_shape(grammar.text)
     if grammar.kind == "choice":
@@ -46,56 +46,56 @@ def shape_of(
 
 
 def rules_shape(
-    rules: Rules, start: nodes.Name, kept: list[nodes.Shape], vocabulary: Vocabulary | None = None
+    rules: Rules, start: nodes.Rule, kept: list[nodes.Shape], vocabulary: Vocabulary | None = None
 ) -> nodes.Shape:
-    """The shape of rules that have been printed: it takes their place. `vocabulary`: of a grammar that has more, which
-    may be taken for a part of the schema's texts."""
-    made: list[nodes.Made] = []
+    """The shape of rules that have been printed; it is made of them, so they are used up. `vocabulary`: that of a Lark
+    grammar around the schema, whose lexer then reads each terminal as a lexeme."""
+    composites: list[nodes.Composite] = []
     known: dict[nodes.Shape, nodes.Shape] = {}
 
-    def keep(shape: nodes.Made) -> nodes.Shape:
-        made.append(shape)
+    def keep(shape: nodes.Composite) -> nodes.Shape:
+        composites.append(shape)
         return shape
 
     def leaf(shape: nodes.Shape) -> nodes.Shape:
         if isinstance(shape, nodes.Terminal):
             if shape not in known:
                 text = shape.text
-                own = mark_shape(text, vocabulary) if vocabulary and text[0] == "<" else leaf_shape(text)
-                if len(text) <= MAX_KEPT_LENGTH and nodes.parts(own):
-                    kept.append(own)
-                known[shape] = _lexeme(own, shape.end) if vocabulary else own
+                parsed = special_token_shape(text, vocabulary) if vocabulary and text[0] == "<" else leaf_shape(text)
+                if len(text) <= MAX_KEPT_LENGTH and nodes.children(parsed):
+                    kept.append(parsed)
+                known[shape] = _lexeme(parsed, shape.end) if vocabulary else parsed
             return known[shape]
-        if isinstance(shape, nodes.Times):
+        if isinstance(shape, nodes.Repeat):
             shape.body = leaf(shape.body)
         elif isinstance(shape, nodes.Unordered):
             shape.put(map(leaf, shape.pairs), shape.free and leaf(shape.free), [*map(leaf, shape.comma)])
-        return keep(shape) if isinstance(shape, (nodes.Times, nodes.Unordered)) else shape
+        return keep(shape) if isinstance(shape, (nodes.Repeat, nodes.Unordered)) else shape
 
-    for name in rules.names:
-        found = [[*map(leaf, symbols)] for symbols in name.options]
-        options = [one[0] if len(one) == 1 else keep(nodes.Chain(one)) for one in found]
-        name.target = options[0] if len(options) == 1 else keep(nodes.Either(options))
-    return nodes.resolve(made, start)
+    for rule in rules.all:
+        sequences = [[*map(leaf, symbols)] for symbols in rule.alternatives]
+        options = [symbols[0] if len(symbols) == 1 else keep(nodes.Concat(symbols)) for symbols in sequences]
+        rule.target = options[0] if len(options) == 1 else keep(nodes.Choice(options))
+    return nodes.resolve(composites, start)
 
 
 def _lexeme(shape: nodes.Shape, end: str) -> nodes.Shape:
-    if isinstance(shape, nodes.Mark):
+    if isinstance(shape, nodes.SpecialToken):
         return shape
     if end:
-        return nodes.Lexeme(nodes.chain([shape, expression_shape(end)]), lazy=True)
+        return nodes.Lexeme(nodes.concat([shape, expression_shape(end)]), lazy=True)
     return nodes.Lexeme(shape)
 
 
 def leaf_shape(text: str) -> nodes.Shape:
-    """The shape of Lark text that stands for itself: a literal, a terminal, or a schema of strings or numbers."""
+    """The shape of a terminal's Lark text: a literal, an expression of patterns, or `%json` of strings or numbers."""
     return (_kept_leaf if len(text) <= MAX_KEPT_LENGTH else _leaf)(text)
 
 
 def _leaf(text: str) -> nodes.Shape:
     if text.startswith("%json "):
         return _json(json.loads(text[6:]))
-    for begin, escapes in _OTHERS:
+    for begin, escapes in _OTHER_KEYS:
         if text.startswith(begin) and type(words := expression_shape(text.removeprefix(begin))) is Words:
             return OtherKey([name[1:-1].decode() for name in words.words], escapes=escapes)
     return expression_shape(text)
@@ -105,32 +105,33 @@ _kept_leaf = functools.lru_cache(MAX_LEAVES)(_leaf)
 
 
 def json_text(least: int = 0, most: int | None = None) -> nodes.Shape:
-    """So many characters as they may be written in a JSON string."""
-    return nodes.Times(json_letters([(0, nodes.MAX_CODE)]), least, most)
+    """`least` to `most` characters as they may be written in a JSON string."""
+    return nodes.Repeat(json_letters([(0, nodes.MAX_CODE)]), least, most)
 
 
 def _json(schema: dict[str, Any]) -> nodes.Shape:
     if "anyOf" in schema:
-        return nodes.Either(list(map(_json, schema["anyOf"])))
+        return nodes.Choice(list(map(_json, schema["anyOf"])))
     if "multipleOf" in schema:
         return Multiples(*(Fraction(repr(schema[key])) for key in ("multipleOf", "minimum", "maximum")))
-    said = schema.get("allOf", [schema])
-    if any(part.get("type") != "string" for part in said):
+    schemas = schema.get("allOf", [schema])
+    if any(schema_part.get("type") != "string" for schema_part in schemas):
         raise nodes.Unmodelled
-    parts = [shape for part in said for shape in _demands(part)] or [json_text()]
+    parts = [shape for schema_part in schemas for shape in _demands(schema_part)] or [json_text()]
     inside = parts[0] if len(parts) == 1 else Product(parts)
-    return nodes.Chain([nodes.literal(b'"'), inside, nodes.literal(b'"')])
+    return nodes.Concat([nodes.literal(b'"'), inside, nodes.literal(b'"')])
 
 
-def _demands(part: dict[str, Any]) -> Iterator[nodes.Shape]:
+def _demands(schema: dict[str, Any]) -> Iterator[nodes.Shape]:
     """The demands of one schema of strings on the text between the quotes."""
-    if "enum" in part:
-        yield Words([json.dumps(one, ensure_ascii=False)[1:-1].encode("utf-8", "replace") for one in part["enum"]])
-    if "pattern" in part:
+    if "enum" in schema:
+        written = (json.dumps(value, ensure_ascii=False)[1:-1] for value in schema["enum"])
+        yield Words([text.encode("utf-8", "replace") for text in written])
+    if "pattern" in schema:
         try:
-            text = searched(part["pattern"])
+            text = searched(schema["pattern"])
         except GrammarUnsupported:
             raise nodes.Unmodelled from None
         yield expression_shape(text, json=True)
-    if "minLength" in part or "maxLength" in part:
-        yield json_text(part.get("minLength", 0), part.get("maxLength"))
+    if "minLength" in schema or "maxLength" in schema:
+        yield json_text(schema.get("minLength", 0), schema.get("maxLength"))

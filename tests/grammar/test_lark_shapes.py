@@ -80,14 +80,14 @@ def test_what_has_no_shape_is_not_steered(lark: str, vocabulary: Vocabulary) -> 
 def test_looking_for_the_end_of_a_product_is_bounded(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many readings cost more than few: what counts is time."""
     looked = 0
-    after = Product._after
+    after = Product._step
 
     def counted(self: Product, state: State, byte: int) -> State | None:
         nonlocal looked
         looked += sum(map(len, state))
         return after(self, state, byte)
 
-    monkeypatch.setattr(Product, "_after", counted)
+    monkeypatch.setattr(Product, "_step", counted)
     monkeypatch.setattr(products, "MAX_STEPS", 2_000)
     parts = "/(a|b)*a(a|b){12}/ & /(a|b)*b(a|b){13}/ & ~/(a|b)*(aa|bb)(a|b){14}/"
     LlguidanceBackend(vocabulary).compile(Grammar.lark(f"start: A\nA: {parts}"))

@@ -17,7 +17,7 @@ from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
 
 from asyncengine.errors import GrammarError, GrammarUnsupported
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.closing import tracker
+from asyncengine.grammar.closing import recognizer
 from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.shared_masks import KEY_BYTES, READING_BYTES, Mask, SharedMasks
@@ -138,9 +138,8 @@ def test_a_state_that_cannot_heal_raises(
         ids(state, vocabulary)
 
 
-def test_error_texts_do_not_quote_the_output(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
-    text = backend.compile(Grammar.json_schema({"type": "string"})).text
-    matcher = backend.matcher(Grammar.json_schema({"type": "string"}), text, vocabulary.ll_tokenizer)
+def test_error_texts_do_not_quote_the_output(backend: LlguidanceBackend) -> None:
+    matcher = backend.compile(Grammar.json_schema({"type": "string"})).fresh_matcher()
     for token in b'"SECRET':
         matcher.consume_token(token)
     matcher.consume_token(MARK)
@@ -312,10 +311,10 @@ def test_an_output_leaves_nothing_behind_in_its_grammar(
     backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Places that were come to are let go: each leads to those behind it."""
-    monkeypatch.setattr(tracker, "MAX_FRAMES", 256)
+    monkeypatch.setattr(recognizer, "MAX_FRAMES", 256)
     template = backend.compile(Grammar.lark('start: "(" start* ")" | "[" start "]" | "x"'))
     gc.collect()
-    before = sum(isinstance(one, tracker.Frame) for one in gc.get_objects())
+    before = sum(isinstance(one, recognizer.Frame) for one in gc.get_objects())
     rng = random.Random(1)
     for _ in range(8):
         closing = template.new_closing()
@@ -323,4 +322,4 @@ def test_an_output_leaves_nothing_behind_in_its_grammar(
             assert closing.advance(rng.choice(b"(["), 10**6)
     del closing
     gc.collect()
-    assert sum(isinstance(one, tracker.Frame) for one in gc.get_objects()) - before < 600
+    assert sum(isinstance(one, recognizer.Frame) for one in gc.get_objects()) - before < 600

@@ -19,7 +19,7 @@ from support.small_grammars import shared_vocabulary
 
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 
 ROWS: dict[str, Any] = cases_of(__file__)
 
@@ -34,7 +34,7 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     def panics(*args: Any) -> Any:
         raise panic("index out of bounds")
 
-    monkeypatch.setattr(backend, "matcher", panics)
+    monkeypatch.setattr(LlgTemplate, "fresh_matcher", panics)
     with pytest.raises(GrammarError, match="panicked: index out of bounds"):
         backend.compile(Grammar.regex("a"))
     backend.close()
@@ -149,7 +149,7 @@ import json, sys, threading
 from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.limits import check_limits
-from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.service import STACK_BYTES
 from support.small_grammars import shared_vocabulary
 

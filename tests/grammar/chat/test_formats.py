@@ -63,7 +63,7 @@ def read(plan: ChatPlan, pieces: list[str]) -> tuple[str, list[tuple[str, Any]],
     streamed: dict[int, str] = {}
     for delta in (delta for part in parts for delta in part.tool_calls):
         streamed[delta.index] = streamed.get(delta.index, "") + delta.arguments
-    finished, broken = parser.finished_calls(), parser.broken_calls()
+    finished, broken = parser.finished_calls(), parser.finished_calls(complete=False)
     assert sorted(streamed.values()) == sorted(call.arguments for call in [*finished, *broken])
     return "".join(part.text for part in parts), [(c.name, json.loads(c.arguments)) for c in finished], broken
 

@@ -57,7 +57,7 @@ def read(parser: OutputParser, pieces: list[str]) -> Read:
             assert delta.id is None
             assert delta.index == len(names) - 1
         arguments[delta.index] += delta.arguments
-    finished, broken = parser.finished_calls(), parser.broken_calls()
+    finished, broken = parser.finished_calls(), parser.finished_calls(complete=False)
     assert len(set(ids)) == len(ids) == len(finished) + len(broken)
     assert {call.id for call in [*finished, *broken]} == set(ids)
     text, reasoning = "".join(part.text for part in parts), "".join(part.reasoning for part in parts)

@@ -85,7 +85,7 @@ class AsyncEngine(EngineBase):
         try:
             await engine.start()
         except BaseException:
-            engine._stop_serving()  # nobody has the engine to close it
+            engine._stop_serving()  # the caller never gets the engine, and cannot close it
             raise
         return engine
 
@@ -106,7 +106,7 @@ class AsyncEngine(EngineBase):
     async def start(self) -> None:
         """Load, then serve. Does nothing if already started. Raises what loading raises.
 
-        Cancelling it leaves at once; loading goes on for whoever starts the engine next, until it is closed.
+        Cancelling it leaves at once; loading goes on for the next call of `start`, until the engine is closed.
         """
         self._load.check_process()
         if self._core is None or self._load.closed:
@@ -126,15 +126,15 @@ class AsyncEngine(EngineBase):
                 frontend.discard()
                 raise EngineClosed("the engine was closed while it loaded")
             if self._core is not None:
-                return  # somebody else's start was faster
+                return  # another start was faster
             loop = frontend.loop
             host = ThreadHost(loop, use_uvloop=frontend.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
             self._core, self._host = frontend, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
-        no task, thread or memory behind. Idempotent. What killed the engine was told to its streams, not here.
+        """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave no
+        task, thread or memory behind. Idempotent. An error that killed the engine is raised by its streams, not here.
 
         Raises `WrongLoop` for an owned engine from another loop, while its own stands still; `InvalidParameter` for a
         malformed timeout.
@@ -155,7 +155,7 @@ class AsyncEngine(EngineBase):
             return None, None  # the process it runs in closes it
         with self._serving:
             loaded = self._load.close()
-            if loaded is not None and self._core is None:  # whoever started it left before it was served
+            if loaded is not None and self._core is None:  # its starter was cancelled before it was served
                 loaded.discard()
             return self._core, self._host
 
@@ -255,7 +255,7 @@ class AsyncEngine(EngineBase):
         """`n` streams from one prefix, computed once: as `stream` of a prompt or `stream_chat` of a chat, each to be
         left by itself. A seed gives them what it gives the samples of `SamplingParams(n=...)`."""
         call: Any = self.stream_chat if is_chat(prefix) else self.stream
-        return [call(prefix, each, **options) for each in forked(params, n)]
+        return [call(prefix, sample_params, **options) for sample_params in forked(params, n)]
 
     batch = batches.batch
 
@@ -290,8 +290,8 @@ class AsyncEngine(EngineBase):
     async def export_prefix(
         self, prefix: Prompt | ChatMessages, file: str | os.PathLike[str], **options: Unpack[ChatKeywords]
     ) -> int:
-        """Write what is computed of a prompt, or of the beginning of a chat, to a `file` for `import_prefix`; returns
-        the number of its tokens. Raises as `pin`, and `OSError`."""
+        """Write the keys and values of a prompt, or of the beginning of a chat, to a `file` for `import_prefix`;
+        returns the number of its tokens. Raises as `pin`, and `OSError`."""
         held = HeldPrefix(self._awaited, prefix, options, file)
         async with held.computed(self._stream(held.prepare, INLINE_CHARS + 1, None, RequestOptions())):
             return await anyio.to_thread.run_sync(held.write)
@@ -324,9 +324,9 @@ class AsyncEngine(EngineBase):
         """One vector for each text (or list of token ids); a single str gives one row.
 
         `prompt` is put before each text, or that of the model's prompts that `prompt_name` names; with neither, the
-        model's default one, if it has one. `dimensions`: the first so many, of length one if the vectors are.
-        `normalize`: whether they are of length one; None: as the model says. `truncate=False` refuses texts that are
-        too long, which are cut and listed otherwise. An empty text has the vector of the model's special tokens.
+        model's default one, if it has one. `dimensions`: only the first of them, again of length one if the vectors
+        are. `normalize`: whether they are of length one; None: as the model says. `truncate=False` refuses texts that
+        are too long, which are cut and listed otherwise. An empty text has the vector of the model's special tokens.
         Leaving the call aborts it. Raises `InvalidParameter`, `QueueFull`, `RequestFailed`, `RequestTimeout`,
         `EngineClosed`, `EngineDead`.
         """
@@ -386,10 +386,11 @@ class AsyncEngine(EngineBase):
         """Give the model other weights of the same shapes: those of a checkpoint (a folder, file or hub id), or tensors
         by the checkpoint's names, of any float type (a `state_dict`, or pairs of name and tensor).
 
-        They are looked at first, while serving goes on: `ModelNotFound` names what is missing, unknown, misshapen, or
-        stored or configured otherwise than the model has it, `InvalidParameter` what is no tensor or not finite,
-        `UnsupportedModel` a model that runs through transformers; nothing has changed then. They are written between
-        two steps, and the engine then answers to the bit as a new one would (docs/howto/weight_updates.md).
+        They are checked first, while serving goes on: `ModelNotFound` names a tensor that is missing, unknown,
+        misshapen, or stored or configured otherwise than the model's, `InvalidParameter` a value that is no tensor or
+        not finite, `UnsupportedModel` a model that runs through transformers; then nothing has changed. They are
+        written between two steps, and the engine then answers to the bit as a new one would
+        (docs/howto/weight_updates.md).
 
         `partial`: those that are not given stay. Of some that are packed into one matrix all must be given.
 

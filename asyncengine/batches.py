@@ -1,4 +1,5 @@
-"""Many requests, some of them at a time: each result as soon as it is there, and no more in memory than run."""
+"""Many requests, a limited number at a time: each result is given as soon as it comes, and only running rows are
+held."""
 
 from __future__ import annotations
 

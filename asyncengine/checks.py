@@ -1,7 +1,7 @@
-"""Checks of what a caller passes in: each returns the value in plain Python's type, or refuses it by name.
+"""Checks of callers' arguments: each returns the value in a plain Python type, or refuses it by name.
 
-Whatever counts as a number is taken (numpy's too) and made an `int` or `float`: what is kept is what was checked. Every
-number has a range, so that nothing later meets one that float32, int64 or a timer cannot hold.
+Any number type is accepted (numpy's too) and converted to `int` or `float`: the checked value is the one that is kept.
+Every number has a range, so that nothing later meets one that float32, int64 or a timer cannot hold.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class _Signature:
     """The signature of a class by its `__init__`, which Python passes over for a `__new__`."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        found = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return found.replace(parameters=list(found.parameters.values())[1:])
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,8 @@ class Settings:
 
     __signature__ = _Signature()
 
-    def __new__(cls, *args: object, **given: Any) -> Self:
-        check_known(given, cls.__dataclass_fields__)
+    def __new__(cls, *args: object, **keywords: Any) -> Self:
+        check_known(keywords, cls.__dataclass_fields__)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -170,17 +170,17 @@ class Settings:
     @functools.cache
     def checks(cls) -> dict[str, tuple[Check, bool]]:
         """Name -> the check of that field, and whether None passes without. Fields that take anything are left out."""
-        found = {}
+        by_field = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            value = next(each for each in members if each is not NoneType)
+            value = next(member for member in members if member is not NoneType)
             plain, *marks = get_args(value) if get_origin(value) is Annotated else (value,)
             check: Check | None = {bool: as_switch, str: as_text}.get(plain)
             if get_origin(plain) is Literal:
                 check = one_of(get_args(plain))
             if (check := next(filter(callable, marks), check)) is not None:
-                found[name] = check, NoneType in members
-        return found
+                by_field[name] = check, NoneType in members
+        return by_field
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -193,9 +193,9 @@ class Settings:
         return replace(self, **changes)
 
 
-def _plain(value: object, kind: type, convert: Any) -> Any:
-    """`value` as `convert` makes it; None for what is not of this kind of number, or beyond what it can hold."""
-    if isinstance(value, bool) or not isinstance(value, kind):
+def _plain(value: object, number_type: type, convert: Any) -> Any:
+    """`value` converted by `convert`; None if it is not of `number_type`, or beyond the range of the result."""
+    if isinstance(value, bool) or not isinstance(value, number_type):
         return None
     try:
         return convert(value)
@@ -204,8 +204,8 @@ def _plain(value: object, kind: type, convert: Any) -> Any:
 
 
 _UNITS = {"B": 1} | {
-    f"{letter}{kind}": base**power
-    for kind, base in (("B", 1000), ("iB", 1024))
+    f"{letter}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
     for power, letter in enumerate("KMGTP", 1)
 }
 _BYTES = re.compile(r"([^a-z]*(?:e[+-]?\d+)?)([a-z]*)", re.IGNORECASE)
@@ -219,9 +219,9 @@ def parse_bytes(name: str, value: Any) -> int | None:
         return as_integer(name, value, 1, MAX_BYTES)
     if isinstance(value, str):
         sizes = {unit.lower(): size for unit, size in _UNITS.items()}
-        found = _BYTES.fullmatch(value.strip())
+        match = _BYTES.fullmatch(value.strip())
         try:
-            number = float(found[1]) * sizes[found[2].lower() or "b"] if found else 0.0
+            number = float(match[1]) * sizes[match[2].lower() or "b"] if match else 0.0
         except (ValueError, KeyError):
             number = 0.0
         if 1 <= number <= MAX_BYTES:

@@ -37,8 +37,8 @@ _LONGEST_TEMPLATE = 2**20
 
 def parse_keep_alive(name: str, value: Any) -> float:
     """ "5m" -> 300.0; numbers are seconds, -1 is never (infinite). Raises `InvalidParameter`."""
-    found = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
-    number = float(found[1]) * _SECONDS[found[2]] if found else value
+    match = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
+    number = float(match[1]) * _SECONDS[match[2]] if match else value
     if not isinstance(number, bool) and isinstance(number, numbers.Real) and number in (-1, math.inf):
         return math.inf
     try:
@@ -68,48 +68,48 @@ def _sampling_defaults(name: str, value: Any) -> tuple[tuple[str, float], ...]:
         if isinstance(value, str):
             pairs = [pair.strip().partition("=") for pair in value.split(",")]
             value = {key: int(number) if key == "top_k" else float(number) for key, _, number in pairs}
-        given = dict(value)
-        if unknown := [key for key in given if key not in OPEN_PARAMETERS]:
+        values = dict(value)
+        if unknown := [key for key in values if key not in OPEN_PARAMETERS]:
             raise InvalidParameter.unknown(str(unknown[0]), OPEN_PARAMETERS)
-        checked = SamplingParams(**given)
+        checked = SamplingParams(**values)
     except InvalidParameter as error:
         raise InvalidParameter(name, str(error)) from None
     except (TypeError, ValueError):
         limit = 'must map parameters to numbers, or be like "temperature=0.7,top_k=20"'
         raise InvalidParameter(name, limit, value) from None
-    return tuple((key, getattr(checked, key)) for key in sorted(given))
+    return tuple((key, getattr(checked, key)) for key in sorted(values))
 
 
 def _addresses(name: str, value: Any) -> tuple[str, ...]:
     addresses = tuple(value.split(",")) if isinstance(value, str) else checks.as_items(name, value)
-    for each in addresses:
-        host, _, port = each.rpartition(":") if isinstance(each, str) else ("", "", "")
+    for address in addresses:
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-            raise InvalidParameter(name, 'must be addresses "HOST:PORT"', each)
+            raise InvalidParameter(name, 'must be addresses "HOST:PORT"', address)
     return addresses
 
 
 def _costs(name: str, value: Any) -> tuple[float, ...]:
     fit = isinstance(value, (tuple, list)) and len(value) in (STEP_SIZES - 1, STEP_SIZES)
-    if not fit or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in value):
+    if not fit or not all(isinstance(cost, (int, float)) and 0 < cost < math.inf for cost in value):
         raise InvalidParameter(name, f"must be {STEP_SIZES - 1} or {STEP_SIZES} positive numbers, or None", value)
-    return tuple(float(each) for each in value)
+    return tuple(float(cost) for cost in value)
 
 
-def _path(name: str, value: Any, what: str = "the path of a folder") -> str:
+def _path(name: str, value: Any, noun: str = "the path of a folder") -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path.strip():
-        raise InvalidParameter(name, f"must be {what}", value)
+        raise InvalidParameter(name, f"must be {noun}", value)
     return path
 
 
 def _chat_template(name: str, value: Any) -> str:
-    """A template's text, of whichever way it was named: a file is read here, so that equal settings are equal chats."""
+    """The text of a template, however it was named: a file is read here, so that equal settings give equal chats."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(text, str) and "{{" not in text and "{%" not in text:
-        known = f"{os.path.dirname(__file__)}/text/templates/{text}.jinja"
+        bundled = f"{os.path.dirname(__file__)}/text/templates/{text}.jinja"
         try:
-            with open(known if text in CHAT_TEMPLATES else os.path.expanduser(text), encoding="utf-8") as file:
+            with open(bundled if text in CHAT_TEMPLATES else os.path.expanduser(text), encoding="utf-8") as file:
                 text = file.read(_LONGEST_TEMPLATE)
         except (OSError, ValueError):
             text = None
@@ -120,8 +120,8 @@ def _chat_template(name: str, value: Any) -> str:
 
 
 def _store_folder(name: str, value: Any) -> str | bool:
-    said = "the path of a folder, or True for the user's cache folder"
-    return True if value is True or (isinstance(value, str) and value == "True") else _path(name, value, said)
+    noun = "the path of a folder, or True for the user's cache folder"
+    return True if value is True or (isinstance(value, str) and value == "True") else _path(name, value, noun)
 
 
 def _store_bytes(name: str, value: Any) -> int:
@@ -132,12 +132,12 @@ def _store_bytes(name: str, value: Any) -> int:
 
 
 ChatTemplate = Annotated[str, _chat_template]
-Projector = Annotated[str, partial(_path, what="the path of a GGUF file")]
+Projector = Annotated[str, partial(_path, noun="the path of a GGUF file")]
 StoreFolder = Annotated[str | bool, _store_folder]
 StoreBytes = Annotated[int | str, _store_bytes]
 SamplingDefaults = Annotated[tuple[tuple[str, float], ...] | Mapping[str, float] | str, _sampling_defaults]
 Costs = Annotated[tuple[float, ...], _costs]
-Model = Annotated[str, partial(_path, what='a folder, a hub id or "demo/draft"')]
+Model = Annotated[str, partial(_path, noun='a folder, a hub id or "demo/draft"')]
 Adapters = Annotated[tuple[tuple[str, str], ...] | Mapping[str, str], _adapters]
 
 

@@ -58,7 +58,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         cls, models: Mapping[str, ModelSetup], *, memory: int | str | None = None,
         keep_alive: float | str | None = None, hosted: bool = False, **settings: Any,
     ) -> Self:  # fmt: skip
-        """Load `models`, a mapping of names to what they are, one after another, and start them.
+        """Load `models`, a mapping of names to models, one after another, and start them.
 
         `memory`: bytes (or "8GiB") that weights, steps and caches of all of them take at most. What weights and steps
         leave is divided among the caches so that a model that needs little has it and the others share the rest; an
@@ -66,15 +66,15 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         before it have left. `settings` are fields of `EngineConfig` for all engines; those beside a model's name
         stand above them.
 
-        `keep_alive`: load nothing now, but each model at its first use, and close it after so many seconds without one
-        (or "5m"; -1: never), or earlier if another needs its memory: the budget must have room for the largest, not for
-        all. A model may have a "keep_alive" of its own beside its name. None: all are loaded now, and stay.
+        `keep_alive`: load nothing now, but each model at its first use, and close it after `keep_alive` seconds without
+        one (or "5m"; -1: never), or earlier if another needs its memory: the budget must have room for the largest, not
+        for all. A model may have a "keep_alive" of its own beside its name. None: all are loaded now, and stay.
 
         Raises what loading any of them raises, `InvalidParameter` for a budget that is too small, naming what would be
         enough. Then none of them is left in memory.
         """
-        given = {"keep_alive": keep_alive, **settings} if keep_alive is not None else settings
-        setups, patience = _setups(models, given)
+        keywords = {"keep_alive": keep_alive, **settings} if keep_alive is not None else settings
+        setups, patience = _setups(models, keywords)
         budget = parse_bytes("memory", memory)
         sizes: dict[str, int] = {}
         if budget is not None:
@@ -158,12 +158,12 @@ class EngineGroup(Mapping[str, AsyncEngine]):
             self._on_demand.release(model)
 
     def keep(self, model: str, seconds: float) -> None:
-        """Have a model stay for so long without a use until it is closed. One that was loaded at the start stays."""
+        """Have a model stay for `seconds` without a use until it is closed. One that was loaded at the start stays."""
         if self._on_demand is not None:
             self._on_demand.models[model].asked = seconds
 
     def closes_in(self, model: str) -> float | None:
-        """Seconds until a model is closed unless somebody uses it before; None: somebody does, or it stays."""
+        """Seconds until a model is closed unless it is used before; None if it is in use, or stays."""
         timer = None if self._on_demand is None else self._on_demand.models[model].timer
         return None if timer is None else max(0.0, timer.when() - asyncio.get_running_loop().time())
 
@@ -237,26 +237,26 @@ class EngineGroup(Mapping[str, AsyncEngine]):
 
     async def sleep(self, model: str | None = None, **how: Any) -> None:
         """`AsyncEngine.sleep` of `model`, with its keywords; None: of all that are loaded, side by side."""
-        await self._of_each(model, lambda engine: engine.sleep(**how))
+        await self._call_each(model, lambda engine: engine.sleep(**how))
 
     async def wake(self, model: str | None = None, **weights: Any) -> None:
         """`AsyncEngine.wake` of `model`, with its keywords; None: of all that are loaded."""
-        await self._of_each(model, lambda engine: engine.wake(**weights))
+        await self._call_each(model, lambda engine: engine.wake(**weights))
 
     async def pause(self, model: str | None = None, **how: Any) -> None:
         """`AsyncEngine.pause` of `model`, with its keywords; None: of all that are loaded. `wake` ends it, too."""
-        await self._of_each(model, lambda engine: engine.pause(**how))
+        await self._call_each(model, lambda engine: engine.pause(**how))
 
     async def reset_prefix_cache(
         self, namespace: str | None = None, *, model: str | None = None
     ) -> dict[str, PrefixCacheReset]:
         """`AsyncEngine.reset_prefix_cache` of `model`, or of all that are loaded; by name."""
-        found = {}
+        resets = {}
         for name in self._meant(model):
-            found[name] = await self[name].reset_prefix_cache(namespace)
-        return found
+            resets[name] = await self[name].reset_prefix_cache(namespace)
+        return resets
 
-    async def _of_each(self, model: str | None, call: Callable[[AsyncEngine], Awaitable[object]]) -> None:
+    async def _call_each(self, model: str | None, call: Callable[[AsyncEngine], Awaitable[object]]) -> None:
         """Call for one engine or for all; the first error is raised when the last call has ended."""
         await _all_of([partial(call, self[name]) for name in self._meant(model)])
 
@@ -384,13 +384,13 @@ def _setups(models: Mapping[str, ModelSetup], settings: Mapping[str, Any]) -> tu
     for name, setup in models.items():
         if not isinstance(name, str) or not name:
             raise InvalidParameter("models", "must have names that are str", name)
-        own = {**settings, **(setup if isinstance(setup, Mapping) else {"model": setup})}
-        model = own.pop("model", None)
+        keywords = {**settings, **(setup if isinstance(setup, Mapping) else {"model": setup})}
+        model = keywords.pop("model", None)
         if not isinstance(model, (str, os.PathLike)):
             raise InvalidParameter("models", f'{name!r} must be a folder, a hub id, or a mapping with "model"', setup)
-        if (keep := own.pop("keep_alive", None)) is not None:
+        if (keep := keywords.pop("keep_alive", None)) is not None:
             patience[name] = parse_keep_alive("keep_alive", keep)
-        setups[name] = (model, EngineConfig.from_dict(own))
+        setups[name] = (model, EngineConfig.from_dict(keywords))
     if patience:
         patience = {name: patience.get(name, math.inf) for name in setups}
     return setups, patience

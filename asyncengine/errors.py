@@ -1,7 +1,7 @@
 """Every error a caller can meet. One root, `EngineError`; each class names what to do about it.
 
-Errors raised at submit (`InvalidParameter` and its subclasses, `QueueFull`, `EngineClosed`) cost nobody
-else anything: the request never reached the scheduler.
+Errors raised at submit (`InvalidParameter` and its subclasses, `QueueFull`, `EngineClosed`) do not affect other
+requests: the refused one never reached the scheduler.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The one of `known` that `name` stands for in another library, or is a misspelling of; None: of none."""
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
-    return meant if (meant := _elsewhere().get(name)) in known else next(iter(near), None)
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """The one of `names` that another library calls `name`, or that `name` misspells; None if there is none."""
+    near = difflib.get_close_matches(name, names, n=1) if len(name) <= _LONGEST_GUESS else []
+    return meant if (meant := _elsewhere().get(name)) in names else next(iter(near), None)
 
 
 def _shown(value: object) -> str:
     try:
         return shorten(repr(value), _LONGEST_VALUE)
-    except Exception:  # an integer of too many digits, a structure too deep, somebody's own __repr__
+    except Exception:  # an integer of too many digits, a structure too deep, a broken __repr__
         return f"a {type(value).__name__} that cannot be shown"
 
 
@@ -53,8 +53,8 @@ class EngineError(Exception):
         return _remade, (type(self), self.args), self.__dict__
 
 
-def _remade(kind: type[EngineError], args: tuple[object, ...]) -> EngineError:
-    error = kind.__new__(kind)
+def _remade(error_type: type[EngineError], args: tuple[object, ...]) -> EngineError:
+    error = error_type.__new__(error_type)
     error.args = args
     return error
 
@@ -74,8 +74,8 @@ class InvalidParameter(EngineError, ValueError):
 
     @classmethod
     def unknown(cls, name: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None) -> Self:
-        """The refusal of a name that is not in `known`, with the one that was meant. `elsewhere`: names that belong
-        somewhere else, and what is to be said of them."""
+        """The refusal of a name that is not in `known`, with the one that was meant. `elsewhere`: advice
+        for names that belong to another object."""
         meant = _elsewhere().get(name, name)
         if elsewhere is not None and meant in elsewhere:
             return cls(name, elsewhere[meant])
@@ -125,7 +125,7 @@ class GrammarUnsupported(GrammarError):
         self.detail = detail
         shown = ", ".join(f"{keyword!r} at {pointer or '/'}" for keyword, pointer in self.features[:8])
         more = f" and {len(self.features) - 8} more" if len(self.features) > 8 else ""
-        found = f"cannot enforce {shown}{more}" if self.features else "cannot be enforced"
+        problem = f"cannot enforce {shown}{more}" if self.features else "cannot be enforced"
         instead = dict.fromkeys(INSTEAD[keyword] for keyword, _ in self.features if keyword in INSTEAD)
         advice = " and ".join(list(instead)[:3]) or "leave it out"
         if any(pointer for _, pointer in self.features):  # a schema: the only kind that can do with less
@@ -133,7 +133,7 @@ class GrammarUnsupported(GrammarError):
                 ', or have it not enforced: "strict": False in a tool or a json_schema response_format, or '
                 'Grammar.json_schema(..., unsupported="ignore"), or "validate" to check it at the end'
             )
-        super().__init__(field, f"{found}{f' ({detail})' if detail else ''}; {advice}")
+        super().__init__(field, f"{problem}{f' ({detail})' if detail else ''}; {advice}")
 
 
 class GrammarTooLarge(GrammarError):
@@ -230,7 +230,7 @@ class RequestTimeout(EngineError):
 
 
 class RequestFailed(EngineError):
-    """This one request ended with an error; the engine and everybody else's requests live on."""
+    """This one request ended with an error; the engine and all other requests live on."""
 
 
 class WrongLoop(EngineError, RuntimeError):

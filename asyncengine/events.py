@@ -93,7 +93,7 @@ class VectorsDone:
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """The engine is dead; every stream has been told."""
+    """The engine is dead; every stream has the error."""
 
     cause: BaseException
 
@@ -120,8 +120,8 @@ class Hooks:
         self._hooks = [*self._hooks, hook]
 
         def remove() -> None:
-            self._hooks = [known for known in self._hooks if known is not hook]
-            self._broken = [known for known in self._broken if known is not hook]
+            self._hooks = [other for other in self._hooks if other is not hook]
+            self._broken = [other for other in self._broken if other is not hook]
 
         return remove
 
@@ -131,6 +131,6 @@ class Hooks:
             try:
                 hook(event) if context is None else context.run(hook, event)
             except Exception:
-                if not any(known is hook for known in self._broken):  # else it would say so at every step
+                if not any(other is hook for other in self._broken):  # else it would say so at every step
                     self._broken = [*self._broken, hook]
                     logger.exception("an event hook failed on %s", type(event).__name__)

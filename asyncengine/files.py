@@ -33,7 +33,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def locked(descriptor: int) -> bool:
-    """Take the lock of an open file until it is closed, by whatever end of the process. False: somebody else has it.
+    """Take the lock of an open file until it is closed, or the process ends. False: another process has it.
     Windows has no such lock that lets its holder write: there it is always taken."""
     try:
         import fcntl

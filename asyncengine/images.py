@@ -1,6 +1,6 @@
 """Pictures of a request as plain data: their place in the prompt, and their identity.
 
-A picture is its content: in the place of the placeholders that the model sees, everybody who compares tokens (radix
+A picture is its content: in the place of the placeholders that the model sees, all code that compares tokens (radix
 tree, frontiers, routing, speculation) sees negative ids made of the picture's digest and of an index. Python's integers
 hold all 16 bytes in each of them, so that two pictures never have an id in common, and equal ones have all. (SGLang
 puts hashes of 30 bits there; of the wrong answers that come of it, reference vllm #21175.)

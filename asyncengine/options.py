@@ -173,13 +173,13 @@ def _sampling_fields() -> dict[str, str]:
     return {name: f"is a field of SamplingParams: pass params=SamplingParams({name}=...)" for name in names}
 
 
-def rough_size(given: Any, most: int = 1 << 16) -> int:
+def rough_size(value: Any, most: int = 1 << 16) -> int:
     """Rough number of characters of a grammar, or of a text in parts, as the caller wrote it; counting ends beyond
     `most`, circles included."""
-    text = getattr(given, "text", None)
+    text = getattr(value, "text", None)
     if isinstance(text, str):
         return len(text)
-    size, stack = 0, [given]
+    size, stack = 0, [value]
     while stack and size <= most:
         item = stack.pop()
         size += len(item) if isinstance(item, str) else 4
@@ -190,29 +190,29 @@ def rough_size(given: Any, most: int = 1 << 16) -> int:
     return size
 
 
-def text_size(given: Any, most: int) -> int:
+def text_size(value: Any, most: int) -> int:
     """`rough_size` of a prompt or a prediction. Token ids are counted, not looked at: there may be thousands."""
-    if given is None:
+    if value is None:
         return 0
-    if isinstance(given, (list, tuple)) and given and isinstance(given[0], int):
-        return 4 * len(given)
-    return rough_size(given, most)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+        return 4 * len(value)
+    return rough_size(value, most)
 
 
-def template_variables(given: object) -> dict[str, Any]:
+def template_variables(variables: object) -> dict[str, Any]:
     """Variables set by `template_kwargs`. Raises `InvalidParameter` for anything but a mapping of their names."""
-    if given is None:
+    if variables is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidParameter("template_kwargs", "must map names of template variables to values", given)
-    if len(given) > _TEMPLATE_VARIABLES:
-        raise InvalidParameter("template_kwargs", f"must have at most {_TEMPLATE_VARIABLES} variables", len(given))
-    for name, value in given.items():
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidParameter("template_kwargs", "must map names of template variables to values", variables)
+    if len(variables) > _TEMPLATE_VARIABLES:
+        raise InvalidParameter("template_kwargs", f"must have at most {_TEMPLATE_VARIABLES} variables", len(variables))
+    for name, value in variables.items():
         if name in _TEMPLATE_SWITCHES:
             as_switch(name, value)
         if name in ("self", "messages", "tools", "images", "rewrite"):
             raise InvalidParameter("template_kwargs", f"cannot set {name!r}")
-    return dict(given)
+    return dict(variables)
 
 
 _TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
@@ -222,8 +222,8 @@ _TEMPLATE_VARIABLES = 1000
 def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[ChatRequest, RequestOptions]:
     """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
     mine = [field.name for field in fields(ChatRequest)][1:]
-    known = [*mine, *(field.name for field in fields(RequestOptions))]
-    check_known(keywords, known, _sampling_fields())
+    names = [*mine, *(field.name for field in fields(RequestOptions))]
+    check_known(keywords, names, _sampling_fields())
     chat = {name: value for name, value in keywords.items() if name in mine}
     return ChatRequest(messages, **chat), RequestOptions.of({n: v for n, v in keywords.items() if n not in mine})
 

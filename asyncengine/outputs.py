@@ -187,7 +187,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A document in its place."""
+    """A document with its rank and score."""
 
     index: int
     """In the list that was given."""

@@ -1,4 +1,4 @@
-"""Progress of what takes long, on stderr: a bar on a terminal, and elsewhere a line now and then."""
+"""Progress of long tasks, on stderr: a bar on a terminal, and elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import TextIO
 
 OnProgress = Callable[[str, int, int | None], object]
-"""A function of what loading does now, how many of its parts are done, and of how many (None: that is not known)."""
+"""Called with the stage of loading, the number of its steps that are done, and of how many (None: unknown)."""
 LINE_PERIOD = 10.0
 """Seconds before the first line, and between two lines: a load that ends sooner prints none."""
 
@@ -31,15 +31,15 @@ class ProgressLines:
 
 
 @contextmanager
-def counted(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A function that is told how many more of `total` are done."""
+def counted(label: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A context that gives a function to be called with how many more of `total` are done."""
     if not is_terminal(sys.stderr):
         lines, done = ProgressLines(), 0
 
         def advance(more: int) -> None:
             nonlocal done
             done += more
-            lines.tell(f"{what}: {done} of {total}")
+            lines.tell(f"{label}: {done} of {total}")
 
         yield advance
         return
@@ -48,7 +48,7 @@ def counted(what: str, total: int) -> Iterator[Callable[[int], object]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield partial(bar.advance, bar.add_task(what, total=total))
+        yield partial(bar.advance, bar.add_task(label, total=total))
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -1,4 +1,4 @@
-"""One sample to generate, as it was asked for and checked: what the rest of the engine goes by."""
+"""The specification of one sample to generate, checked: the rest of the engine reads all parameters from it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Peer(NamedTuple):
 class RequestSpec:
     """A request's specification: made once, when the request is checked, and never changed or copied again.
 
-    The same object is what is posted to the engine, what the scheduler's `Request` and the `Row`s of its steps hold,
-    and what its output stream and its consumer read; compare by identity. Whoever needs a parameter or an option of
-    the request takes it from here, so that a new one concerns the file that declares it and the file that uses it.
+    The same object is posted to the engine, held by the scheduler's `Request` and the `Row`s of its steps, and read by
+    its output stream and its consumer; compare by identity. Code that needs a parameter or an option
+    of the request takes it from here, so that a new one concerns the file that declares it and the file that uses it.
 
     A request with n samples has n of these, of the same prompt.
     """

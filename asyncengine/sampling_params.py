@@ -55,8 +55,8 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else as_items(name, value)
     for item in texts:
         if not isinstance(item, str) or not item:
-            kind = "stop string" if name == "stop" else "word"
-            raise InvalidParameter(name, f"each {kind} must be a non-empty str", item)
+            noun = "stop string" if name == "stop" else "word"
+            raise InvalidParameter(name, f"each {noun} must be a non-empty str", item)
     return texts
 
 
@@ -73,11 +73,11 @@ def _layers(name: str, value: Any) -> tuple[int, ...]:
 
 def _callables(name: str, value: Any) -> tuple[Any, ...]:
     """A check of functions; one alone is a sequence of one, and a class is none."""
-    given = tuple((value,) if callable(value) else as_items(name, value))
-    for item in given:
+    functions = tuple((value,) if callable(value) else as_items(name, value))
+    for item in functions:
         if not callable(item) or isinstance(item, type):
             raise InvalidParameter(name, "must be functions of the prompt's ids, the output's ids and the logits", item)
-    return given
+    return functions
 
 
 def _vectors(name: str, value: Any) -> dict[int, array[float]]:
@@ -95,15 +95,15 @@ def _vectors(name: str, value: Any) -> dict[int, array[float]]:
 
 def _bias(name: str, value: Any) -> dict[int, float]:
     """A check of what `logit_bias` maps; None: nothing."""
-    given = {} if value is None else value
-    if not isinstance(given, Mapping):
-        raise InvalidParameter(name, "must map token ids to numbers", given)
+    mapping = {} if value is None else value
+    if not isinstance(mapping, Mapping):
+        raise InvalidParameter(name, "must map token ids to numbers", mapping)
     # JSON object keys are strings: "17" means 17
-    texts = [key for key in given if isinstance(key, str)]
+    texts = [key for key in mapping if isinstance(key, str)]
     if wrong := [key for key in texts if not (key.isascii() and key.isdigit() and len(key) < 20)]:
         raise InvalidParameter(name, "must have token ids as names", ", ".join(wrong))
-    ids = {key: as_integer(name, int(key) if isinstance(key, str) else key, 0) for key in given}
-    return {ids[key]: as_number(f"{name}[{ids[key]}]", added, -MAX_BIAS, MAX_BIAS) for key, added in given.items()}
+    ids = {key: as_integer(name, int(key) if isinstance(key, str) else key, 0) for key in mapping}
+    return {ids[key]: as_number(f"{name}[{ids[key]}]", added, -MAX_BIAS, MAX_BIAS) for key, added in mapping.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +232,11 @@ class SamplingParams(Settings):
     @functools.cache
     def declared(cls) -> dict[str, set[str]]:
         """Name -> the marks of that parameter (`LOOP`, `READS_OUTPUT`, `OFFERED`)."""
-        found = {}
+        declared_marks = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
-            marks = {mark for part in (hint, *get_args(hint)) for mark in getattr(part, "__metadata__", ())}
-            found[name] = marks & {LOOP, READS_OUTPUT, OFFERED}
-        return found
+            marks = {mark for annotation in (hint, *get_args(hint)) for mark in getattr(annotation, "__metadata__", ())}
+            declared_marks[name] = marks & {LOOP, READS_OUTPUT, OFFERED}
+        return declared_marks
 
     @classmethod
     @functools.cache

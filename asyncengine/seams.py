@@ -92,13 +92,13 @@ class Executor(Protocol):
         raise UnsupportedModel("this engine's pages cannot be copied")
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """Look at other weights (None: the model's own, once more); the call that writes them, while no step runs.
-        Raises what refuses them."""
+        """Check other weights (None: the model's own, once more). Returns the call that writes them, to be made while
+        no step runs. Raises the error that refuses them."""
         raise UnsupportedModel("this engine's weights cannot be exchanged")
 
     def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
-        """Look at whether weights, caches or both may go; the call that gives their memory back. Raises what refuses
-        it."""
+        """Check whether weights, caches or both may go. Returns the call that gives their memory back. Raises the error
+        that refuses it."""
         raise UnsupportedModel("this engine's memory cannot be given back while it lives")
 
 
@@ -115,7 +115,7 @@ class PageMemory(Protocol):
         """The bytes of the page, window page or state `index`: the memory itself, or a copy."""
 
     def filled(self, record_type: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
-        """Take note that the content of `buffers`, which this gave, is another one."""
+        """Take note that `buffers`, which `buffers()` gave, have been filled with new content."""
 
 
 class Guesser(Protocol):
@@ -146,13 +146,14 @@ class GrammarMatcher(Protocol):
         where it is. Returns how many it filled: it stops behind a draft that the grammar does not allow."""
 
     def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
-        """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
-        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`.
+        """Move past a sampled token. Returns the tokens to append: that one, or the one that steering puts in its
+        place, then (`jump`) those after it about which the grammar leaves no choice. Raises `GrammarError`.
 
         `others` returns allowed tokens that the model may say instead, in the order in which they are to be tried."""
 
     def may_refuse(self, ahead: int) -> bool:
-        """Whether `accept` may ask for others than the token sampled next, or behind so many drafts. Any thread."""
+        """Whether `accept` may call `others` for the token sampled next, or for one behind `ahead` drafts. Any
+        thread."""
 
     def is_terminated(self) -> bool:
         """True: the output is complete and nothing may follow."""
@@ -162,7 +163,7 @@ class GrammarMatcher(Protocol):
         thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
 
     def overrun(self) -> str | None:
-        """Asked when the budget is spent: why that is an error, or None if the output may end there."""
+        """The error of an output whose budget is spent, or None if the output may end there."""
 
 
 class GrammarCompiler(Protocol):
@@ -271,8 +272,8 @@ class LoraWeights:
 
     @property
     def nbytes(self) -> int:
-        held = (self.a, self.b, self.magnitude, self.bias, self.table, self.tokens)
-        return sum(each.nbytes for each in held if each is not None)
+        tensors = (self.a, self.b, self.magnitude, self.bias, self.table, self.tokens)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class AdapterAdmission(Protocol):
@@ -280,7 +281,7 @@ class AdapterAdmission(Protocol):
     `max_loras`)."""
 
     def fits(self, digest: str) -> bool:
-        """Would `admit` find a slot now? Changes nothing."""
+        """Whether `admit` would find a slot now. Changes nothing."""
 
     def admit(self, digest: str, running: Sequence[str]) -> int | None:
         """Device slot for `digest` beside the adapters of all `running` requests, or None: skip for now."""
@@ -312,7 +313,7 @@ class AdapterStore(Protocol):
         """The tokens of a prompt from which on an adapter in memory acts; none: it acts everywhere."""
 
     def cancel(self, ticket: int) -> None:
-        """`ticket` has ended: give back what it claimed. Idempotent."""
+        """Give back the claim of `ticket`, which has ended. Idempotent."""
 
     def check(self) -> None:
         """Raises `InvariantViolation` if the books do not balance."""

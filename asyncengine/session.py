@@ -55,18 +55,20 @@ class Session:
         return [*super().__dir__(), *CALLS]
 
     def child(self, name: str | None = None, ttl: float | None = None) -> Session:
-        """A session for a part of the work (a subagent): it shares what is cached of this one and is closed with it."""
+        """A session for a part of the work (a subagent): it shares this one's cached prefixes and is closed with it."""
         child = Session(self.engine, name, ttl, self)
         self._children.append(child)
         return child
 
     def waiting(self, seconds: float) -> None:
-        """Say that the next request will come in so many seconds: who is back last loses pages first. Answers that call
-        tools say it by themselves, once the tools' times have been measured. Raises `InvalidParameter`."""
+        """Say that the next request will come in `seconds`: of idle sessions, the one that is back last loses pages
+        first. Answers that call tools say so by themselves, once the tools' times have been measured. Raises
+        `InvalidParameter`."""
         self._tell("waiting", as_seconds("seconds", seconds))
 
     def close(self) -> None:
-        """Give up what only this session and its children have in the cache. What still runs goes on. Idempotent."""
+        """Give up the pages that only this session and its children have in the cache. Running requests go on.
+        Idempotent."""
         self.closed = True
         children, self._children = self._children, []
         for child in children:
@@ -75,10 +77,10 @@ class Session:
             self.parent._children.remove(self)
         self.engine.core.loop.inbox.post(SessionEvent(self.name, "close"))
 
-    def _tell(self, what: Any, seconds: float) -> None:
+    def _tell(self, change: Any, seconds: float) -> None:
         core = self.engine.core
         core.client.check_open()
-        core.loop.inbox.post(SessionEvent(self.name, what, core.loop.clock.now(), seconds))
+        core.loop.inbox.post(SessionEvent(self.name, change, core.loop.clock.now(), seconds))
 
     def __enter__(self) -> Self:
         return self

@@ -56,7 +56,7 @@ class _Shared:
 
     @property
     def ended(self) -> bool:
-        """It was not loaded, could not be, has died, or was closed by somebody who got it from a handle."""
+        """It was not loaded, could not be, has died, or was closed by a caller who got it from a handle."""
         return self.loading is None or (self.loading.done() and not self.usable)
 
 
@@ -70,16 +70,17 @@ class _Registry:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
-        self._lock = threading.RLock()  # reentrant: a dropped handle is released by whoever collects it
+        self._lock = threading.RLock()  # reentrant: a dropped handle is released on the thread that collects it
         self._engines: dict[Spec, _Shared] = {}
         self._let_go: dict[Spec, float] = {}
-        """When engines were closed of late, for want of a handle."""
+        """Clock readings at which engines were closed of late, for want of a handle."""
         self._warned = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """The handles are there in the child, the engines are not: each loads anew, if it may (see `process`)."""
+        """Forget the engines in a forked child, which has only the handles: each loads anew, if it may (see
+        `process`)."""
         self._lock = threading.RLock()
         for shared in self._engines.values():
             shared.loading = None
@@ -91,8 +92,8 @@ class _Registry:
             return shared
 
     def release(self, shared: _Shared, keep_alive: float) -> None:
-        """Take back a handle. After the last one the engine stays for `keep_alive` seconds, or closes; nobody waits for
-        that, for this may run in a finalizer."""
+        """Take back a handle. After the last one the engine stays for `keep_alive` seconds, or closes. This waits for
+        neither, as it may run in a finalizer."""
         with self._lock:
             shared.handles -= 1
             if shared.handles:
@@ -110,7 +111,7 @@ class _Registry:
             if shared.loading is not None and not shared.ended:
                 return shared.loading
             outcome = shared.loading = Future()
-            outcome.set_running_or_notify_cancel()  # one impatient caller must not cancel it for all
+            outcome.set_running_or_notify_cancel()  # one impatient caller must not cancel it for the others
             ago = self._clock.now() - self._let_go.get(shared.spec, -SOON)
             repeats, self._warned = ago < SOON and not self._warned, self._warned or ago < SOON
         if repeats:
@@ -130,7 +131,7 @@ class _Registry:
             outcome.set_result(engine)
 
     def _expire(self, shared: _Shared) -> None:
-        """Close it if nobody has come for it in time. Its own loop calls this now and then, and at its end."""
+        """Close an engine whose time without a handle is over. Its own loop calls this now and then, and at its end."""
         with self._lock:
             if shared.until is None or not (shared.ended or self._clock.now() >= shared.until):
                 return
@@ -155,7 +156,7 @@ class _Registry:
         if not shared.ended:
             self._let_go[shared.spec] = now
         loading, shared.loading, shared.until = shared.loading, None, None
-        return loading or Future()  # nothing will ever come of it
+        return loading or Future()  # a future that is never set, so no callback runs
 
 
 class EngineHandle:
@@ -213,8 +214,8 @@ def shared_engine(
 ) -> EngineHandle:  # fmt: skip
     """A handle on the process-wide engine for this model and configuration. Cheap: loads on first use.
 
-    `keep_alive`: seconds that the engine stays loaded if this is its last handle (None: a minute), and nobody comes for
-    it; 0 closes it with the handle. It goes earlier where another model lacks the memory to be loaded.
+    `keep_alive`: seconds that the engine stays loaded if this is its last handle (None: a minute), unless another
+    handle is made; 0 closes it with the handle. It goes earlier where another model lacks the memory to be loaded.
 
     Raises `InvalidParameter` for an unknown setting, and a `keep_alive` that is no number of seconds.
     """

@@ -1,4 +1,4 @@
-"""One step: what it computes (`Batch` of `Row`s) and what comes back (`StepResult`). A `seams.Executor` computes it.
+"""One step: its work (`Batch` of `Row`s) and its outcome (`StepResult`). A `seams.Executor` computes it.
 
 No torch here: the same batch feeds a model on any device of this process, or the fake runner. The scheduler makes
 batches, the executor reads them; neither imports the other, both import this.
@@ -38,7 +38,7 @@ class StateUse(NamedTuple):
     """One row's use of recurrent states (`layers.states`), where a model keeps any. Slots are numbered from 1."""
 
     slot: int
-    """The request's own: the state after the row's last position is written there. Nobody else reads it."""
+    """The request's own: the state after the row's last position is written there. No other row reads it."""
     source: int
     """The state before the row's first position: its own, a snapshot's, or 0, the state before any token."""
     saves: tuple[tuple[int, int], ...] = ()
@@ -129,7 +129,7 @@ class AdapterSwap(NamedTuple):
     slot: int
     digest: str
     weights: Any = None
-    """Weights that the runner copies: opaque to everybody else, and kept alive by the batch."""
+    """Weights that the runner copies: opaque to all other code, and kept alive by the batch."""
 
 
 class Encode(NamedTuple):
@@ -148,7 +148,7 @@ class Batch(NamedTuple):
     swaps: tuple[AdapterSwap, ...] = ()
     encode: Encode | None = None
     copies: tuple[tuple[RecordType, int, int], ...] = ()
-    """(kind of page, page, the one that becomes a copy of it), made before anything is computed."""
+    """(type of page, page, the one that becomes a copy of it), made before anything is computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -229,13 +229,13 @@ def num_agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 class RecordType(IntEnum):
-    """The kind of memory that is kept of a prefix."""
+    """The type of a record of a prefix: the memory that it holds."""
 
     PAGE = 1
     WINDOW = 2
     STATE = 3
     ABOUT = 4
-    """No memory, but what a stream of records stands for (`kvcache.store.prefix_stream`)."""
+    """No memory, but the description at the head of a stream of records (`kvcache.store.prefix_stream`)."""
 
 
 class FinishedStep(NamedTuple):

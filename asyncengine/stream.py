@@ -32,7 +32,7 @@ class _StreamBase:
         self._closed = False
         self._raised = False
         self._reading = threading.Lock()
-        """Held while somebody starts or reads it."""
+        """Held while a task or thread starts or reads it."""
 
     @property
     def request_id(self) -> str | None:
@@ -70,7 +70,7 @@ class _StreamBase:
         self._left = True
 
     def _exhausted(self) -> bool:
-        """Nothing more will come. Raises the failure, once, if the request failed."""
+        """Whether the stream has ended. Raises the failure, once, if the request failed."""
         if self._closed:
             return True
         if self._ready:
@@ -154,7 +154,7 @@ class TokenStream(_StreamBase):
         if self._assembler is None:
             self._check_startable()
             self._assembler = await self._start()
-            if self._left:  # while it waited for a place
+            if self._left:  # it was left while it waited for a place in the queue
                 self.abort()
         return self._assembler
 
@@ -213,11 +213,11 @@ class SyncTokenStream(_StreamBase):
         finally:
             self._reading.release()
 
-    def _receive(self, many: int = 1) -> list[Chunk]:
+    def _receive(self, min_tokens: int = 1) -> list[Chunk]:
         mailbox = self._submitted.prepared.mailbox
         if not mailbox.ready:
             self._check_thread()
-        return mailbox.receive_blocking(many)
+        return mailbox.receive_blocking(min_tokens)
 
     def result(self) -> Completion:
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""

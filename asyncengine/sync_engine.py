@@ -74,7 +74,7 @@ class Engine(EngineBase):
         try:
             engine.start_blocking()
         except BaseException:
-            engine.close_blocking()  # nobody else has it
+            engine.close_blocking()  # the caller never gets it
             raise
         return cls(engine)
 
@@ -182,7 +182,7 @@ class Engine(EngineBase):
     ) -> list[SyncTokenStream]:
         """Go on from one prefix `n` times, as `AsyncEngine.fork`."""
         call: Any = self.stream_chat if is_chat(prefix) else self.stream
-        return [call(prefix, each, **options) for each in forked(params, n)]
+        return [call(prefix, sample_params, **options) for sample_params in forked(params, n)]
 
     def batch(
         self, rows: Iterable[Mapping[str, Any]], *, in_flight: int | None = None

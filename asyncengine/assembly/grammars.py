@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def make_grammars(
     tokenizer: TextTokenizer | None, ends: Sequence[int], vocab_size: int, config: GrammarSettings
 ) -> GrammarService | None:
-    """Make the compiler of grammars for a model of so many tokens, or None where there is no text to constrain. `ends`:
-    tokens that end an answer (empty: those that the tokenizer names).
+    """Make the compiler of grammars for a model of `vocab_size` tokens, or None where there is no text to constrain.
+    `ends`: tokens that end an answer (empty: those that the tokenizer names).
 
     Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
     """

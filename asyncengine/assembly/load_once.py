@@ -28,7 +28,7 @@ def loader_of(
 
 
 class LoadOnce:
-    """Begun by whoever asks first, on a thread of its own; given up by `close`. Thread-safe."""
+    """A load that the first caller begins, on a thread of its own, and `close` gives up. Thread-safe."""
 
     def __init__(self, build: Build, attempt: LoadAttempt | None = None) -> None:
         self._build = build
@@ -69,11 +69,11 @@ class LoadOnce:
         with self._lock:
             if self.closed:
                 raise EngineClosed("the engine is closed; make a new one")
-            known = self._outcome
-            if known is None or (known.done() and known.exception() is not None):
+            outcome = self._outcome
+            if outcome is None or (outcome.done() and outcome.exception() is not None):
                 self._born = PROCESS.generation
-                known = self._outcome = begun(self._load, "asyncengine-start")
-            return known
+                outcome = self._outcome = begun(self._load, "asyncengine-start")
+            return outcome
 
     def _load(self) -> Frontend:
         frontend = self._build()
@@ -85,7 +85,7 @@ class LoadOnce:
         return frontend
 
     def close(self) -> Frontend | None:
-        """Load no more. What was loaded and not closed yet is the caller's to let go of."""
+        """Load no more. Returns a front end that was loaded and not closed yet, which the caller discards."""
         with self._lock:
             loaded, self._loaded, self.closed = self._loaded, None, True
         self._attempt.give_up()

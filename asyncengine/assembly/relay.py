@@ -44,7 +44,7 @@ class RelayLoop(ServingLoop):
                 self.delivery.open(spec.ticket)
             receivers = [self.delivery.streams[spec.ticket] for spec in specs]
             # the first text of a batch stands for all, which are posted together
-            if any(not isinstance(each, TextBatch) or each.spec is specs[0] for each in receivers):
+            if any(not isinstance(receiver, TextBatch) or receiver.spec is specs[0] for receiver in receivers):
                 yield specs
             for message in messages:
                 if isinstance(message, Abort):

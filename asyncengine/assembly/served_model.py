@@ -1,4 +1,4 @@
-"""A loaded model as requests are checked and written with it, wherever it is loaded."""
+"""The facts of a loaded model by which requests are checked and written, in any process."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ def make_folder(folder: Path) -> Path:
     could put into it what this process would believe."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise InvalidParameter("kv_cache_dir", f"cannot be made: {error}", str(folder)) from None
-    if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+    if status.st_uid not in (os.geteuid(), 0) or (status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
         raise InvalidParameter("kv_cache_dir", "must be a folder that only this user can write", str(folder))
     return folder

@@ -32,7 +32,7 @@ def vector_model(model: ModelBuilder, tokenizer: TextTokenizer | None) -> Vector
 
 def _yes_and_no(tokenizer: TextTokenizer | None, name: str) -> tuple[int, int]:
     ids = [] if tokenizer is None else [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
-    if [len(each) for each in ids] != [1, 1]:
+    if [len(word_ids) for word_ids in ids] != [1, 1]:
         raise UnsupportedModel(f"{name} has no single tokens for yes and no, which its score would be made of")
     return ids[0][0], ids[1][0]
 
@@ -40,8 +40,8 @@ def _yes_and_no(tokenizer: TextTokenizer | None, name: str) -> tuple[int, int]:
 def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | None) -> ModelInfo:
     """`info` with the model's task, its vectors, and the length at which texts are cut."""
     spec = model.spec
-    own: Any = None if tokenizer is None else tokenizer.hf.model_max_length
-    limit = spec.max_length or (own if isinstance(own, int) and own > 0 else info.max_model_len)
+    stated: Any = None if tokenizer is None else tokenizer.hf.model_max_length
+    limit = spec.max_length or (stated if isinstance(stated, int) and stated > 0 else info.max_model_len)
     return replace(
         info, task=spec.task, dimensions=model.width if spec.task == "embed" else 0, pooling=spec.in_words(),
         prompts=tuple(spec.prompts), labels=spec.labels if spec.task == "classify" else (),

@@ -69,19 +69,19 @@ def make_adapters(model: ModelBuilder) -> AdapterRegistry:
         except OSError as error:
             reason = f"cannot be read ({type(error).__name__})"
             raise InvalidParameter("adapter_root", reason, config.adapter_root) from error
-        found = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
+        discovered = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
         for name, loading in named.items():
             try:
                 loading.result()
             except AdapterError as error:
                 raise type(error)(error.field, f"{error.limit} (adapter {name!r})", error.value) from error
-        for name, loading in found.items():
+        for name, loading in discovered.items():
             if (broken := loading.exception()) is not None:
                 logger.warning("adapter %s in adapter_root is left out: %s", name, broken)
-        if known := registry.list():
+        if loaded := registry.list():
             # nothing is launched for what no adapter changes; a later one takes memory when it is written
-            changed = dict.fromkeys(path for info in known for path in info.modules)
-            model.allocate_adapters(changed, max(info.rank for info in known))
+            changed = dict.fromkeys(path for info in loaded for path in info.modules)
+            model.allocate_adapters(changed, max(info.rank for info in loaded))
     except BaseException:
         registry.close()
         raise
@@ -106,9 +106,9 @@ def divide_memory(
 
 
 def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: str) -> tuple[int, int]:
-    """Bytes that an engine takes on a `device` ("cpu", "cuda") that need not be here, told of the model's files:
-    weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step. They are those of all its
-    ranks, and of so many, the second, each has as many of its own.
+    """(bytes of an engine on a `device` ("cpu", "cuda") that this machine need not have, those of them that each rank
+    has of its own), told by the model's files: weights, a KV cache of `kv_cache_memory` or of one long request,
+    recurrent states, a step. The first are those of all ranks together.
 
     Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
@@ -198,7 +198,7 @@ def load_texts(model: ModelBuilder) -> tuple[TextTokenizer | None, dict[str, Any
     """The tokenizer of the folder, or of a GGUF file's header, and what `ModelInfo` says of texts.
 
     Ends of an answer are those that the model's configuration names, then its tokenizer's, and those special tokens
-    that its own stop strings name (Ollama's do): what is no text is not found in a text.
+    that its own stop strings name (Ollama's do): special tokens leave no text in which a stop string could be found.
     """
     from asyncengine.text.plain_tokenizer import FAMILIES
     from asyncengine.text.tokenizer import load_tokenizer
@@ -216,11 +216,11 @@ def load_texts(model: ModelBuilder) -> tuple[TextTokenizer | None, dict[str, Any
         ends += tokenizer.end_token_ids
     else:
         read = model.own_config
-        known = read if read is not None and read.model_type in FAMILIES else None
-        known = None if getattr(read, "decision_head", None) else known  # the file's family is another one
+        plain = read if read is not None and read.model_type in FAMILIES else None
+        plain = None if getattr(read, "decision_head", None) else plain  # the file's family is another one
         tokenizer = load_tokenizer(
             loaded.path if checkpoint.root() == checkpoint.folder else str(checkpoint.folder), config,
-            max_chat_chars=config.max_chat_chars, model_config=known, beside=loaded.folder,
+            max_chat_chars=config.max_chat_chars, model_config=plain, beside=loaded.folder,
         )  # fmt: skip
     if tokenizer is not None and not model.is_encoder:
         tokenizer.warm_up()
@@ -239,15 +239,16 @@ def load_texts(model: ModelBuilder) -> tuple[TextTokenizer | None, dict[str, Any
 
 
 def _check_words(tokenizer: TextTokenizer | None, config: EngineConfig, path: str, folder: Path) -> None:
-    """A token must mean the same to a draft model. One without a tokenizer is taken to have the model's."""
+    """Raise `InvalidParameter` unless a draft model has the model's vocabulary. Without a tokenizer it counts as
+    equal."""
     from asyncengine.text.tokenizer import load_tokenizer
 
-    own = load_tokenizer(path, config, beside=folder)
-    if own is None or tokenizer is None:
+    draft_tokenizer = load_tokenizer(path, config, beside=folder)
+    if draft_tokenizer is None or tokenizer is None:
         return
-    one, other = tokenizer.table, own.table
-    for token in range(min(one.size, other.size)):
-        ours, its = one.token_bytes(token), other.token_bytes(token)
+    table, draft_table = tokenizer.table, draft_tokenizer.table
+    for token in range(min(table.size, draft_table.size)):
+        ours, its = table.token_bytes(token), draft_table.token_bytes(token)
         if ours != its:
             limit = f"has another vocabulary: token {token} is {its!r}, not {ours!r}"
             raise InvalidParameter("draft_model", limit, config.draft_model)

@@ -41,16 +41,16 @@ class FakeChat(AsyncEngine):
         """`settings`: fields of `EngineConfig`, such as `max_queued_requests`."""
         self.asked: list[Messages] = []
         """Messages of every request so far; a prompt of `generate` is one of a user's."""
-        config, left = EngineConfig(speculation="off", **settings), iter(() if callable(answers) else answers)
+        config, remaining = EngineConfig(speculation="off", **settings), iter(() if callable(answers) else answers)
 
-        def given(messages: Messages) -> Answer:
+        def answer_to(messages: Messages) -> Answer:
             self.asked.append(messages)
-            answer = answers(messages) if callable(answers) else next(left, None)
+            answer = answers(messages) if callable(answers) else next(remaining, None)
             if answer is None:
                 raise AssertionError(f"FakeChat has no answer left for {messages[-1]}")
             return answer
 
-        super().__init__(lambda: _Scripted(config, given), hosted=True)
+        super().__init__(lambda: _Scripted(config, answer_to), hosted=True)
 
     @property
     def core(self) -> Frontend:
@@ -76,9 +76,9 @@ class _Reciter(FakeExecutor):
 class _Scripted(Frontend):
     """Asks for an answer to each request that is submitted, and has the executor say it."""
 
-    def __init__(self, config: EngineConfig, given: Callable[[Messages], Answer]) -> None:
+    def __init__(self, config: EngineConfig, answer_to: Callable[[Messages], Answer]) -> None:
         text, size = TextTokenizer(read_plain_tokenizer(MODEL_PATH, "llama")), config.page_size
-        self._executor, self._given, self._text = _Reciter(size), given, text
+        self._executor, self._answer_to, self._text = _Reciter(size), answer_to, text
         facts = ("fake-chat", text.vocab_size, (PAGES - 1) * size, text.end_token_ids, "none", "none", PAGES, size)
         info = ModelInfo(*facts, has_chat_template=True)
         wired = wire(self._executor, info, config, tokenizer=text, planner=ChatPlanner(text))
@@ -105,12 +105,12 @@ class _Scripted(Frontend):
         assert self.planner is not None
         assert self.planner.tool_format is not None
         for ticket in prepared.tickets:
-            answer = self._given(messages)
-            parts = [answer] if isinstance(answer, (str, Mapping)) else answer
-            calls = [(part["name"], part["arguments"]) for part in parts if not isinstance(part, str)]
+            answer = self._answer_to(messages)
+            pieces = [answer] if isinstance(answer, (str, Mapping)) else answer
+            calls = [(piece["name"], piece["arguments"]) for piece in pieces if not isinstance(piece, str)]
             if unknown := [name for name, _ in calls if name not in tools]:
                 raise AssertionError(f"FakeChat was to call {unknown[0]!r}, and the request offers {list(tools)}")
-            text = "".join(part for part in parts if isinstance(part, str))
+            text = "".join(piece for piece in pieces if isinstance(piece, str))
             text += written_calls(self.planner.tool_format, calls) if calls else ""
             ids = self._text.encode(text, add_special_tokens=False)
             self._executor.outputs[ticket] = [*ids, *self.info.eos_token_ids]

@@ -58,8 +58,8 @@ class FakeStates:
         self.strict = True
 
     def advance(self, rows: Sequence[Row], context: Callable[[Row], list[int]], lost: Sequence[int] = ()) -> None:
-        """One step. `context`: the tokens that a row attends to, those it computes included. `lost`: rows that are left
-        with anything, and so are those that build on them."""
+        """One step. `context`: the tokens that a row attends to, those it computes included. `lost`: rows whose
+        states become undefined, as do those that build on them."""
         if self.strict:
             self._check(rows)
         states = [self._read(row) for row in rows]  # rows may run in any order: all read what was there before
@@ -74,14 +74,14 @@ class FakeStates:
                 raise AssertionError(
                     f"row {row.spec.ticket} starts at {row.start}, but slot {use.source} holds {before}"
                 )
-            known = len(tokens) - len(row.drafts)
-            between = list(zip(range(known, len(tokens)), use.guesses, strict=False))
+            first_draft = len(tokens) - len(row.drafts)
+            between = list(zip(range(first_draft, len(tokens)), use.guesses, strict=False))
             for position, slot in (*use.saves, *between, (len(tokens), use.slot)):
                 self.slots[slot] = after(before, tokens[row.start : position])
 
     def difference(self, row: Row, tokens: Sequence[int], accepted: int = 0) -> int:
-        """0 if the state after `row` with so many of its drafts is that of `tokens`; else something that depends on
-        what it is instead."""
+        """0 if the state after `row` with `accepted` of its drafts is that of `tokens`; else a number that depends on
+        the actual state."""
         assert row.state is not None
         between = accepted < len(row.drafts)
         count, value = self.slots[row.state.guesses[accepted] if between else row.state.slot] or FIRST
@@ -129,15 +129,15 @@ EMPTY = -1
 
 
 def content(tokens: Sequence[int], images: Sequence[ImageSpan]) -> Sequence[int]:
-    """`tokens` with what a model is given for its pictures, whatever others call them."""
+    """`tokens` with a hash of each picture's content in the place of its ids, as a model sees the content."""
     if not images:
         return tokens
-    given = list(tokens)
+    result = list(tokens)
     for span in images:
-        for place in range(span.length):
-            known = span.image.digest + (span.offset + place).to_bytes(4)
-            given[span.first + place] = int.from_bytes(hashlib.blake2b(known, digest_size=7).digest())
-    return given
+        for index in range(span.length):
+            identity = span.image.digest + (span.offset + index).to_bytes(4)
+            result[span.first + index] = int.from_bytes(hashlib.blake2b(identity, digest_size=7).digest())
+    return result
 
 
 class FakeModel:
@@ -158,7 +158,7 @@ class FakeModel:
         """Stands for its weights: another number, another model."""
         self.windows = windows
         self.lookback = Lookback.of(windows)
-        self.near = Lookback.of(kind for kind in windows if any(kind))
+        self.near = Lookback.of(window for window in windows if any(window))
 
     def first_seen(self, position: int) -> int:
         return 0 if self.lookback is None else self.lookback.first(position)
@@ -195,7 +195,7 @@ def fake_vector(tokens: Sequence[int], pooled: Pooled, width: int = 1) -> NDArra
     state = len(tokens) * 31 + pooled.skip * 7 + pooled.second
     for token in tokens:
         state = ((state ^ (token + 1)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    return np.array([(state >> (7 * place)) % 2**20 for place in range(width)], dtype=np.float32)
+    return np.array([(state >> (7 * index)) % 2**20 for index in range(width)], dtype=np.float32)
 
 
 class FakeExecutor(Executor):
@@ -240,7 +240,7 @@ class FakeExecutor(Executor):
         self.closed = False
 
     def update(self, weights: int) -> None:
-        """Give the model other weights. What the old ones wrote may be read by nobody: as if nobody had written it."""
+        """Give the model other weights. Pages and states of the old ones count as unwritten."""
         self.model.weights = weights
         self.memory = [[EMPTY] * self.page_size for _ in range(self.num_pages)]
         self.window_memory = [[EMPTY] * self.page_size for _ in range(self.num_window_pages)]
@@ -270,7 +270,7 @@ class FakeExecutor(Executor):
                 self.last_token.setdefault(row.slot, 0)
             elif row.spec.ticket in self.fail_tickets:
                 result.errors[index] = self.fail_tickets[row.spec.ticket]
-                self.last_token.setdefault(row.slot, 0)  # what a step that is launched already goes on with: anything
+                self.last_token.setdefault(row.slot, 0)  # any token: a step that is launched already reads it
                 self.confirmed[row.slot] = False
             elif row.spec.pooled is not None:
                 vector = self._pool(row, row.spec.pooled)
@@ -281,8 +281,8 @@ class FakeExecutor(Executor):
 
     def _write(self, batch: Batch) -> None:
         """All rows write before any reads, as one forward pass does layer by layer."""
-        for part, source, page in batch.copies:
-            memory = self.memory if part is RecordType.PAGE else self.window_memory
+        for type_, source, page in batch.copies:
+            memory = self.memory if type_ is RecordType.PAGE else self.window_memory
             memory[page] = list(memory[source])
         written: dict[tuple[int, int], int] = {}
         near: dict[tuple[int, int], int] = {}
@@ -298,9 +298,9 @@ class FakeExecutor(Executor):
             for position in range(row.start, row.start + row.num_scheduled):
                 last = position == row.start + row.num_scheduled - 1
                 in_flight = row.in_flight and last
-                known = row.start + row.num_scheduled - len(row.drafts)
-                if position >= known:
-                    token = row.drafts[position - known]
+                first_draft = row.start + row.num_scheduled - len(row.drafts)
+                if position >= first_draft:
+                    token = row.drafts[position - first_draft]
                 else:
                     token = self.last_token[row.slot] if in_flight else tokens[position]
                 self._put_token(self.memory, row.pages, 0, position, token, written, row)
@@ -322,7 +322,7 @@ class FakeExecutor(Executor):
         written: dict[tuple[int, int], int], row: Row,
     ) -> None:  # fmt: skip
         """`first`: the page that pages[0] stands for. `written`: what has been in this step, and for whom."""
-        page, offset = _place(pages, first, position // self.page_size), position % self.page_size
+        page, offset = _page_at(pages, first, position // self.page_size), position % self.page_size
         if not 0 < page < len(memory):
             raise AssertionError(f"row {row.spec.ticket} writes to page {page}")
         if (page, offset) in written:
@@ -345,7 +345,7 @@ class FakeExecutor(Executor):
         size = self.page_size
         tokens = [0] * seen
         for position in range(seen, row.start + row.num_scheduled):
-            tokens.append(memory[_place(pages, first, position // size)][position % size])
+            tokens.append(memory[_page_at(pages, first, position // size)][position % size])
         if EMPTY in tokens:
             raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")
         return tokens
@@ -378,13 +378,13 @@ class FakeExecutor(Executor):
             self.confirmed[row.slot] = False
         produced: list[int] = []
         scored: list[TokenLogprob] = []
-        made = ConstrainedToken(False, False, None)
-        for place in sampling_places(row):
-            if len(produced) != len(place.drafts):
+        effect = ConstrainedToken(False, False, None)
+        for sampling_row in sampling_places(row):
+            if len(produced) != len(sampling_row.drafts):
                 continue  # the grammar forced what was guessed here
-            known = self.context(place)
-            wrong = 0 if self.states is None else self.states.difference(row, known, len(place.drafts))
-            token = self.model.next_token(known, row.spec.seed ^ wrong, self.near(place))
+            context = self.context(sampling_row)
+            wrong = 0 if self.states is None else self.states.difference(row, context, len(sampling_row.drafts))
+            token = self.model.next_token(context, row.spec.seed ^ wrong, self.near(sampling_row))
             forced: list[int] = []
             if row.grammar is not None:
                 try:
@@ -395,18 +395,18 @@ class FakeExecutor(Executor):
                     result.errors[index] = f"the grammar failed: {error}"
                     self.last_token.setdefault(row.slot, 0)
                     return
-                made = ConstrainedToken(
-                    token != sampled, row.grammar.is_terminated(), row.grammar.steered_from, made.forced + len(forced)
+                effect = ConstrainedToken(
+                    token != sampled, row.grammar.is_terminated(), row.grammar.steered_from, effect.forced + len(forced)
                 )
             produced += [token, *forced]
             scored.append(TokenLogprob(token, -float(token) / self.model.vocab_size))
-            if made.complete or produced != list(row.drafts[: len(produced)]):
+            if effect.complete or produced != list(row.drafts[: len(produced)]):
                 break
         result.put(index, row, produced)
         self.last_token[row.slot] = produced[0]
         if row.grammar is not None:
-            result.constrained[index] = made
-            self.confirmed[row.slot] = not (made.replaced or made.complete or len(produced) > 1)
+            result.constrained[index] = effect
+            self.confirmed[row.slot] = not (effect.replaced or effect.complete or len(produced) > 1)
         if row.spec.params.logprobs:
             result.logprobs[index] = scored
 
@@ -417,17 +417,17 @@ class FakeExecutor(Executor):
         return allowed[0]
 
     def allowed(self, grammar: Any, token: int) -> list[int]:
-        """All of them."""
+        """All allowed tokens, from `token` upwards, in a circle."""
         mask = np.zeros(-(-self.model.vocab_size // 32), dtype=np.int32)
         grammar.fill_mask(mask)
         ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self.model.vocab_size, bitorder="little"))
-        return [int(each) for each in np.roll(ids, -int(np.searchsorted(ids, token)))]
+        return [int(token_id) for token_id in np.roll(ids, -int(np.searchsorted(ids, token)))]
 
     def close(self) -> None:
         self.closed = True
 
 
-def _place(pages: Sequence[int], first: int, index: int) -> int:
+def _page_at(pages: Sequence[int], first: int, index: int) -> int:
     if index < first:
         raise AssertionError(f"page {index} is read, which has been given back: {first} is the first")
     return pages[index - first]

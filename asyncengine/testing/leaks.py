@@ -1,4 +1,4 @@
-"""Is everything given back?"""
+"""A check that an idle engine has given everything back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncengine.engine.frontend import Frontend
 def assert_nothing_held(core: Frontend) -> None:
     """Raise `AssertionError` unless the idle engine holds nothing: request, stream, place in the queue, page, slot.
 
-    Cached pages and snapshots are not held: they are given up as soon as anybody needs them.
+    Cached pages and snapshots are not held: they are given up as soon as a request needs them.
     """
     scheduler = core.loop.scheduler
     scheduler.check()
@@ -28,6 +28,6 @@ def assert_nothing_held(core: Frontend) -> None:
     problems["missing window pages"] = near.total - near.free - near.cached
     states = scheduler.kv.state_counts([])
     problems["missing states"] = states.total - states.free - states.snapshots
-    held = {name: count for name, count in problems.items() if count}
-    if held:
-        raise AssertionError(f"the engine still holds {held}")
+    leaks = {name: count for name, count in problems.items() if count}
+    if leaks:
+        raise AssertionError(f"the engine still holds {leaks}")

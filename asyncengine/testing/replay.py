@@ -1,4 +1,4 @@
-"""Record what an engine was told, and play it again without an event loop.
+"""Record the inputs of an engine's scheduler, and replay them without an event loop.
 
 A scheduler is deterministic: the same messages, clock readings and step results give the same batches. So a recording
 of its inputs is a complete account of a run, whatever tasks, threads and cancellations produced it. A fuzz failure
@@ -29,7 +29,7 @@ from asyncengine.scheduler.restores import RestoreOrder
 from asyncengine.seams import AdapterAdmission, Executor, GrammarMatcher
 from asyncengine.step import StepResult
 
-_MESSAGES: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.Message)}
+_MESSAGES: dict[str, Any] = {message.__name__: message for message in get_args(messages.Message)}
 
 
 @dataclass(slots=True)
@@ -58,20 +58,20 @@ class Recording:
         texts. Raises `TypeError` for a grammar that is not a `Grammar`, and for a policy that has no name alone."""
         path = Path(path)
         lines = [json.dumps(asdict(replace(self, entries=[])))]
-        for kind, value in self.entries:
-            lines.append(json.dumps([kind, value if kind != "apply" else _message_to_json(value)]))
+        for event, value in self.entries:
+            lines.append(json.dumps([event, value if event != "apply" else _message_to_json(value)]))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
         head, *lines = Path(path).read_text(encoding="utf-8").splitlines()
-        given = {"windows": (), "copies": False, **json.loads(head)}  # 0.1 had none
-        given["config"] = EngineConfig(**{"step_time_target": None, **given["config"]})  # 0.2 had none
-        given["windows"] = tuple(map(tuple, given["windows"]))
-        recording = cls(**given)
-        for kind, value in _updated(map(json.loads, lines)):
-            recording.record(kind, _message_from_json(value) if kind == "apply" else value)
+        fields = {"windows": (), "copies": False, **json.loads(head)}  # 0.1 had none
+        fields["config"] = EngineConfig(**{"step_time_target": None, **fields["config"]})  # 0.2 had none
+        fields["windows"] = tuple(map(tuple, fields["windows"]))
+        recording = cls(**fields)
+        for event, value in _updated(map(json.loads, lines)):
+            recording.record(event, _message_from_json(value) if event == "apply" else value)
         return recording
 
 
@@ -99,25 +99,25 @@ def replay(
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []
     asked: dict[int, RequestSpec] = {}
-    for kind, value in recording.entries:
-        if kind == "apply":
+    for event, value in recording.entries:
+        if event == "apply":
             if isinstance(value, RequestSpec):
                 asked[value.ticket] = value
             scheduler.apply(_with_matcher(value, asked, matchers))
             for order in scheduler.restores.take_orders():
                 assert restore is not None
                 restore(order)
-        elif kind == "schedule":
+        elif event == "schedule":
             batch = scheduler.schedule(value)
             if batch is not None:
                 launched.append(executor.launch(batch).wait())
-        elif kind == "commit":
+        elif event == "commit":
             scheduler.commit(launched.popleft(), value)
-        elif kind in ("resume", "clear_cache"):
-            getattr(scheduler, kind)()
-        elif kind in ("end_all", "pause", "start_anew"):
-            getattr(scheduler, kind)(value)
-            if kind == "start_anew" and update is not None:
+        elif event in ("resume", "clear_cache"):
+            getattr(scheduler, event)()
+        elif event in ("end_all", "pause", "start_anew"):
+            getattr(scheduler, event)(value)
+            if event == "start_anew" and update is not None:
                 update(value)
         scheduler.check()
         outputs += scheduler.take_outputs()
@@ -129,7 +129,7 @@ def _with_matcher(
     asked: Mapping[int, RequestSpec],
     matchers: Callable[[RequestSpec], GrammarMatcher] | None,
 ) -> messages.Message:
-    """`message`; if it brings a matcher, with one that nobody has moved yet."""
+    """`message`; if it brings a matcher, with a fresh one."""
     if not isinstance(message, messages.GrammarReady) or message.error is not None:
         return message
     if message.matcher is not None:
@@ -140,9 +140,9 @@ def _with_matcher(
 
 
 def _message_to_json(message: messages.Message) -> list[Any]:
-    if isinstance(message, RequestSpec):  # a scheduler knows nothing of the pixels
+    if isinstance(message, RequestSpec):  # without pixels, which a scheduler does not read
         images = [
-            [*place, image.digest.hex(), image.tokens, image.nbytes, image.grid] for image, *place in message.images
+            [*span, image.digest.hex(), image.tokens, image.nbytes, image.grid] for image, *span in message.images
         ]
         return [type(message).__name__, {**asdict(message), "images": images}]
     if isinstance(message, messages.GrammarReady | messages.AdapterReady) and message.error is not None:
@@ -155,8 +155,8 @@ def _message_to_json(message: messages.Message) -> list[Any]:
 
 
 def _span_from_json(value: list[Any]) -> ImageSpan:
-    *place, digest, tokens, nbytes, grid = value
-    return ImageSpan(PromptImage(bytes.fromhex(digest), tokens, nbytes, dict, grid and tuple(grid)), *place)
+    *span, digest, tokens, nbytes, grid = value
+    return ImageSpan(PromptImage(bytes.fromhex(digest), tokens, nbytes, dict, grid and tuple(grid)), *span)
 
 
 def _message_from_json(value: list[Any]) -> messages.Message:
@@ -166,8 +166,8 @@ def _message_from_json(value: list[Any]) -> messages.Message:
         params["grammar"] = _grammar_from_json(params["grammar"])
         fields["params"] = SamplingParams(**params)
         fields["options"] = RequestOptions(**fields["options"])
-        for each in ("prompt", "stop_ids", "prediction", "resumed"):
-            fields[each] = tuple(fields.get(each, ()))
+        for key in ("prompt", "stop_ids", "prediction", "resumed"):
+            fields[key] = tuple(fields.get(key, ()))
         fields["images"] = tuple(map(_span_from_json, fields.get("images", ())))
         if fields.get("pooled") is not None:
             fields["pooled"] = Pooled(**fields["pooled"])
@@ -185,18 +185,18 @@ def _updated(entries: Iterable[list[Any]]) -> Iterator[tuple[str, Any]]:
     """The entries that say the same today: 0.1 saved `Generate` messages, in pieces, which named the digest of their
     adapter."""
     digests: dict[int, str] = {}
-    for kind, value in entries:
-        name, fields = value if kind == "apply" else ("", {})
+    for event, value in entries:
+        name, fields = value if event == "apply" else ("", {})
         if name == "AdapterReady" and "digest" not in fields:
             fields["digest"] = digests.get(fields["ticket"], "")
         if name != "Generate":
-            yield kind, value
+            yield event, value
             continue
         spec = fields.pop("spec")
         ticket, digest, loading = spec["ticket"], fields.pop("adapter"), fields.pop("adapter_loading")
         options = {"adapter": digest or None, "priority": fields.pop("priority"), "cache_salt": fields.pop("salt")}
         del spec["prompt_len"], fields["needs_grammar"]
         digests[ticket] = digest
-        yield kind, [RequestSpec.__name__, {**spec, **fields, "options": options}]
+        yield event, [RequestSpec.__name__, {**spec, **fields, "options": options}]
         if digest and not loading:  # it was there already
-            yield kind, ["AdapterReady", {"ticket": ticket, "digest": digest}]
+            yield event, ["AdapterReady", {"ticket": ticket, "digest": digest}]

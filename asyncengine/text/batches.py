@@ -54,10 +54,10 @@ class BatchTokenizer:
         return len(ids) - (bool(ids) and ids[-1] in self._hf.all_special_ids)
 
     def encode(
-        self, texts: Sequence[TextOrPair], name: str = "texts", places: Sequence[int] | None = None
+        self, texts: Sequence[TextOrPair], name: str = "texts", indices: Sequence[int] | None = None
     ) -> list[EncodedText]:
-        """Raises `InvalidParameter` for a text that cannot be encoded (lone surrogates), by the caller's `name` for
-        them all and its place among them; None: they are all there are."""
+        """Raises `InvalidParameter` for a text that cannot be encoded (lone surrogates), named by `name` and its
+        index among the caller's texts (`indices`; None: the texts are all of them)."""
         if self._lower_case:
             from tokenizers.normalizers import Lowercase
 
@@ -73,22 +73,22 @@ class BatchTokenizer:
                 return self._encode(texts)
             return [self._encode([text])[0] if _size(text) <= most else self._cut(text) for text in texts]
         except (UnicodeEncodeError, TypeError, InvalidParameter):
-            for place, text in zip(range(len(texts)) if places is None else places, texts, strict=True):
-                for part in (text,) if isinstance(text, str) else text:
-                    check_unicode(f"{name}[{place}]", part)
+            for index, text in zip(range(len(texts)) if indices is None else indices, texts, strict=True):
+                for half in (text,) if isinstance(text, str) else text:
+                    check_unicode(f"{name}[{index}]", half)
             raise
 
     def _encode(self, texts: Sequence[TextOrPair]) -> list[EncodedText]:
         backend: Any = self._backend
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=True)
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=True)
         most, types = self.max_length, self._types
         encoded = []
-        for text, each in zip(texts, found, strict=True):
-            ids = each.ids
+        for text, encoding in zip(texts, encodings, strict=True):
+            ids = encoding.ids
             if len(ids) > most:
                 encoded.append(self._cut(text))
             elif types and not isinstance(text, str):
-                encoded.append(EncodedText(ids, _second(each.type_ids)))
+                encoded.append(EncodedText(ids, _second(encoding.type_ids)))
             else:
                 encoded.append(EncodedText(ids))
         return encoded
@@ -97,16 +97,16 @@ class BatchTokenizer:
         """The encoding of a text that may be too long."""
         backend: Any = self._backend
         pair = not isinstance(text, str)
-        first, *others = backend.encode_batch_fast(
+        first, *rest = backend.encode_batch_fast(
             [text] if isinstance(text, str) else list(text), add_special_tokens=False
         )
         room = max(0, self.max_length - int(backend.num_special_tokens_to_add(pair)))
-        lengths = [len(each.ids) for each in (first, *others)]
+        lengths = [len(encoding.ids) for encoding in (first, *rest)]
         cut = sum(lengths) > room
         if cut:
-            for each, length in zip((first, *others), _shares(lengths, room), strict=True):
-                each.truncate(length, direction=self._side)
-        whole = backend.post_process(first, others[0] if pair else None, add_special_tokens=True)
+            for encoding, length in zip((first, *rest), _shares(lengths, room), strict=True):
+                encoding.truncate(length, direction=self._side)
+        whole = backend.post_process(first, rest[0] if pair else None, add_special_tokens=True)
         return EncodedText(whole.ids, _second(whole.type_ids) if pair and self._types else 0, cut)
 
     def _framed(self, text: TextOrPair, before: tuple[int, ...], behind: tuple[int, ...]) -> EncodedText:
@@ -119,9 +119,9 @@ class BatchTokenizer:
         """Through transformers' wrapper, which changes its settings with each call."""
         with self._lock:
             whole = self._hf([text])  # in a list: alone, an empty second text would be none
-            found = self._hf([text], truncation="longest_first", max_length=self.max_length)
-        types = found.get("token_type_ids") if self._types and not isinstance(text, str) else None
-        ids = list(found["input_ids"][0])
+            cut = self._hf([text], truncation="longest_first", max_length=self.max_length)
+        types = cut.get("token_type_ids") if self._types and not isinstance(text, str) else None
+        ids = list(cut["input_ids"][0])
         return EncodedText(ids, _second(types[0]) if types else 0, len(whole["input_ids"][0]) > len(ids))
 
 

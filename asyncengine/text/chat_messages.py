@@ -28,7 +28,7 @@ NAMES = tomllib.loads((resources.files(__package__) / "chat_templates.toml").rea
 """Names that chat templates may use, or must not; the file says which."""
 
 _PICTURES = frozenset(("image", "images", "image_url", "audio", "audios", "video", "videos"))
-"""Keys under which others take what is no text (Ollama's `images`): a template would not look at them."""
+"""Keys under which other servers take media (Ollama's `images`): a template would not read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +186,28 @@ def _tool_calls(name: str, role: str, calls: object, form: TemplateForm, budget:
 
 def _arguments(name: str, function: Mapping[str, Any], form: TemplateForm, budget: Budget) -> Any:
     """OpenAI sends the arguments as JSON text; most templates apply `tojson` themselves and want a dict."""
-    given = function.get("arguments")
-    if isinstance(given, str):
-        budget.spend(name, len(given))
+    value = function.get("arguments")
+    if isinstance(value, str):
+        budget.spend(name, len(value))
         try:
-            parsed = json.loads(given) if given.strip() else {}
+            parsed = json.loads(value) if value.strip() else {}
         except (ValueError, RecursionError):
             parsed = None
     else:
-        parsed = {} if given is None else given
+        parsed = {} if value is None else value
     if not isinstance(parsed, Mapping):
-        raise InvalidParameter(name, "must be a JSON object, as text or as a dict", given)
+        raise InvalidParameter(name, "must be a JSON object, as text or as a dict", value)
     # text was paid for above, and its parsed copy is no larger
-    checked = plain(name, parsed, Budget(budget.limit) if isinstance(given, str) else budget)
+    checked = plain(name, parsed, Budget(budget.limit) if isinstance(value, str) else budget)
     if form.arguments_as_text:
-        return given if isinstance(given, str) and given.strip() else json.dumps(checked, ensure_ascii=False)
+        return value if isinstance(value, str) and value.strip() else json.dumps(checked, ensure_ascii=False)
     return checked
 
 
 def template_tools(tools: object) -> list[Any] | None:
-    """The tools as the model is to see them: without `strict`, which is said to the engine. None for none.
+    """The tools as the model sees them: without `strict`, which is meant for the engine. None if there are none.
 
-    Raises `InvalidParameter` for what is no list; the tools themselves are checked later.
+    Raises `InvalidParameter` unless they are a list; the tools themselves are checked later.
     """
     if tools is None:
         return None

@@ -90,16 +90,16 @@ class ChatTemplate:
         from asyncengine.text.template_environment import render
         from asyncengine.text.template_limits import OverLimit
 
-        given = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special, **inputs}
-        continued = given.pop("continue_final_message", False)
-        documents = given["documents"]
-        if documents is not None and not all(isinstance(each, dict) for each in documents):
+        values = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special, **inputs}
+        continued = values.pop("continue_final_message", False)
+        documents = values["documents"]
+        if documents is not None and not all(isinstance(document, dict) for document in documents):
             raise TypeError("documents must be a list of dicts")
         try:
-            return render(self._compiled, self._source, chat, given, chars=chars, continued=continued)
+            return render(self._compiled, self._source, chat, values, chars=chars, continued=continued)
         except OverLimit as error:
             complaint = str(error)
-        # outside of `except`: the error would keep what the template made
+        # outside of `except`: the traceback would keep the template's data alive
         raise InvalidParameter("chat_template", f"the model's chat template {complaint}, and was stopped")
 
     def _reads(self, name: str) -> bool:
@@ -107,12 +107,12 @@ class ChatTemplate:
         models send it to all of them; the log has the first. Raises `InvalidParameter` for a name of another's."""
         if name in self.settable:
             return True
-        known = ", ".join(self.settable) or "none"
+        names = ", ".join(self.settable) or "none"
         if name in self._reserved:
-            raise InvalidParameter(name, f"is no variable of a chat template (this one reads: {known})")
+            raise InvalidParameter(name, f"is no variable of a chat template (this one reads: {names})")
         if not self._warned:
             self._warned = True
-            logger.warning("%s does nothing: this model's chat template reads no such variable (but %s)", name, known)
+            logger.warning("%s does nothing: this model's chat template reads no such variable (but %s)", name, names)
         return False
 
     def _probe_form(self) -> TemplateForm:
@@ -143,7 +143,7 @@ class ChatTemplate:
     def _attempt(self, chat: list[dict[str, Any]]) -> str:
         try:
             return self._render(chat)
-        except InvalidParameter:  # over a limit, with next to nothing to render
+        except InvalidParameter:  # over a limit although there is next to nothing to render: no chat could be rendered
             raise
         except Exception:  # the template cannot read this form: that is the answer
             return ""

@@ -5,8 +5,8 @@ A part is one of
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}     (OpenAI; the url alone will do)
     {"type": "image", "image": ...}       bytes, a PIL image, a `pathlib.Path`, or a str like the url above
 
-Text that came over a network can name no file of this machine: a path must be a `Path`, which JSON does not have. Nor
-can it make this machine ask another one: a URL is refused.
+Text from a network can name no file of this machine: a path must be a `Path`, which JSON does not have. Nor can it make
+this machine send requests: a URL is refused.
 
 Nothing is decoded before its size is known: the number of bytes, then what the file's header says of its sides and
 frames.
@@ -66,8 +66,8 @@ class ImageParts:
     def add(self, name: str, part: Mapping[str, Any]) -> None:
         """Take the picture out of a content part. Raises `InvalidParameter` for one that holds none, or for one too
         many."""
-        kind = part["type"]
-        name, source = f"{name}.{kind}", part.get(kind)
+        type_ = part["type"]
+        name, source = f"{name}.{type_}", part.get(type_)
         if isinstance(source, Mapping):
             name, source = f"{name}.url", source.get("url")
         if source is None or source == "":
@@ -155,12 +155,12 @@ def _data_url(name: str, url: str, limits: ImageLimits) -> bytes:
         raise InvalidParameter(name, "must be a data URL like data:image/png;base64,...", shorten(url, 80))
     if not head.lower().endswith(";base64"):
         _check_bytes(name, len(content) // 3, limits)  # each byte may take three characters
-        found = unquote_to_bytes(content)
+        data = unquote_to_bytes(content)
     else:
         _check_bytes(name, len(content) // 4 * 3 - 2, limits)
         try:
-            found = base64.b64decode(content, validate=True)
+            data = base64.b64decode(content, validate=True)
         except (binascii.Error, ValueError) as error:
             raise InvalidParameter(name, f"is not valid base64: {error}", shorten(url, 80)) from None
-    _check_bytes(name, len(found), limits)
-    return found
+    _check_bytes(name, len(data), limits)
+    return data

@@ -78,23 +78,23 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         content = json.loads(text)
-        beside = folder / "chat_template.jinja"
-        template = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
+        template_file = folder / "chat_template.jinja"
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
     except (OSError, ValueError, RecursionError, AttributeError):
         return None
-    if not isinstance(content, dict) or not isinstance(template, (str, type(None))) or not _is_known(config):
+    if not isinstance(content, dict) or not isinstance(template, (str, type(None))) or not _has_known_keys(config):
         return None
     from tokenizers import Tokenizer
 
     try:
         size = len(content["model"]["vocab"]) + len(content["added_tokens"])
-        kind = _class_of(folder, family, config, text, size)
-        defaults = _RULES["qwen2"]["tokens"] if kind == "Qwen2Tokenizer" else {}
+        class_name = _class_of(folder, family, config, text, size)
+        defaults = _RULES["qwen2"]["tokens"] if class_name == "Qwen2Tokenizer" else {}
         named = {name: _name(config.get(name, defaults.get(name))) for name in NAMED}
         special = {name: token for name, token in named.items() if token is not None}
-        if kind is None or not _is_whole(folder, config, content, [*special.values(), *_listed(config)]):
+        if class_name is None or not _is_whole(folder, config, content, [*special.values(), *_listed(config)]):
             return None
-        if kind == "Qwen2Tokenizer" and not _is_qwen(content):
+        if class_name == "Qwen2Tokenizer" and not _is_qwen(content):
             return None
         backend = Tokenizer.from_str(text)
     except Exception:  # no such file as it is expected here; the package raises nothing more special
@@ -103,7 +103,7 @@ def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
     return PlainTokenizer(backend, special, template, hashlib.sha256(text.encode()).hexdigest())
 
 
-def _is_known(config: Any) -> bool:
+def _has_known_keys(config: Any) -> bool:
     """Whether every key of tokenizer_config.json is one whose meaning is known here."""
     if not isinstance(config, dict) or not isinstance(config.get("tokenizer_class"), str):
         return False
@@ -122,7 +122,7 @@ def _class_of(folder: Path, family: str, config: Mapping[str, Any], text: str, s
     is, or "Qwen2Tokenizer"; None: another one."""
     declared = config["tokenizer_class"].removesuffix("Fast")
     as_it_is = declared in ("PreTrainedTokenizer", "TokenizersBackend")
-    if family == "llama":  # Llama 3 and its like declare the class of Llama 2's, which nobody can mean
+    if family == "llama":  # Llama 3 and its like declare Llama 2's class by mistake
         return "TokenizersBackend" if as_it_is or (declared == "LlamaTokenizer" and '"ByteLevel"' in text) else None
     if family == "mistral":
         return None if (folder / "tekken.json").exists() or size > _LARGE else "TokenizersBackend"
@@ -139,8 +139,8 @@ def _is_whole(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any
     if model.get("type") != "BPE" or content.get("truncation") is not None or content.get("padding") is not None:
         return False
     if "added_tokens_decoder" in config:  # with the same tokens, and the same flags
-        known = {str(token["id"]): {**token, "id": None} for token in content["added_tokens"]}
-        if any(known.get(index) != {**token, "id": None} for index, token in config["added_tokens_decoder"].items()):
+        by_id = {str(token["id"]): {**token, "id": None} for token in content["added_tokens"]}
+        if any(by_id.get(index) != {**token, "id": None} for index, token in config["added_tokens_decoder"].items()):
             return False
     elif any((folder / name).exists() for name in _RULES["elsewhere"]):
         return False
@@ -151,9 +151,9 @@ def _is_whole(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any
 def _listed(config: Mapping[str, Any]) -> list[str]:
     """Special tokens without a name. Raises `TypeError` where they have names of their own."""
     lists = [config.get(key) or [] for key in _RULES["listed"]]
-    if not all(isinstance(each, list) for each in lists):
+    if not all(isinstance(entries, list) for entries in lists):
         raise TypeError("named special tokens of a model's own")
-    return [token for each in lists for token in map(_name, each) if token is not None]
+    return [token for entries in lists for token in map(_name, entries) if token is not None]
 
 
 def _name(token: Any) -> str | None:

@@ -37,13 +37,13 @@ MAX_TIME_FORMAT = 256
 
 _TEXTS, _NUMBERS = frozenset(NAMES["filters"]["texts"]), frozenset(NAMES["filters"]["numbers"])
 _DICT = frozenset(dir(dict))
-_METHODS = {kind: frozenset(NAMES["methods"][kind.__name__]) for kind in (str, dict, list, tuple)}
+_METHODS = {type_: frozenset(NAMES["methods"][type_.__name__]) for type_ in (str, dict, list, tuple)}
 _SIGNS: Mapping[Any, str] = MappingProxyType(
     {test_in: "in"} | {operator: sign for sign, operator in template_limits.OPERATORS.items()}
 )
 """Signs of the operators that jinja2's tests are."""
 _KEY = "checked_key"
-_OWN = (LoopContext, Macro, utils.Cycler, utils.Joiner, utils.Namespace)
+_SANDBOX_TYPES = (LoopContext, Macro, utils.Cycler, utils.Joiner, utils.Namespace)
 _REFUSED = (
     nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Block, nodes.EvalContextModifier,
     nodes.OverlayScope,
@@ -52,7 +52,7 @@ _REFUSED = (
 
 
 class _Generation(Extension):
-    """`{% generation %}`: around what the model is to learn. Without effect here but that it is a scope."""
+    """`{% generation %}`: marks an assistant's text for training. Here it only makes a scope."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
@@ -79,7 +79,7 @@ def _checked(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _Dict:
-    """`dict`, of which a template can reach nothing but what it is for."""
+    """`dict` for templates: callable, with `fromkeys`, and without any other attribute."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*_checked(args), **values)
@@ -94,10 +94,10 @@ class _Namespace(utils.Namespace):
     """`namespace`, without names that Python itself gives a meaning to."""
 
     def __init__(*args: Any, **values: Any) -> None:  # `self` may be one of the values
-        own, given = args[0], dict(*_checked(args[1:]), **values)
-        for name in given:
+        namespace, attributes = args[0], dict(*_checked(args[1:]), **values)
+        for name in attributes:
             _check_name(name)
-        utils.Namespace.__init__(own, given)
+        utils.Namespace.__init__(namespace, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -137,7 +137,7 @@ class _Compiler(CodeGenerator):
         self._emit("concat(", node.nodes, frame)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        sides, signs = [node.expr, *(each.expr for each in node.ops)], [each.op for each in node.ops]
+        sides, signs = [node.expr, *(operand.expr for operand in node.ops)], [operand.op for operand in node.ops]
         last = sides[1].items if isinstance(sides[1], (nodes.List, nodes.Tuple)) else sides[1:]
         small = all(isinstance(side, nodes.Const) for side in last)
         if signs[0] not in ("in", "notin"):
@@ -192,8 +192,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self._names, self._branches = set[str](), 0
         free, items = NAMES["filters"]["free"], NAMES["filters"]["items"]
         metered = {name: _metered(name) for name in (*_TEXTS, *_NUMBERS, *items, *DEEP - {"unique"})}
-        own = {"format": _format, "sum": _sum, "tojson": _to_json, "unique": _unique, _KEY: checked_key}
-        self.filters = {**{name: FILTERS[name] for name in free}, **metered, **own}
+        replaced = {"format": _format, "sum": _sum, "tojson": _to_json, "unique": _unique, _KEY: checked_key}
+        self.filters = {**{name: FILTERS[name] for name in free}, **metered, **replaced}
         self.tests.update({name: _comparing(_SIGNS[test]) for name, test in self.tests.items() if test in _SIGNS})
         self.tests.update(
             odd=pass_context(lambda context, value: context.binary("%", value, 2) == 1),
@@ -241,11 +241,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=self)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        kind = type(obj)  # the commonest first, for which jinja2 raises errors inside, and looks up much
-        if kind is dict and attribute not in _DICT:
+        obj_type = type(obj)  # the commonest first, for which jinja2 raises errors inside, and looks up much
+        if obj_type is dict and attribute not in _DICT:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if (kind is str and attribute in _METHODS[str] and attribute != "format") or (
-            kind in (_Namespace, LoopContext) and hasattr(obj, attribute) and attribute[0] != "_"
+        if (obj_type is str and attribute in _METHODS[str] and attribute != "format") or (
+            obj_type in (_Namespace, LoopContext) and hasattr(obj, attribute) and attribute[0] != "_"
         ):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
@@ -253,10 +253,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether `_METHODS` names an attribute of a text, list or dict, or it is a public one of the sandbox's own
         objects."""
-        kind = next((kind for kind in _METHODS if isinstance(obj, kind)), None)
-        if kind is not None:
-            return attr in _METHODS[kind]
-        return isinstance(obj, (*_OWN, _Dict)) and super().is_safe_attribute(obj, attr, value)
+        plain_type = next((each for each in _METHODS if isinstance(obj, each)), None)
+        if plain_type is not None:
+            return attr in _METHODS[plain_type]
+        return isinstance(obj, (*_SANDBOX_TYPES, _Dict)) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Any:
         owner = getattr(value, "__self__", None)
@@ -291,8 +291,8 @@ def _metered(name: str) -> Callable[..., Any]:
         textual = isinstance(value, str) and (name in _TEXTS or name in _NUMBERS)
         pay = context.pay_text if textual else context.pay_items
         pay(name, value, (*args, *options.values()) if options else args, args, options)
-        found = original(*lead(context), value, *args, **options)
-        return list(found) if isinstance(found, Iterator) else found
+        result = original(*lead(context), value, *args, **options)
+        return list(result) if isinstance(result, Iterator) else result
 
     return metered
 
@@ -320,10 +320,10 @@ def _unique(context: MeteredContext, items: Any, case_sensitive: bool = False, a
     context.pay_items("unique", items, (attribute,), (), {})
     same = None if case_sensitive else ignore_case
     key = make_attrgetter(context.environment, attribute, postprocess=same)
-    found: dict[Any, Any] = {}
+    first_items: dict[Any, Any] = {}
     for item in items:
-        found.setdefault(checked_key(key(item)), item)
-    return list(found.values())
+        first_items.setdefault(checked_key(key(item)), item)
+    return list(first_items.values())
 
 
 @pass_context
@@ -341,7 +341,7 @@ def _raise(message: Any) -> None:
 
 
 def _now(form: str) -> str:
-    if len(form) > MAX_TIME_FORMAT:  # a width in it may make each character some hundreds
+    if len(form) > MAX_TIME_FORMAT:  # one character may be a field that is padded to hundreds
         raise TemplateError(f"a time's format has more than {MAX_TIME_FORMAT} characters")
     return datetime.now().strftime(form)
 
@@ -355,7 +355,7 @@ def render(
 
     Raises `OverLimit`, whatever the template raises, and `ValueError` for a last message that cannot be continued.
     """
-    messages = [_with_reasoning({key: value for key, value in each.items() if value is not None}) for each in chat]
+    messages = [_with_reasoning({key: value for key, value in item.items() if value is not None}) for item in chat]
     if not continued:
         return _run(template, chars, {**variables, "messages": messages})
     final = _mark_end(messages[-1], source)
@@ -374,9 +374,9 @@ def _run(template: Template, chars: int, variables: dict[str, Any]) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Under the names that templates read it by."""
-    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    """The message with its reasoning under every name by which templates read it."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _mark_end(message: dict[str, Any], source: str) -> str:

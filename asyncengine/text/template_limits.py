@@ -72,8 +72,8 @@ def _lines(text: str) -> int:
 
 
 def _pieces(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
-    found = len(text) // 2 + 1 if sep is None else text.count(sep) + 1
-    return _ITEM * (min(found, maxsplit + 1) if maxsplit >= 0 else found)
+    count = len(text) // 2 + 1 if sep is None else text.count(sep) + 1
+    return _ITEM * (min(count, maxsplit + 1) if maxsplit >= 0 else count)
 
 
 GROWTH: Mapping[str, Callable[..., int]] = MappingProxyType(
@@ -128,35 +128,35 @@ class MeteredContext(Context):
         return True
 
     def weigh(self, value: Any, around: int = 0, indent: int = 0) -> int:
-        """Pay for going through all of `value`, as often through each part as it is there: what writing, comparing and
-        sorting do in one go. `around`: characters beside each part; `indent`: for each depth. Gives the steps."""
+        """Pay for traversing all of `value`, each part as often as it occurs, as writing, comparing and sorting do in
+        one go. `around`: characters beside each part; `indent`: for each depth. Returns the steps."""
         before = self._steps
         self._weigh((value,), around, indent, 0)
         return before - self._steps
 
-    def _weigh(self, parts: Any, around: int, indent: int, depth: int) -> None:
+    def _weigh(self, values: Any, around: int, indent: int, depth: int) -> None:
         if depth > MAX_NESTING:
             raise OverLimit(f"nests values deeper than {MAX_NESTING}")
-        self.run(len(parts))
-        self.hold(len(parts) * (_ITEM + around + indent * depth))
-        for part in parts:
-            if isinstance(part, str):
-                self.run(len(part) >> 6)
-                self.hold(len(part) * (6 if part.isascii() else 12))  # as JSON or Python escape it
-            elif isinstance(part, dict):
-                self._weigh(part.keys(), 0, 0, depth)
-                self._weigh(part.values(), around, indent, depth + 1)
-            elif isinstance(part, (list, tuple, *_VIEWS)):
-                self._weigh(part, around, indent, depth + 1)
-            elif isinstance(part, int):
-                self._check_bits(part.bit_length())
-            elif isinstance(part, Namespace):
-                self._weigh(object.__getattribute__(part, "_Namespace__attrs").values(), 0, 0, depth + 1)
-            elif isinstance(part, range):
-                self.run(len(part))
-                self.hold(len(part) * _ITEM)
-            elif not (part is None or isinstance(part, (float, complex, Undefined))):
-                raise TypeError(f"a {type(part).__name__} is no text, number, list or dict")
+        self.run(len(values))
+        self.hold(len(values) * (_ITEM + around + indent * depth))
+        for value in values:
+            if isinstance(value, str):
+                self.run(len(value) >> 6)
+                self.hold(len(value) * (6 if value.isascii() else 12))  # as JSON or Python escape it
+            elif isinstance(value, dict):
+                self._weigh(value.keys(), 0, 0, depth)
+                self._weigh(value.values(), around, indent, depth + 1)
+            elif isinstance(value, (list, tuple, *_VIEWS)):
+                self._weigh(value, around, indent, depth + 1)
+            elif isinstance(value, int):
+                self._check_bits(value.bit_length())
+            elif isinstance(value, Namespace):
+                self._weigh(object.__getattribute__(value, "_Namespace__attrs").values(), 0, 0, depth + 1)
+            elif isinstance(value, range):
+                self.run(len(value))
+                self.hold(len(value) * _ITEM)
+            elif not (value is None or isinstance(value, (float, complex, Undefined))):
+                raise TypeError(f"a {type(value).__name__} is no text, number, list or dict")
 
     def _check_bits(self, bits: int) -> None:
         if bits > MAX_INTEGER_BITS + 1:
@@ -165,7 +165,7 @@ class MeteredContext(Context):
     # -- what expressions compile to
 
     def text(self, value: object) -> str:
-        """`value` as it is written, of which a copy is paid for in the widest form."""
+        """`value` as text, of which a copy is paid for in the widest form."""
         if not isinstance(value, str):
             self.weigh(value)
         text = value if type(value) is str else str(value)
@@ -197,10 +197,10 @@ class MeteredContext(Context):
 
     def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """`value[start:stop:step]`"""
-        part = slice(start, stop, step)
+        span = slice(start, stop, step)
         if isinstance(value, (str, list, tuple)):
-            self.hold(len(range(*part.indices(len(value)))) * (4 if isinstance(value, str) else _REFERENCE))
-        return value[part]
+            self.hold(len(range(*span.indices(len(value)))) * (4 if isinstance(value, str) else _REFERENCE))
+        return value[span]
 
     def compare(self, sign: str, left: Any, right: Any) -> Any:
         """`left < right`, and the like."""
@@ -259,16 +259,16 @@ class MeteredContext(Context):
         """`target(*args, **options)`; names of `options` may be any."""
         self, target = __self, __obj
         options.pop("_loop_vars", None)  # the compiler's
-        owner, given = getattr(target, "__self__", None), args
+        owner, arguments = getattr(target, "__self__", None), args
         if type(owner) is str and len(args) == 1 and type(args[0]) is str and not options:
             copies = _COPIES.get(target.__name__)
-            if copies is not None:  # the commonest: no more than `pay_text` would do, in one go
+            if copies is not None:  # the commonest calls: the same price as `pay_text`'s, without its overhead
                 self._steps -= 8 + (len(owner) * (8 + len(args[0])) >> 9)
                 self._bytes -= 4 * copies * len(owner)
                 return target(*args) if self._steps >= 0 and self.hold(0) else self.run(0)
         self.run(8 + len(args) + len(options))
         if options:
-            given = (*args, *options.values())
+            arguments = (*args, *options.values())
             self.hold(sum(12 * len(name) for name in options))  # one may be quoted in an error
         if isinstance(target, (Macro, LoopContext)):
             if self._calls == MAX_CALLS:
@@ -278,56 +278,56 @@ class MeteredContext(Context):
                 return target(*args, **options)
             finally:
                 self._calls -= 1
-        for value in given:
+        for value in arguments:
             if isinstance(value, _CONTAINERS):
                 self.weigh(value)
         if isinstance(owner, str):
-            self.pay_text(target.__name__, owner, given, args, options)
+            self.pay_text(target.__name__, owner, arguments, args, options)
         elif isinstance(target, Format):
             self.hold(12 * len(target.text))
             return _Formatter(self).vformat(target.text, args, options)
         elif isinstance(owner, (list, tuple)):  # `count` and `index`, which quotes what is not there
-            self.run(len(owner) * sum(map(self.weigh, given)))
+            self.run(len(owner) * sum(map(self.weigh, arguments)))
         elif isinstance(owner, dict) and target.__name__ == "copy":
             self.hold(_ITEM * len(owner))
         return target(*args, **options)
 
     def pay_text(
-        self, name: str, text: str, given: Iterable[Any], args: Sequence[Any], options: Mapping[str, Any]
+        self, name: str, text: str, arguments: Iterable[Any], args: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        """Pay for a method of a text, or for a filter; `given` are its arguments, with and without names."""
+        """Pay for a method of a text, or for a filter; `arguments` are its arguments, with and without names."""
         longest, wide, safe = 8, not text.isascii(), type(text) is not str
-        for each in given:
-            if isinstance(each, str):
-                longest, wide, safe = max(longest, len(each)), wide or not each.isascii(), safe or type(each) is not str
+        for arg in arguments:
+            if isinstance(arg, str):
+                longest, wide, safe = max(longest, len(arg)), wide or not arg.isascii(), safe or type(arg) is not str
         # looking for a text from behind, and for each of some characters, takes the product of both lengths
         self.run(1 + (len(text) * longest >> 9))
-        made = len(text) * _COPIES.get(name, 1)
+        size = len(text) * _COPIES.get(name, 1)
         if name in GROWTH:
-            made += max(int(GROWTH[name](text, *args, **options)), 0)
-        self.hold(made * (4 if wide else 1) * (6 if safe else 1))  # what is marked as safe gets the others escaped
+            size += max(int(GROWTH[name](text, *args, **options)), 0)
+        self.hold(size * (4 if wide else 1) * (6 if safe else 1))  # what is marked as safe gets the others escaped
 
     def pay_items(
-        self, name: str, items: Any, given: Iterable[Any], args: Sequence[Any], options: Mapping[str, Any]
+        self, name: str, items: Any, arguments: Iterable[Any], args: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
         """Pay for a filter of many values."""
-        each, size = 4, len(items) if hasattr(items, "__len__") else 1
-        for value in given:
+        steps_each, size = 4, len(items) if hasattr(items, "__len__") else 1
+        for value in arguments:
             if isinstance(value, str):  # a path of attributes, a test's name, what to compare with
                 self.hold(12 * len(value))
-                each += len(value) // 2
+                steps_each += len(value) // 2
             elif isinstance(value, _CONTAINERS):
-                each += self.weigh(value)
+                steps_each += self.weigh(value)
         if name in DEEP:
             self.run(self.weigh(items) * size.bit_length())
-        self.run(size * each)
+        self.run(size * steps_each)
         self.hold(_ITEM * size)
         if name in GROWTH:
             self.hold(max(int(GROWTH[name](items, *args, **options)), 0))
 
 
 def _width(*texts: str) -> int:
-    """Bytes of a character of what these are joined to."""
+    """Bytes of a character in the text that `texts` are joined to."""
     return (1 if all(map(str.isascii, texts)) else 4) * (1 if all(type(text) is str for text in texts) else 6)
 
 

@@ -79,8 +79,8 @@ class TokenTable:
         if data := self._byte_level():
             self._data = data
             yield "bytes", self._byte_plan(data)
-        if (found := self._pieces()) is not None:
-            head, tail, bytes_of = found
+        if (tables := self._pieces()) is not None:
+            head, tail, bytes_of = tables
             self._data = [
                 bytes([bytes_of[i]]) if t is None else t.encode("utf-8", "surrogatepass") for i, t in enumerate(tail)
             ]
@@ -178,9 +178,9 @@ class TokenTable:
     def _byte_tokens(self, anchor: int, before: str) -> dict[int, int]:
         """Tokens named <0xNN>, if the decoder takes them for bytes."""
         named = {i: BYTE_TOKEN.fullmatch(token) for i, token in enumerate(self._tokens) if token}
-        found = {i: int(match.group(1), 16) for i, match in named.items() if match}
-        letter = next((i for i, byte in found.items() if byte == 0x41), None)
-        return found if letter is not None and self._raw([anchor, letter]) == before + "A" else {}
+        bytes_of = {i: int(match.group(1), 16) for i, match in named.items() if match}
+        letter = next((i for i, byte in bytes_of.items() if byte == 0x41), None)
+        return bytes_of if letter is not None and self._raw([anchor, letter]) == before + "A" else {}
 
     # -- proof
 
@@ -198,16 +198,16 @@ class TokenTable:
 
     def _trials(self) -> Iterator[list[int]]:
         rng = random.Random(0)
-        known = [i for i, token in enumerate(self._tokens) if token is not None]
-        odd = [i for i in known if self._data and _whole_text(self._data[i]) is None]
-        empty = [i for i in known if self._data and not self._data[i]]
-        special = [i for i in known if i in self.special_ids]
-        pools = [pool for pool in (known, known, odd, empty, special) if pool]
+        named = [i for i, token in enumerate(self._tokens) if token is not None]
+        odd = [i for i in named if self._data and _whole_text(self._data[i]) is None]
+        empty = [i for i in named if self._data and not self._data[i]]
+        special = [i for i in named if i in self.special_ids]
+        pools = [pool for pool in (named, named, odd, empty, special) if pool]
         for text in SAMPLES:
             encoded = self._tokenizer.encode(text)
             yield list(getattr(encoded, "ids", encoded))
         for token_id in empty[:64]:  # an invisible first token is where decoders differ most
-            yield [token_id, token_id, *rng.choices(known, k=2)] if known else []
+            yield [token_id, token_id, *rng.choices(named, k=2)] if named else []
         for trial in range(TRIALS):
             length = rng.randrange(1, 24) if trial else 300  # one long sequence moves the window several times
             yield [rng.choice(pool) for pool in rng.choices(pools, k=length)] if pools else []
@@ -238,9 +238,9 @@ def byte_alphabet() -> dict[str, int]:
     Printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in sorted(printable)}
-    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(unprintable))
     return alphabet
 
 

@@ -19,7 +19,7 @@ from asyncengine.text.token_table import SAMPLES, TokenTable, table_of
 
 MAX_CHAT_CHARS = 4_000_000
 ENCODED_AT_ONCE = 4096
-"""Characters of a text that takes a millisecond, for which it isn't worth to let other threads in."""
+"""Characters of a text that takes a millisecond, below which releasing the interpreter's lock is not worth its cost."""
 _NORMALIZED = 4
 """A character can stand for several (a letter and its accents), or for none."""
 TOKENIZER_FILES = (
@@ -52,12 +52,13 @@ class TextTokenizer:
         self._lock = threading.Lock()
         self._templates: dict[str, ChatTemplate] = {}
         self._table: TokenTable | None = None
-        self._own_hf: Any = None
+        self._loaded_hf: Any = None
         self.backend: Any | None = self._direct_backend()
         """The Rust tokenizer, where using it directly gives the same ids. Do not change its settings."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes its own of the same tokenizer: locks, tables and compiled templates stay here."""
+        """Pickle the tokenizer and settings alone: locks, tables and compiled templates are made anew in the other
+        process."""
         make = partial(
             TextTokenizer, max_chat_chars=self._max_chat_chars, chat_template=self._chat_template,
             end_token_ids=self._end_token_ids, load_hf=self._load_hf, folder=self.folder,
@@ -97,9 +98,9 @@ class TextTokenizer:
         if self._load_hf is None:
             return self._hf
         with self._lock:
-            if self._own_hf is None:
-                self._own_hf = self._load_hf()
-            return self._own_hf
+            if self._loaded_hf is None:
+                self._loaded_hf = self._load_hf()
+            return self._loaded_hf
 
     def get_vocab(self) -> dict[str, int]:
         """{token: id}, added tokens included."""
@@ -124,10 +125,10 @@ class TextTokenizer:
         check_unicode("prompt", text)
         if self.backend is not None:
             if len(text) > ENCODED_AT_ONCE:  # one text alone is encoded under the interpreter's lock, a batch is not
-                (made,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             else:
-                made = self.backend.encode(text, add_special_tokens=add_special_tokens)
-            return made.ids
+                encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return encoding.ids
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
@@ -138,7 +139,7 @@ class TextTokenizer:
 
     def check_fits(self, field: str, text: str, most_tokens: int) -> None:
         """Raises `ContextLengthExceeded` for a text that is far too long for `most_tokens`, without encoding it."""
-        if len(text) <= most_tokens:  # nearly all do: the first must not wait for a look through the vocabulary
+        if len(text) <= most_tokens:  # nearly every text: the first must not wait for a scan of the vocabulary
             return
         most = most_tokens * self.longest_token * _NORMALIZED
         if len(text) > most:
@@ -150,8 +151,8 @@ class TextTokenizer:
 
         Raises `InvalidParameter` for what are no ids.
         """
-        given = [as_integer("token_ids", token, MIN_INT64) for token in as_items("token_ids", token_ids)]
-        ids = [token for token in given if 0 <= token < self.table.size]
+        checked = [as_integer("token_ids", token, MIN_INT64) for token in as_items("token_ids", token_ids)]
+        ids = [token for token in checked if 0 <= token < self.table.size]
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
 
     def render_chat(
@@ -238,9 +239,9 @@ class TextTokenizer:
         if backend is None:
             return None
         # transformers also switches off the truncation and padding a tokenizer.json may bring along, for good
-        wanted = [self._hf.encode(text, add_special_tokens=special) for text in SAMPLES for special in (False, True)]
-        found = [backend.encode(text, add_special_tokens=special).ids for text in SAMPLES for special in (False, True)]
-        return backend if found == wanted else None
+        wrapped = [self._hf.encode(text, add_special_tokens=special) for text in SAMPLES for special in (False, True)]
+        direct = [backend.encode(text, add_special_tokens=special).ids for text in SAMPLES for special in (False, True)]
+        return backend if direct == wrapped else None
 
 
 def load_tokenizer(
@@ -256,18 +257,18 @@ def load_tokenizer(
     `trust_remote_code` is off.
     """
     folder = Path(path)
-    known = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
-    if folder.is_dir() and not known:
+    has_files = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
+    if folder.is_dir() and not has_files:
         return None
     load_hf = partial(_load_hf, str(path), config.revision, config.trust_remote_code, model_config)
     try:
         tokenizer = plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
         if plain is None:
             tokenizer = load_hf()
-        has_own = getattr(tokenizer, "chat_template", None)
+        own_template = getattr(tokenizer, "chat_template", None)
         return TextTokenizer(
             tokenizer, max_chat_chars=max_chat_chars, load_hf=None if plain is None else load_hf, folder=beside,
-            chat_template=config.chat_template or (None if has_own else _template_beside(beside or folder)),
+            chat_template=config.chat_template or (None if own_template else _template_beside(beside or folder)),
         )  # fmt: skip
     except BaseException as error:  # transformers raises many types for missing and broken files
         panicked = type(error).__name__ == "PanicException"  # inside the Rust library, but it is about one file only

@@ -56,19 +56,19 @@ def family_of(pre: str, architecture: str) -> Family:
         pre = _READ["ollama"].get(architecture, pre)
     if pre in FAMILIES:
         return FAMILIES[pre]
-    known = ", ".join(FAMILIES)
+    names = ", ".join(FAMILIES)
     if not pre:
         raise UnsupportedModel(
             "this GGUF file does not say how its tokenizer cuts text into words (no tokenizer.ggml.pre): it was "
-            f"written by an old converter; convert the model again. Known: {known}"
+            f"written by an old converter; convert the model again. Known: {names}"
         )
     raise UnsupportedModel(
         f"this GGUF file's tokenizer cuts text into words as {shorten(repr(pre), 60)} does (tokenizer.ggml.pre), "
-        f"which is not known here. Known: {known}"
+        f"which is not known here. Known: {names}"
     )
 
 
-KINDS = ("gpt2", "llama", "gemma4", "bert")
+TOKENIZER_MODELS = ("gpt2", "llama", "gemma4", "bert")
 MAX_SPLIT_CHARS = 100_000_000
 """Bound on the characters looked at to find the merges. Gemma's 262,144 tokens take 20 million."""
 LONGEST_WORD = 100
@@ -89,10 +89,10 @@ def load_gguf_tokenizer(
     Raises `ModelNotFound` for a header that is broken, `UnsupportedModel` for a kind of tokenizer that is not known.
     """
     header = TokenizerHeader(metadata)
-    if header.kind not in KINDS and not header.huggingface:
+    if header.model not in TOKENIZER_MODELS and not header.huggingface:
         raise UnsupportedModel(
-            f"this GGUF file's tokenizer is of the kind {shorten(repr(header.kind), 60)} (tokenizer.ggml.model); "
-            f"known are {', '.join(KINDS)}"
+            f"this GGUF file's tokenizer is of the kind {shorten(repr(header.model), 60)} (tokenizer.ggml.model); "
+            f"known are {', '.join(TOKENIZER_MODELS)}"
         )
     try:
         backend = _build(header)
@@ -129,17 +129,17 @@ def _build(header: TokenizerHeader) -> Any:
     """The `tokenizers.Tokenizer`."""
     if header.huggingface:
         return _from_json(header)
-    if header.kind == "bert":
+    if header.model == "bert":
         return _wordpiece(header)
     names = header.spelled()
     vocabulary = {  # without the fillers by which converters pad it to the size of the embedding
         token: index
-        for index, (token, kind) in enumerate(zip(names, header.types, strict=True))
-        if kind != TokenType.UNUSED or token != f"[PAD{index}]"
+        for index, (token, token_type) in enumerate(zip(names, header.types, strict=True))
+        if token_type != TokenType.UNUSED or token != f"[PAD{index}]"
     }
-    if header.kind != "llama" and not header.merges:
+    if header.model != "llama" and not header.merges:
         raise broken(PREFIX + "merges", "is missing")
-    family = family_of(header.pre, header.architecture) if header.kind == "gpt2" else None
+    family = family_of(header.pre, header.architecture) if header.model == "gpt2" else None
     if family is None:
         tokenizer = _sentencepiece(header, vocabulary)
     else:
@@ -175,8 +175,8 @@ def _sentencepiece(header: TokenizerHeader, vocabulary: dict[str, int]) -> Any:
     unknown = header.name_of("unk")
     settings = {"unk_token": unknown} if unknown in vocabulary else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True, **settings))
-    prefix = header.space_prefix is not False and not header.is_gemma and header.kind != "gemma4"
-    if header.is_gemma or header.kind == "gemma4":
+    prefix = header.space_prefix is not False and not header.is_gemma and header.model != "gemma4"
+    if header.is_gemma or header.model == "gemma4":
         tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     elif header.architecture == "phi3" and prefix:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
@@ -201,15 +201,15 @@ def _merges_from_scores(header: TokenizerHeader, vocabulary: dict[str, int]) -> 
     work = sum(len(token) ** 2 for token in vocabulary)
     if work > MAX_SPLIT_CHARS:
         raise broken(PREFIX + "tokens", f"are too long to find their merges ({work} steps, limit {MAX_SPLIT_CHARS})")
-    found = []
-    for place, (token, index) in enumerate(vocabulary.items()):
+    merges = []
+    for position, (token, index) in enumerate(vocabulary.items()):
         # converters overwrite the scores of user-defined tokens, which SentencePiece holds at nought
         score = 0.0 if header.types[index] == TokenType.USER_DEFINED else header.scores[index]
         for cut in range(1, len(token)):
             if token[:cut] in vocabulary and token[cut:] in vocabulary:
-                found.append((-score, -cut, cut - len(token), place, token))
-    found.sort()
-    return [(token[:-cut], token[-cut:]) for _, cut, _, _, token in found]
+                merges.append((-score, -cut, cut - len(token), position, token))
+    merges.sort()
+    return [(token[:-cut], token[-cut:]) for _, cut, _, _, token in merges]
 
 
 def _wordpiece(header: TokenizerHeader) -> Any:
@@ -237,7 +237,7 @@ def _wordpiece(header: TokenizerHeader) -> Any:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=header.strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    control = [name for name, kind in zip(names, header.types, strict=True) if kind in (2, TokenType.CONTROL)]
+    control = [name for name, type_ in zip(names, header.types, strict=True) if type_ in (2, TokenType.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in control])
     edge = [("begin", header.ids["cls"]), ("end", header.ids["sep"])]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -249,11 +249,11 @@ def _wordpiece(header: TokenizerHeader) -> Any:
 def _add_tokens(tokenizer: Any, header: TokenizerHeader, names: list[str], vocabulary: dict[str, int]) -> None:
     """Make control tokens special and user-defined ones whole, under the ids that they have."""
     named = {header.ids[name] for name in ("bos", "eos", "unk") if name in header.ids}
-    phi3 = header.architecture == "phi3" and header.kind == "llama"
+    phi3 = header.architecture == "phi3" and header.model == "llama"
     added: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for index, (name, kind) in enumerate(zip(names, header.types, strict=True)):
-        control = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or index in named
-        if control or kind == TokenType.USER_DEFINED:
+    for index, (name, token_type) in enumerate(zip(names, header.types, strict=True)):
+        control = token_type in (TokenType.CONTROL, TokenType.UNKNOWN) or index in named
+        if control or token_type == TokenType.USER_DEFINED:
             # Phi-3's marks swallow the white space behind them, all but three; the header does not say so
             strip = phi3 and name not in ("<unk>", "<s>", "<|endoftext|>")
             added[control].append(AddedToken(name, normalized=False, special=control, rstrip=strip))
@@ -278,7 +278,7 @@ def _set_edges(tokenizer: Any, header: TokenizerHeader, *, add_bos: bool) -> Non
         return [header.ids[name]]
 
     before, after = edge("bos", header.add_bos, add_bos), edge("eos", header.add_eos, False)
-    if header.kind == "gemma4" and "default" in header.chat_templates:
+    if header.model == "gemma4" and "default" in header.chat_templates:
         before = []  # converters set the flag for llama.cpp's sake; the template writes the token itself
     # names stand in for the tokens: the library's notation has no way to write some characters
     names = {index: f"edge{index}" for index in (*before, *after)}
@@ -292,8 +292,8 @@ def _set_edges(tokenizer: Any, header: TokenizerHeader, *, add_bos: bool) -> Non
 def _end_ids(header: TokenizerHeader) -> tuple[int, ...]:
     """The ids at which an answer ends: those that the header names, then control tokens known to end a turn."""
     typed = enumerate(zip(header.tokens, header.types, strict=True))
-    control = {token: index for index, (token, kind) in typed if kind == TokenType.CONTROL}
-    inner = {mark for others, mark in _READ["end_a_message"] if control.keys() >= {*others}}
+    control = {token: index for index, (token, token_type) in typed if token_type == TokenType.CONTROL}
+    inner = {mark for marks, mark in _READ["end_a_message"] if control.keys() >= {*marks}}
     named = [header.ids[name] for name in ("eos", "eot", "eom") if name in header.ids]
     ends = [control[mark] for mark in _READ["end_marks"] if mark in control.keys() - inner]
     return tuple(dict.fromkeys([*named, *ends]))

@@ -37,7 +37,7 @@ ID_KEYS = {
 LLAMA_IDS = {"unk": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 """Tokens of the kind "llama" that headers of 2023 do not name."""
 TokenType = IntEnum("TokenType", "UNDEFINED NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE", start=0)
-"""Kinds of tokens, in the numbers of `tokenizer.ggml.token_type`."""
+"""Types of tokens, in the numbers of `tokenizer.ggml.token_type`."""
 
 
 class TokenizerHeader:
@@ -54,7 +54,7 @@ class TokenizerHeader:
         self._metadata = metadata
         if metadata.get(PREFIX + "model") is None:
             raise broken(PREFIX + "model", "is missing")
-        self.kind, self.pre = self._text(PREFIX + "model"), self._text(PREFIX + "pre")
+        self.model, self.pre = self._text(PREFIX + "model"), self._text(PREFIX + "pre")
         self.architecture = self._text("general.architecture")
         self.is_gemma = self.architecture.startswith("gemma")
         self.tokens = self._tokens()
@@ -84,7 +84,7 @@ class TokenizerHeader:
         if not self.is_gemma:
             return self.tokens
         typed = zip(self.tokens, self.types, strict=True)
-        return [name.replace(" ", SPACE) if kind == TokenType.USER_DEFINED else name for name, kind in typed]
+        return [name.replace(" ", SPACE) if type_ == TokenType.USER_DEFINED else name for name, type_ in typed]
 
     def _tokens(self) -> list[str]:
         key = PREFIX + "tokens"
@@ -96,8 +96,8 @@ class TokenizerHeader:
         longest = max(map(len, tokens))
         if longest > MAX_TOKEN_CHARS:
             raise broken(key, f"holds a token of {longest} characters, the limit is {MAX_TOKEN_CHARS}")
-        if len(places := {token: index for index, token in enumerate(tokens)}) != len(tokens):
-            index, token = next(each for each in enumerate(tokens) if places[each[1]] != each[0])
+        if len(ids := {token: index for index, token in enumerate(tokens)}) != len(tokens):
+            index, token = next(entry for entry in enumerate(tokens) if ids[entry[1]] != entry[0])
             second = tokens.index(token, index + 1)
             raise broken(key, f"holds {shorten(repr(token), 40)} twice, as {index} and {second}")
         return tokens
@@ -106,8 +106,8 @@ class TokenizerHeader:
         key = PREFIX + "token_type"
         types = self._array(key, MAX_TOKENS, int, "whole numbers") or [int(TokenType.NORMAL)] * len(self.tokens)
         for unknown in set(types).difference(TokenType):
-            known = ", ".join(f"{kind.value} ({kind.name.lower()})" for kind in TokenType)
-            raise broken(key, f"holds {unknown} at token {types.index(unknown)}; known are {known}")
+            names = ", ".join(f"{token_type.value} ({token_type.name.lower()})" for token_type in TokenType)
+            raise broken(key, f"holds {unknown} at token {types.index(unknown)}; known are {names}")
         added = sum(map(types.count, (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)))
         if added > MAX_ADDED_TOKENS:
             raise broken(key, f"marks {added} tokens as control or user-defined, the limit is {MAX_ADDED_TOKENS}")
@@ -134,7 +134,7 @@ class TokenizerHeader:
             if not 0 <= value < len(self.tokens):
                 raise broken(PREFIX + short, f"is {value}, outside the vocabulary of {len(self.tokens)} tokens")
             ids[name] = value
-        if self.kind == "llama":
+        if self.model == "llama":
             for name, (index, token) in LLAMA_IDS.items():
                 if index < len(self.tokens) and self.tokens[index] == token:
                     ids.setdefault(name, index)
@@ -164,7 +164,7 @@ class TokenizerHeader:
             return value
         raise broken(PREFIX + name, f"is a {type(value).__name__}, not true or false")
 
-    def _array(self, key: str, most: int, kind: type, what: str) -> list[Any]:
+    def _array(self, key: str, most: int, item_type: type, noun: str) -> list[Any]:
         value = self._metadata.get(key)
         if value is None:
             return []
@@ -172,8 +172,8 @@ class TokenizerHeader:
             raise broken(key, f"is a {type(value).__name__}, not an array")
         if len(value) > most:
             raise broken(key, f"has {len(value)} entries, the limit is {most}")
-        if set(map(type, value)) - {kind}:
-            raise broken(key, f"holds something else than {what}")
+        if set(map(type, value)) - {item_type}:
+            raise broken(key, f"holds something else than {noun}")
         return value
 
     def _strings(self, key: str, most: int, most_chars: int) -> list[str]:
@@ -188,6 +188,6 @@ class TokenizerHeader:
         return values
 
 
-def broken(key: str, what: str) -> ModelNotFound:
+def broken(key: str, problem: str) -> ModelNotFound:
     """The error for a key of the header."""
-    return ModelNotFound(f"the GGUF header's {shorten(key, 80)} {what}")
+    return ModelNotFound(f"the GGUF header's {shorten(key, 80)} {problem}")

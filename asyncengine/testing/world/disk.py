@@ -21,7 +21,7 @@ SECTOR = 512
 
 
 class ProcessDied(BaseException):
-    """The process died in this call. Not an `Exception`: nobody handles it."""
+    """The process died in this call. Not an `Exception`, so that no handler catches it."""
 
 
 class _File:
@@ -91,9 +91,9 @@ class VirtualDisk:
         self._locks.pop(descriptor, None)
 
     def lock(self, descriptor: int) -> bool:
-        """Take the file's lock until it is closed, or the process dies. False: somebody has it."""
+        """Take the file's lock until it is closed, or the process dies. False: it is taken."""
         file = self._opened(descriptor)
-        if any(each is file for each in self._locks.values()):
+        if any(other is file for other in self._locks.values()):
             return False
         self._locks[descriptor] = file
         return True
@@ -110,8 +110,8 @@ class VirtualDisk:
         data = self.pread(descriptor, sum(map(len, buffers)), offset)
         start = 0
         for buffer in buffers:
-            part = data[start : start + len(buffer)]
-            buffer[: len(part)] = part
+            chunk = data[start : start + len(buffer)]
+            buffer[: len(chunk)] = chunk
             start += len(buffer)
         return len(data)
 
@@ -124,7 +124,7 @@ class VirtualDisk:
         file = self._opened(descriptor)
         dies = self._begin_change(dies_here=False)
         if self.capacity is not None:
-            room = self.capacity - sum(len(each.seen) for each in self.files.values())
+            room = self.capacity - sum(len(other.seen) for other in self.files.values())
             data = data[: max(0, len(file.seen) + room - offset)]
             if not data:
                 raise _error(errno.ENOSPC)
@@ -159,9 +159,9 @@ class VirtualDisk:
     def listdir(self, folder: str) -> list[str]:
         """Names of the files in a folder, in no order that means anything."""
         self._check_alive()
-        found = [posixpath.basename(path) for path in self.files if posixpath.dirname(path) == folder]
-        self._rng.shuffle(found)
-        return found
+        names = [posixpath.basename(path) for path in self.files if posixpath.dirname(path) == folder]
+        self._rng.shuffle(names)
+        return names
 
     def rename(self, old: str, new: str) -> None:
         """Call a file `new`, in the place of one of that name, if there is one. Raises `FileNotFoundError`."""
@@ -187,7 +187,8 @@ class VirtualDisk:
     # ---------------------------------------------------------------- what goes wrong
 
     def restart(self, *, power_failed: bool) -> None:
-        """A new process finds what the old one left: all it wrote, or, if the power failed, what was on the disk."""
+        """Begin a new process, which finds all that the old one wrote, or, if the power failed, the content of the
+        disk."""
         self._dead, self.dies_at, self.sync_fails_at = False, None, None
         self._open.clear()
         self._locks.clear()
@@ -203,14 +204,14 @@ class VirtualDisk:
             file.seen[:] = file.stable
 
     def flip_bits(self, count: int) -> None:
-        """Change bits of some files, while nobody looks."""
+        """Flip `count` bits of random files, as a failing disk does."""
         full = [file for file in self.files.values() if file.seen]
         for _ in range(count if full else 0):
             file = self._rng.choice(full)
-            place, bit = self._rng.randrange(len(file.seen)), 1 << self._rng.randrange(8)
+            offset, bit = self._rng.randrange(len(file.seen)), 1 << self._rng.randrange(8)
             for content in (file.seen, file.stable):
-                if place < len(content):
-                    content[place] ^= bit
+                if offset < len(content):
+                    content[offset] ^= bit
 
     def _settle_some(self, file: _File) -> None:
         """Bring some sectors of what was not synced to the disk, in any order, and lose the rest."""

@@ -2,8 +2,8 @@
 
 Every thread of a world is a real one with a stack of its own, so that blocking code runs as it is; but all wait for
 their turn, and the seed says whose it is next. A turn ends where a thread waits, and perhaps at any other place that
-the virtual primitives call `pause` from. Where nobody can run, time jumps to the next alarm: an hour in which nothing
-happens costs nothing. The idea is that of FoundationDB's simulation and TigerBeetle's VOPR.
+the virtual primitives call `pause` from. Where no thread can run, time jumps to the next alarm: an idle hour
+costs nothing. The idea is that of FoundationDB's simulation and TigerBeetle's VOPR.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_TICKS = 2 * 10**6
 
 
 class Ended(BaseException):
-    """Unwinds a thread of a world that has ended. Not an `Exception`: nobody handles it."""
+    """Unwinds a thread of a world that has ended. Not an `Exception`, so that no handler catches it."""
 
 
 class Stuck(AssertionError):
@@ -60,7 +60,7 @@ class World:
         self.ticks = self.switches = self.digest = 0
         """Places passed where a turn might have ended; turns; a sum over these: equal ones, equal runs."""
         self.complaints: list[str] = []
-        """Errors that nobody handled: of threads, and of callbacks of virtual loops."""
+        """Unhandled errors of threads, and of callbacks of virtual loops."""
         self.ending = False
         self._switching = switching
         self._stalling = stalling
@@ -162,10 +162,10 @@ class World:
             self._runnable.remove(strand)
             self._hand_to(self._choose())
 
-    def complain(self, what: str, error: BaseException | None) -> None:
-        """Note an error that nobody handled."""
+    def complain(self, source: str, error: BaseException | None) -> None:
+        """Note an unhandled error."""
         if not self.ending:
-            self.complaints.append(f"{what}: {''.join(traceback.format_exception(error))}")
+            self.complaints.append(f"{source}: {''.join(traceback.format_exception(error))}")
 
     def pause(self) -> None:
         """A place where another thread may run, and this one be held up."""
@@ -183,7 +183,7 @@ class World:
             self._pass_on()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so many seconds of the world's."""
+        """Wait for `seconds` of the world's time."""
         until = self.now + seconds
         while self.now < until:
             self.block(until)
@@ -219,7 +219,7 @@ class World:
         """Let the first thread look again."""
         self.wake(self._main)
 
-    # ---------------------------------------------------------------- who is next
+    # ---------------------------------------------------------------- choosing the next thread
 
     def _choose(self) -> Strand:
         """The thread whose turn is next. Where none can run, time jumps."""
@@ -239,14 +239,14 @@ class World:
                 self.now = alarms[0][0]
         return self._main
 
-    def _interrupt(self, what: str) -> None:
+    def _interrupt(self, problem: str) -> None:
         """Have the first thread raise that it is stuck, with the innermost calls of each thread."""
         frames = sys._current_frames()
         for strand in (strand for strand in self._strands if not strand.ended and strand.ident in frames):
             calls = traceback.extract_stack(frames[strand.ident])
             shown = [f"{c.filename}:{c.lineno} {c.name}" for c in calls if "/testing/world/" not in c.filename]
-            what += f"\n{strand.name}: {' > '.join(shown[-3:])}"
-        self._error = Stuck(what)
+            problem += f"\n{strand.name}: {' > '.join(shown[-3:])}"
+        self._error = Stuck(problem)
         self.wake(self._main)
 
     def _pass_on(self) -> None:

@@ -22,8 +22,8 @@ class _Line:
         self._strands: list[Strand] = []
 
     def wait(self, until: float, release: Callable[[], object] = lambda: None) -> None:
-        """Until woken, or `until`. What guards the line is released when this thread stands in it: nobody is woken in
-        between who is not told."""
+        """Until woken, or `until`. The lock that guards the line is released when this thread stands in it, so that no
+        wake-up in between is missed."""
         world, strand = self._world, self._world.current
         self._strands.append(strand)
         try:

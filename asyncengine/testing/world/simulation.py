@@ -1,8 +1,8 @@
 """Running code in a world. Its seams are the names of modules, which are exchanged while the world runs.
 
 Production code says `threading.Lock()`, `queue.SimpleQueue()` and `time.monotonic()` by the names of these modules, and
-never imports from them what makes or reads such things (`tests/worlds/test_world.py` holds that). So whoever exchanges
-the names decides what the code gets, and the code itself pays nothing.
+never imports from them what makes or reads such things (`tests/worlds/test_world.py` holds that). So exchanging the
+names decides what the code gets, and costs the code itself nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().close()
 
     def _run_once(self) -> None:
-        """Run what is ready, or wait until something is."""
+        """Run the ready callbacks, or wait until there is one."""
         ready, world, timers = self._ready, self._world, self._scheduled
         self._collect()
         if not ready and not self._stopping:
@@ -115,7 +115,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             world.pause()
 
     def _collect(self) -> None:
-        """Move to the ready callbacks what is due."""
+        """Move due timers and arrived calls to the ready callbacks."""
         now, timers = self._world.now, self._scheduled
         while self._arriving and self._arriving[0][0] <= now:
             self._ready.append(self._arriving.popleft()[1])
@@ -131,12 +131,13 @@ LIBRARIES = (concurrent.futures._base, concurrent.futures.thread, asyncio.base_e
 
 
 def simulate(world: World, work: Callable[[], object], *, shuffled: bool = False, delay: float = 0.0) -> None:
-    """Do `work` as the first thread of `world`. Whatever of the engine's code its threads run has virtual threads,
-    locks, queues, clocks and loops; other threads of the process have real ones.
+    """Do `work` as the first thread of `world`. The engine's code that its threads run has virtual threads, locks,
+    queues, clocks and loops; other threads of the process have real ones.
 
-    Make engines within `work`: the locks of one that was made before are real, and whoever waits for a real lock stops
-    the world. `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a call
-    from another thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then see `world.complaints`.
+    Make engines within `work`: the locks of one that was made before are real, and a thread that waits for a real lock
+    stops the world. `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a
+    call from another thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then see
+    `world.complaints`.
     """
     with _orderly_garbage(), _exchanged(world, lambda: VirtualLoop(world, shuffled=shuffled, delay=delay)):
         world.run(work)

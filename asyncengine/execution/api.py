@@ -269,7 +269,7 @@ class ModelBuilder:
         else:
             built = build_runner(
                 loaded, config, lora=self.lora, cores=self._cores, progress=self._progress, pooler=self._pooler,
-                draft=self._draft, two_pools=True, kept=ahead.kept, left=ahead.left, images=self._images,
+                draft=self._draft, two_pools=True, cached=ahead.kept, uncached=ahead.left, images=self._images,
                 ranks=self._ranks,
             )  # fmt: skip
         self._progress.say_compiled()

@@ -216,12 +216,12 @@ class ExactModel:
         if labels.shape != input_ids.shape:
             raise InvalidParameter("labels", "must have the shape of input_ids", tuple(labels.shape))
         sequences, values, hidden = self._hidden(input_ids, attention_mask)
-        targets = labels.flatten()[sequences.places]
+        targets = labels.flatten()[sequences.indices]
         wanted = ((sequences.positions[1:] > 0) & (targets[1:] != IGNORED)).nonzero()[:, 0]
         out = [torch.zeros(input_ids.numel()) for _ in range(1 + entropy)]
         for rows in torch.split(wanted, max(_BLOCK_ELEMENTS // self._layers.decoder.vocab_size, 1)):
             found = self._score_rows(values[rows], None if hidden is None else hidden[rows], targets[rows + 1], entropy)
-            out = [whole.index_copy(0, sequences.places[rows], own) for whole, own in zip(out, found, strict=True)]
+            out = [whole.index_copy(0, sequences.indices[rows], own) for whole, own in zip(out, found, strict=True)]
         return tuple(whole.view(input_ids.shape)[:, :-1] for whole in out)
 
     def _score_rows(
@@ -242,7 +242,7 @@ class ExactModel:
 
         with torch.no_grad():
             logits = self._layers.logits(values, self._adapted)
-            made = scores(logits, lambda own: token_logprobs(own, targets, 0).own)
+            made = scores(logits, lambda rows: token_logprobs(rows, targets, 0).logprobs)
         return made if hidden is None else recomputed(again, made, (hidden,), self._head_parameters())
 
     # ---------------------------------------------------------------- forward
@@ -286,12 +286,12 @@ class ExactModel:
         chosen = slice(-keep, None) if isinstance(keep, int) else keep
         wanted = torch.zeros_like(input_ids, dtype=torch.bool)
         wanted[:, chosen] = True
-        rows = wanted.flatten()[sequences.places].nonzero()[:, 0]
+        rows = wanted.flatten()[sequences.indices].nonzero()[:, 0]
         made = self._layers.logits(values[rows], self._adapted)
         if hidden is not None:
             source, parameters = hidden[rows], self._head_parameters()
             (made,) = recomputed(lambda inputs: (self._head(inputs[0]),), (made,), (source,), parameters)
-        out = torch.zeros((input_ids.numel(), made.shape[-1])).index_copy(0, sequences.places[rows], made)
+        out = torch.zeros((input_ids.numel(), made.shape[-1])).index_copy(0, sequences.indices[rows], made)
         return out.view(*input_ids.shape, -1)[:, chosen]
 
     def _hidden(

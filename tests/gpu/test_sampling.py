@@ -79,7 +79,7 @@ def test_log_probabilities_are_the_cpus() -> None:
     tokens = torch.randint(VOCAB, (ROWS,), generator=generator)
     found = token_logprobs(logits.to(device), tokens.to(device), 5)
     wanted = token_logprobs(logits, tokens, 5)
-    torch.testing.assert_close(found.own.cpu(), wanted.own, atol=_TOLERANCE, rtol=0)
+    torch.testing.assert_close(found.logprobs.cpu(), wanted.logprobs, atol=_TOLERANCE, rtol=0)
     torch.testing.assert_close(found.top.cpu(), wanted.top, atol=_TOLERANCE, rtol=0)
     assert torch.equal(found.top_ids.cpu(), wanted.top_ids)
 

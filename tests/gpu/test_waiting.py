@@ -72,7 +72,7 @@ class Seen:
 def watched(executor: Any) -> Iterator[Seen]:
     """A launch that waits is noted and done again, so that its requests go on."""
     seen = Seen()
-    launch = executor.launch_part
+    launch = executor.launch_once
 
     def strict(batch: Any) -> Any:
         seen.launches += 1
@@ -87,11 +87,11 @@ def watched(executor: Any) -> Iterator[Seen]:
             torch.cuda.set_sync_debug_mode("default")
         return launch(batch)
 
-    executor.launch_part = strict
+    executor.launch_once = strict
     try:
         yield seen
     finally:
-        del executor.launch_part
+        del executor.launch_once
 
 
 def _place(error: BaseException) -> str:

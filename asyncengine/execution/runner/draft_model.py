@@ -1,13 +1,12 @@
 """A smaller model that guesses for a larger one of the same vocabulary (speculative decoding, Leviathan et al. 2023).
 
-It draws as the larger one will, with the same parameters and the same noise of each position: where the two
-distributions are alike they pick the same token, also at temperature 1. Its keys and values lie in a pool of its own
-under the larger one's page numbers, so the scheduler knows nothing of it. A row says how many guesses it wants
-(`step.OPEN`), and gets as many as there are, perhaps none: guesses end where they get unsure, by the probabilities that
-the smaller model gives them.
+It samples as the larger one will, with the same parameters and the same noise at each position: where the two
+distributions are alike they pick the same token, also at temperature 1. Its keys and values lie in a second pool under
+the larger model's page numbers, so the scheduler knows nothing of it. A row asks for a number of guesses
+(`step.OPEN`), and gets that many or fewer: guessing stops once the product of the draft model's probabilities is low.
 
-It computes nothing for requests that are not guessed for. One that is first catches up with its prompt, a part in each
-step, so that no step of others waits long for it.
+Requests without speculation cost it nothing. For others it first catches up with the prompt, a chunk in each step, so
+that no step of other requests waits long for it.
 """
 
 from __future__ import annotations
@@ -39,74 +38,73 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Guessing:
-    """One row's share of the work."""
+class _RowDraft:
+    """Drafting state of one row."""
 
     row: Row
-    """The row as it was asked for."""
+    """The row as the scheduler asked for it."""
     tokens: list[int]
-    """Known tokens, and the guesses behind them."""
+    """Known tokens, followed by the guesses so far."""
     known: int
     """Number of known tokens."""
     begin: int
-    """The first position that is to be computed now."""
+    """The next position that the draft model computes."""
     end: int
-    """Number of tokens with all guesses that are wanted."""
+    """Number of tokens once all wanted guesses are made."""
     spec: RequestSpec
     chance: float = 1.0
-    """That all guesses are right, going by the probabilities that the smaller model gives them."""
+    """Product of the draft model's probabilities of the guesses."""
 
 
 class DraftPages:
-    """The number of first positions of each page for which the draft model has keys and values.
+    """For each page, the number of leading positions whose keys and values the draft model has computed.
 
-    It computes nothing while nobody asks it, so its pages fall behind: a page holds what it should up to some position.
-    Nobody tells it that a page changed hands; that is seen when the model that owns the page writes into it.
-    """
+    The draft model computes only for speculating rows, so its pages fall behind the larger model's. A page that gets
+    another request needs no message: the larger model's write into it resets the count here."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._size = page_size
-        self._held = [0] * num_pages
+        self._valid = [0] * num_pages
         self._empty = True
-        """True until something is written: each step of a model that is never asked would look through its rows."""
+        """True until the first write, so that steps of a model without speculation skip the loop over their rows."""
 
     def overwritten(self, rows: Iterable[Row]) -> None:
-        """`rows` are about to write into the first pool: from there on nothing holds."""
+        """Invalidate the positions that `rows` are about to write in the larger model's pool, and those behind them."""
         if self._empty:
             return
-        size, held = self._size, self._held
+        size, valid = self._size, self._valid
         for row in rows:
             number, offset = divmod(row.start, size)
             page = row.pages[number]
-            held[page] = min(held[page], offset)
+            valid[page] = min(valid[page], offset)
             for page in row.pages[number + 1 : -(-(row.start + row.num_scheduled) // size)]:
-                held[page] = 0
+                valid[page] = 0
 
     def first_missing(self, pages: Sequence[int], end: int) -> int:
-        """The first position below `end` that is not there; `end` if none is missing."""
-        size, held = self._size, self._held
+        """The first position below `end` that is not computed; `end` if all are."""
+        size, valid = self._size, self._valid
         for number, page in enumerate(pages[: -(-end // size)]):
-            if held[page] < size:
-                return min(end, number * size + held[page])
+            if valid[page] < size:
+                return min(end, number * size + valid[page])
         return end
 
     def written(self, pages: Sequence[int], begin: int, end: int) -> None:
-        """Positions [begin, end) are there, and all before them."""
+        """Note that positions [begin, end) are computed; all before them were already."""
         self._empty = False
-        size, held = self._size, self._held
+        size, valid = self._size, self._valid
         for number in range(begin // size, -(-end // size)):
             page = pages[number]
-            held[page] = max(held[page] if number * size < begin else 0, min(size, end - number * size))
+            valid[page] = max(valid[page] if number * size < begin else 0, min(size, end - number * size))
 
 
 def least_chance(costs: Sequence[float], draft_costs: Sequence[float]) -> float:
-    """The chance of all its guesses being right below which a draft model should stop guessing.
+    """The probability of all guesses being right below which one more guess does not pay.
 
-    One more guess brings a token with that chance at most, and costs a step of the draft model and a place in the
-    verifying step. Both arguments are seconds of steps of `MEASURED_SIZES` tokens.
+    One more guess brings a token with at most that probability, and costs a pass of the draft model and one more token
+    in the verifying step. Both arguments are seconds of steps of `MEASURED_SIZES` tokens.
     """
-    place = max(0.0, costs[-2] - costs[0]) / (MEASURED_SIZES[-2] - MEASURED_SIZES[0])
-    return min(1.0, (draft_costs[0] + place) / costs[0])
+    row_cost = max(0.0, costs[-2] - costs[0]) / (MEASURED_SIZES[-2] - MEASURED_SIZES[0])
+    return min(1.0, (draft_costs[0] + row_cost) / costs[0])
 
 
 class DraftModel:
@@ -116,22 +114,22 @@ class DraftModel:
         self, executor: Executor, max_model_len: int, catch_up: int = DRAFT_CATCH_UP, least_chance: float = 0.0
     ) -> None:
         """`executor` runs the smaller model, over as many pages of the same size as the larger one has.
-        `max_model_len`: positions that it knows. `catch_up`: see `DRAFT_CATCH_UP`. `least_chance`: see `use`."""
+        `max_model_len`: its context length. `catch_up`: see `DRAFT_CATCH_UP`. `least_chance`: see `use`."""
         self._executor = executor
         self._most = max_model_len
         self._catch_up = catch_up
         self._least = least_chance
         self._pages = DraftPages(executor.num_pages, executor.page_size)
         self._specs: WeakKeyDictionary[RequestSpec, RequestSpec] = WeakKeyDictionary()
-        """The specification by which a request's guesses are drawn, by its own."""
+        """Request's specification -> the one by which its guesses are sampled."""
 
     def close(self) -> None:
         """Free the smaller model. Idempotent."""
         self._executor.close()
 
     def use(self, least_chance: float) -> None:
-        """Guess from now on. `least_chance`: that the guesses so far are right; below it there are no further ones
-        (`least_chance`)."""
+        """Guess from now on, as long as the guesses are all right with probability `least_chance` at least (see the
+        function of that name)."""
         self._least = least_chance
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
@@ -139,7 +137,7 @@ class DraftModel:
         return self._executor.prepare_update(weights, config, partial)
 
     def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
-        """The same as `Executor.prepare_release`; nothing in a cache that is released counts as computed."""
+        """The same as `Executor.prepare_release`; after a release of the cache no position counts as computed."""
         release = self._executor.prepare_release(weights, cache)
 
         def run() -> None:
@@ -150,30 +148,30 @@ class DraftModel:
         return run
 
     def guess(self, batch: Batch) -> Batch:
-        """`batch` as it is to be computed, its open guesses filled in."""
+        """`batch` with its open drafts replaced by guesses, as it is to be computed."""
         self._pages.overwritten(batch.rows)
         if not any(row.awaits_drafts for row in batch.rows):
             return batch
-        rows, work = list(batch.rows), dict[int, _Guessing]()
+        rows, work = list(batch.rows), dict[int, _RowDraft]()
         claimed = set[int]()
         for index, row in enumerate(rows):
             if row.awaits_drafts:
                 known = row.start + row.num_scheduled - len(row.drafts)
                 begin = self._pages.first_missing(row.pages, known)
                 first = row.pages[begin // self._executor.page_size]
-                # somebody's prompt may also be another's: it will be there in the next step
+                # requests may share prompt pages: one row computes them, the others guess from the next step on
                 end = known if first in claimed else min(known + len(row.drafts), self._most)
                 claimed.add(first)
-                work[index] = _Guessing(row, row.tokens[:known], known, begin, end, self._plain(row.spec))
-        self._draft([each for each in work.values() if each.known < each.end])
-        for index, each in work.items():
-            guesses = tuple(each.tokens[each.known :])
-            rows[index] = each.row._replace(num_scheduled=len(each.tokens) - each.row.start, drafts=guesses)
+                work[index] = _RowDraft(row, row.tokens[:known], known, begin, end, self._plain(row.spec))
+        self._draft([draft for draft in work.values() if draft.known < draft.end])
+        for index, draft in work.items():
+            guesses = tuple(draft.tokens[draft.known :])
+            rows[index] = draft.row._replace(num_scheduled=len(draft.tokens) - draft.row.start, drafts=guesses)
         return batch._replace(rows=tuple(rows))
 
     def _plain(self, spec: RequestSpec) -> RequestSpec:
-        """The specification with everything that matters for a draw; of scores only the drawn token's, which says when
-        to stop."""
+        """The specification reduced to what affects sampling, with the sampled token's log-probability, which decides
+        when guessing stops."""
         plain = self._specs.get(spec)
         if plain is None:
             params = replace(
@@ -184,58 +182,58 @@ class DraftModel:
             plain = self._specs[spec] = replace(spec, params=params)
         return plain
 
-    def _draft(self, work: list[_Guessing]) -> None:
-        """Round by round, one more guess for each that wants one."""
+    def _draft(self, work: list[_RowDraft]) -> None:
+        """Make the guesses round by round, one for each unfinished row."""
         while work:
-            rows = tuple(self._row(each) for each in work)
+            rows = tuple(self._row(draft) for draft in work)
             result = self._executor.launch(Batch(0, rows)).wait()
-            left: list[_Guessing] = []
-            for index, (each, row) in enumerate(zip(work, rows, strict=True)):
+            unfinished: list[_RowDraft] = []
+            for index, (draft, row) in enumerate(zip(work, rows, strict=True)):
                 token = result.tokens[index]
                 if index in result.errors or (row.samples and token < 0):
                     continue
-                each.begin = row.start + row.num_scheduled
-                self._pages.written(row.pages, row.start, each.begin)
+                draft.begin = row.start + row.num_scheduled
+                self._pages.written(row.pages, row.start, draft.begin)
                 if row.samples:
-                    each.tokens.append(token)
-                    each.chance *= math.exp(result.logprobs[index][-1].logprob)
-                    sure = each.chance >= self._least
-                    if sure and len(each.tokens) < each.end and token not in each.spec.stop_ids:
-                        left.append(each)
-            work = left
+                    draft.tokens.append(token)
+                    draft.chance *= math.exp(result.logprobs[index][-1].logprob)
+                    sure = draft.chance >= self._least
+                    if sure and len(draft.tokens) < draft.end and token not in draft.spec.stop_ids:
+                        unfinished.append(draft)
+            work = unfinished
 
-    def _row(self, each: _Guessing) -> Row:
-        end = min(len(each.tokens), each.begin + self._catch_up)
-        row, begin = each.row, each.begin
-        samples = end == len(each.tokens)
-        return Row(each.spec, row.slot, begin, end - begin, each.tokens, False, row.pages, samples)
+    def _row(self, draft: _RowDraft) -> Row:
+        end = min(len(draft.tokens), draft.begin + self._catch_up)
+        row, begin = draft.row, draft.begin
+        samples = end == len(draft.tokens)
+        return Row(draft.spec, row.slot, begin, end - begin, draft.tokens, False, row.pages, samples)
 
 
 # Guesses of the model's own head (`models.decoder_layer`), in the steps of the model itself.
 #
-# Every step has the head keep what it needs of the tokens that it computes, beside the keys and values of the layers:
-# so it is always ready, and knows what the pages know. The hidden states of the last positions of each row are kept
-# from step to step, as the next row's first token needs the one before it; one is missing behind a prefix that was
-# found in the cache, where zeros take its place. None of this changes a token: guesses are checked like all others.
+# Every step also writes the head's keys and values of its tokens, into pages that share the layers' numbers: the head
+# never has to catch up. The hidden states of each row's last positions are kept from step to step, since the head
+# reads each token together with the hidden state before it. Behind a cached prefix that state is missing, and zeros
+# take its place: guesses are verified like all others, so this cannot change a token.
 
 
 @dataclass(slots=True)
-class _HeadGuess:
-    """One row's share of the work."""
+class _HeadDraft:
+    """Drafting state of one row."""
 
     index: int
-    """The row's place in the batch."""
+    """The row's index in the batch."""
     row: Row
     hidden: torch.Tensor
     """[width] of the position before the newest token."""
     guesses: tuple[int, ...] = ()
     chance: float = 1.0
-    """That all guesses are right, going by the probabilities that the head gives them."""
+    """Product of the head's probabilities of the guesses."""
 
 
 def cycled_pages(count: int, num_pages: int) -> list[int]:
-    """Numbers of `count` pages for a measured row, which is never read: the pool's, repeated where it has fewer.
-    Page 0 is padding."""
+    """Numbers of `count` pages for a row of a profile run, repeated where the pool has fewer: what such a row writes is
+    never used. Page 0 is padding."""
     return [1 + index % (num_pages - 1) for index in range(count)]
 
 
@@ -245,7 +243,7 @@ class MTPGuesser:
     def __init__(self, runner: ModelRunner, model: Decoder, max_num_seqs: int) -> None:
         self._runner, self._model = runner, model
         self._kept: list[tuple[ref[RequestSpec], int, torch.Tensor] | None] = [None] * max_num_seqs
-        """The request of each slot, a position of it, and the hidden states from there on [positions, width]."""
+        """For each slot its request, a position, and the hidden states [positions, width] from that position on."""
         self._least = 0.0
 
     def time_round(self, count: int) -> float:
@@ -263,7 +261,7 @@ class MTPGuesser:
         self._least = least_chance
 
     def close(self) -> None:
-        """It has nothing but the model's."""
+        """Do nothing: all memory is the model's."""
 
     def forward(self, rows: Sequence[Row], inputs: StepInputs, traces: Traces | None = None) -> torch.Tensor:
         """Logits of a pass, as `ModelRunner.forward` gives them; the head keeps what it needs of it."""
@@ -272,7 +270,9 @@ class MTPGuesser:
         whole = len(wanted) == len(inputs.ids)
         before = self._no_hidden(len(inputs.ids))
         features: torch.Tensor | None = None
-        if step.adapters is None or whole:  # else the last layer's sums would be of other rows than without a head
+        # with adapters, the last layer's sums depend on which rows are computed: they must be those of a run without
+        # speculation, so the head gets no hidden states then
+        if step.adapters is None or whole:
             assert model.mtp is not None
             streams: list[torch.Tensor] = []
             hidden = model.hidden_states(inputs.ids, step, None, streams)
@@ -294,7 +294,7 @@ class MTPGuesser:
         return logits
 
     def _no_hidden(self, tokens: int) -> torch.Tensor:
-        """[tokens, width] of zeros, in the place of hidden states that are not known."""
+        """Zeros [tokens, width] that stand for unknown hidden states."""
         return torch.zeros(tokens, self._model.config.width, dtype=self._model.dtype)
 
     def _before(self, row: Row) -> torch.Tensor | None:
@@ -302,11 +302,11 @@ class MTPGuesser:
         kept = self._kept[row.slot]
         if kept is None or kept[0]() is not row.spec:
             return None
-        place = row.start - 1 - kept[1]
-        return kept[2][place] if 0 <= place < len(kept[2]) else None
+        index = row.start - 1 - kept[1]
+        return kept[2][index] if 0 <= index < len(kept[2]) else None
 
     def guess(self, batch: Batch) -> Batch:
-        """`batch` as it is to be computed, its open guesses filled in."""
+        """`batch` with its open drafts replaced by guesses, as it is to be computed."""
         rows = list(batch.rows)
         asked = [index for index, row in enumerate(rows) if row.drafts and row.awaits_drafts]
         if not asked:
@@ -314,64 +314,67 @@ class MTPGuesser:
         work = []
         for index in asked:
             row = rows[index]
-            known = self._before(row)
-            # further tokens that are not computed yet (a grammar forced them) have no hidden states
-            if known is not None and row.num_scheduled - len(row.drafts) == 1:
-                work.append(_HeadGuess(index, row, known))
-        made: dict[int, tuple[int, ...]] = dict.fromkeys(asked, ())
+            hidden = self._before(row)
+            # a row of several known tokens (a grammar forced some) lacks the hidden states between them
+            if hidden is not None and row.num_scheduled - len(row.drafts) == 1:
+                work.append(_HeadDraft(index, row, hidden))
+        guesses_by_row: dict[int, tuple[int, ...]] = dict.fromkeys(asked, ())
         with self._computing():
-            made |= {each.index: each.guesses for each in self._guess(work)}
-        for index, guesses in made.items():
+            guesses_by_row |= {guess.index: guess.guesses for guess in self._guess(work)}
+        for index, guesses in guesses_by_row.items():
             row = rows[index]
             count = row.num_scheduled - len(row.drafts) + len(guesses)
             rows[index] = row._replace(num_scheduled=count, drafts=guesses)
         return batch._replace(rows=tuple(rows))
 
-    def _guess(self, work: list[_HeadGuess]) -> list[_HeadGuess]:
-        """The same with guesses: round by round, one more for each that wants one."""
-        done, left = list(work), work
-        while left:
-            inputs = [_input(each.row, each.guesses) for each in left]
-            places = [each.row._replace(num_scheduled=1 + len(each.guesses), drafts=each.guesses) for each in left]
-            tokens, chances, hidden = self.round(inputs, places, torch.stack([each.hidden for each in left]))
+    def _guess(self, work: list[_HeadDraft]) -> list[_HeadDraft]:
+        """`work` with guesses made round by round, one for each unfinished row."""
+        done, unfinished = list(work), work
+        while unfinished:
+            inputs = [_input(draft.row, draft.guesses) for draft in unfinished]
+            sampling_rows = [
+                draft.row._replace(num_scheduled=1 + len(draft.guesses), drafts=draft.guesses) for draft in unfinished
+            ]
+            before = torch.stack([draft.hidden for draft in unfinished])
+            tokens, chances, hidden = self.round(inputs, sampling_rows, before)
             following = []
-            for number, (each, token) in enumerate(zip(left, tokens, strict=True)):
-                each.chance *= chances[number]
+            for number, (draft, token) in enumerate(zip(unfinished, tokens, strict=True)):
+                draft.chance *= chances[number]
                 if not chances[number]:  # no token can be drawn
                     continue
-                each.guesses, each.hidden = (*each.guesses, token), hidden[number]
-                more = len(each.guesses) < len(each.row.drafts) and token not in each.row.spec.stop_ids
-                if more and each.chance >= self._least:
-                    following.append(each)
-            left = following
+                draft.guesses, draft.hidden = (*draft.guesses, token), hidden[number]
+                more = len(draft.guesses) < len(draft.row.drafts) and token not in draft.row.spec.stop_ids
+                if more and draft.chance >= self._least:
+                    following.append(draft)
+            unfinished = following
         return done
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Within, rounds are computed."""
+        """Context in which rounds are computed: the runner's device and threads, without gradients."""
         runner = self._runner
         cores = runner.cores.step(torch_alone=self._model.compiled, small=runner.small)
         with torch.inference_mode(), on_device(runner.device), cores:
             yield
 
     def round(
-        self, rows: Sequence[Row], places: Sequence[Row], before: torch.Tensor
+        self, rows: Sequence[Row], sampling_rows: Sequence[Row], before: torch.Tensor
     ) -> tuple[list[int], list[float], torch.Tensor]:
-        """Run the head once over `rows`, and sample a token for each of `places`, as many as rows have tokens together.
-        `before` [tokens, width]: hidden states of the positions before these. Returns (tokens, their probabilities,
-        hidden states [tokens, width] to feed back)."""
+        """Run the head once over the tokens of `rows`, and sample one token for each of `sampling_rows`, of which there
+        are as many as tokens. `before` [tokens, width]: hidden states of the positions before these. Returns (sampled
+        tokens, their probabilities, hidden states [tokens, width] for the next round)."""
         runner, model = self._runner, self._model
         step = runner.buffers.build(Batch(0, tuple(rows)), runner.last_token)
         context = runner.context_of(inputs_of(step, rows, None)[0])
         logits, hidden = model.guess(step.input_ids, before, context)
-        sampled = runner.sampler.sample(places, logits, FilledMasks.none(), runner.last_token)
-        own = logits.gather(1, sampled.tokens[:, None])[:, 0].float()
-        chances = (own - logits.float().logsumexp(-1)).exp().nan_to_num_(0.0).tolist()
+        sampled = runner.sampler.sample(sampling_rows, logits, FilledMasks.none(), runner.last_token)
+        chosen = logits.gather(1, sampled.tokens[:, None])[:, 0].float()
+        chances = (chosen - logits.float().logsumexp(-1)).exp().nan_to_num_(0.0).tolist()
         return sampled.tokens.tolist(), chances, hidden
 
 
 def _input(row: Row, guesses: tuple[int, ...]) -> Row:
-    """The row's newest token, or the last of the `guesses` behind it, alone."""
+    """A row of one token: the last of the `guesses`, or the row's newest token if there are none."""
     return row._replace(
         start=row.start + len(guesses), num_scheduled=1, samples=False, drafts=guesses[-1:], adapter_slot=0, state=None,
         window=None,

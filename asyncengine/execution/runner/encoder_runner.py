@@ -1,4 +1,4 @@
-"""Running one batch of whole texts through an encoder. Implements `step.Executor`; keeps nothing between steps."""
+"""Running one batch of whole texts through an encoder. Implements `seams.Executor`; keeps nothing between steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.pooling.pool import Pooler, Span
 from asyncengine.execution.runner.building import BuiltRunner
 from asyncengine.execution.runner.model_runner import SMALL
-from asyncengine.execution.runner.pending import PendingStep, launch_in_parts
+from asyncengine.execution.runner.pending import PendingStep, launch_split
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.seams import Executor, StepHandle
 from asyncengine.stats import ThreadStats
@@ -33,13 +33,13 @@ class EncoderRunner(Executor):
     """Holds the weights of one encoder. One step at a time, on any one thread."""
 
     num_pages, page_size, num_states, num_window_pages = 2, 16, 0, 0
-    """No page is ever asked for; a cache without any is not to be had."""
+    """Pages are never used, but the scheduler's cache needs at least one beside page 0."""
     attention_backend = "of whole texts"
     mtp = ranks = None
     windows: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, loaded: LoadedEncoder, pooler: Pooler, cores: Cores, *, scores: bool) -> None:
-        """`scores`: it is a classifier, whose head gives each text one row of scores to be pooled."""
+        """`scores`: the model is a classifier, whose head gives each text one row of scores."""
         self.cores, self._scores = cores, scores
         self.weights_bytes, self.stored = loaded.weights_bytes, loaded.stored
         self._model: Encoder | None = loaded.model
@@ -53,8 +53,8 @@ class EncoderRunner(Executor):
         self._compiled = loaded.model.unsteady is None
 
     def launch(self, batch: Batch) -> StepHandle:
-        """Start one step, in parts where it does not fit in memory (`pending`). Raising means the runner is broken."""
-        return launch_in_parts(batch, self._launch, self._device)
+        """Start one step, in halves if it does not fit in memory (`pending`). Exceptions mean the runner is broken."""
+        return launch_split(batch, self._launch, self._device)
 
     def _launch(self, batch: Batch) -> StepHandle:
         began = time.perf_counter()

@@ -1,6 +1,7 @@
-"""The engine's decoder as a trainer needs it: whole sequences from their first token on, with every layer's input.
+"""The engine's decoder for a trainer: it computes whole sequences from their first token on, and keeps every layer's
+input for the backward pass.
 
-Nothing is cached between calls. Weights, and the factors of an adapter, are the trainer's, and come in by the doors of
+Nothing is cached between calls. The trainer's weights, and its adapter's factors, are taken in the same way as by
 `update_weights` and `load_adapter`.
 """
 
@@ -30,22 +31,23 @@ from asyncengine.seams import ModuleDims
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Sequences of a padded batch [B, S], one behind the other: T tokens in R rows. A row of padding alone has none."""
+    """Sequences of a padded batch [B, S], concatenated: T tokens in R rows. A row of the batch that is all padding is
+    left out."""
 
     ids: torch.Tensor
     """int64 [T]."""
     counts: Int64Array
     """[R] tokens of each, >= 1."""
-    places: torch.Tensor
-    """int64 [T]: where each token lies in the flattened batch."""
+    indices: torch.Tensor
+    """int64 [T]: index of each token in the flattened batch."""
     rows: torch.Tensor
     """int64 [T]: the row of each token."""
     positions: torch.Tensor
-    """int64 [T]: its position there."""
+    """int64 [T]: the token's position in its row."""
 
     def aligned(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[R, longest, ...] of values [T, ...]: all from the first column on, with zeros behind their ends. No token of
-        a causal model sees what is there, so that it needs no mask."""
+        """[R, longest, ...] of values [T, ...]: rows padded with zeros at their ends. A causal model needs no mask for
+        them, as no token sees later ones."""
         shape = (len(self.counts), int(self.counts.max()), *values.shape[1:])
         return torch.zeros(shape, dtype=dtype or values.dtype).index_put(
             (self.rows, self.positions), values.to(dtype or values.dtype)
@@ -71,15 +73,15 @@ def read_sequences(input_ids: torch.Tensor, attention_mask: torch.Tensor | None,
         raise InvalidParameter("attention_mask", "must mark the tokens of each row side by side, without a hole")
     lengths = taken.sum(1)
     counts = lengths[lengths > 0].numpy().astype(np.int64)
-    places = taken.flatten().nonzero()[:, 0]
-    ids = input_ids.flatten()[places].to(torch.int64)
+    indices = taken.flatten().nonzero()[:, 0]
+    ids = input_ids.flatten()[indices].to(torch.int64)
     if not counts.size or counts.max() > most:
         raise InvalidParameter("input_ids", f"must be sequences of 1 to {most} tokens", int(counts.max(initial=0)))
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise InvalidParameter("input_ids", f"must be from 0 to {vocab - 1}", (int(ids.min()), int(ids.max())))
     rows = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Sequences(ids, counts, places, torch.from_numpy(rows), torch.from_numpy(positions))
+    return Sequences(ids, counts, indices, torch.from_numpy(rows), torch.from_numpy(positions))
 
 
 _SLOT = 1
@@ -87,8 +89,8 @@ _SLOT = 1
 
 
 def why_not_exact(model: Any, variance: str | None = None) -> str | None:
-    """Why a trainer cannot have the bits of a `CausalLM`; None: it can. `variance`: what the engine says of its own
-    answers (`ModelInfo.batch_variance`)."""
+    """Why a trainer cannot reproduce the bits of a `CausalLM`; None: it can. `variance`: the engine's own reason for
+    answers that vary (`ModelInfo.batch_variance`)."""
     if not isinstance(model, Decoder):
         return "the engine runs it through transformers' modules"
     if model.device.type != "cpu":
@@ -102,10 +104,10 @@ def why_not_exact(model: Any, variance: str | None = None) -> str | None:
 
 
 class ExactLayers:
-    """A `Decoder` of its own for one trainer; not thread-safe."""
+    """A second `Decoder` for one trainer; not thread-safe."""
 
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
-        """`config`: that of the engine that samples, whose page size decides in which order attention adds up."""
+        """`config`: that of the engine that samples. Its page size matters: attention adds up page by page."""
         self.decoder, self._config = decoder, config
         self._cores = Cores(config.num_threads)
         self._backend: CompiledBackend | None = None
@@ -124,7 +126,7 @@ class ExactLayers:
             write()
 
     def take_adapter(self, read: Callable[[Mapping[str, ModuleDims]], Any], rank: int) -> None:
-        """Use an adapter of that rank at most in what follows, as `read` reads it for these modules. Raises
+        """Use an adapter of at most `rank` from now on, which `read` makes for the given modules. Raises
         `AdapterError`."""
         if self._lora is None or self._lora.max_rank < rank:
             self._lora = LoraLayers(self.decoder, 1, rank)
@@ -134,8 +136,8 @@ class ExactLayers:
         self, sequences: Sequences, adapted: bool, kept: list[torch.Tensor] | None = None,
         routes: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """[T, width] after the final norm; `kept` takes the stream [T, width] before each layer and behind the last,
-        `routes` the experts of each token, int64 [T, experts of a token], of each layer that has any.
+        """Hidden states [T, width] after the final norm. `kept` receives the residual stream [T, width] before each
+        layer and after the last, `routes` the experts of each token, int64 [T, experts of a token], of each mixture.
 
         `adapted`: with the adapter.
         """
@@ -149,7 +151,7 @@ class ExactLayers:
             return decoder.hidden_states(sequences.ids, context, kept=kept)
 
     def logits(self, hidden: torch.Tensor, adapted: bool) -> torch.Tensor:
-        """float32 [N, vocab] of rows of what `forward` gave."""
+        """Logits float32 [N, vocab] of some rows [N, width] of the result of `forward`."""
         with torch.no_grad(), self._step():
             _, adapters = self._adapters(adapted, np.array([len(hidden)], dtype=np.int64))
             backend: Any = self._backend
@@ -165,7 +167,8 @@ class ExactLayers:
         return self._lora.begin([_SLOT] * len(counts), counts, torch.arange(int(counts.sum())))
 
     def _planned(self, counts: Any) -> CompiledBackend:
-        """A pool that holds the rows, each on pages of its own, of one layer at a time."""
+        """Plan the backend for rows of these lengths, over a pool that holds the keys and values of one layer at a
+        time."""
         size, decoder = self._config.page_size, self.decoder
         pages = -(-counts // size)
         ends = np.cumsum(pages)
@@ -180,7 +183,7 @@ class ExactLayers:
         return self._backend
 
     def _states(self, counts: Any) -> StateStep | None:
-        """Each row from the state before any token into one of its own."""
+        """Fresh states: each row starts from the empty state, and ends in a slot of its own. None: there are none."""
         decoder, rows = self.decoder, len(counts)
         if not decoder.states:
             return None

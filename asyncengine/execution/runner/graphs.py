@@ -1,12 +1,11 @@
 """Decode steps as CUDA graphs: one replay instead of hundreds of kernel launches.
 
-There is a graph for some numbers of rows, captured largest first into one memory pool (vLLM, SGLang); a step is padded
-to the next larger one. It holds the whole step: each row's last token is gathered, logits computed, a token sampled
-where the sampler has kernels for it, and put where the next step gathers it. A graph reads and writes fixed memory
-only: what a step needs of its rows is one copy from pinned memory before the replay, and what it makes is one array.
-Padding rows compute a token at position 0 of page 0, in a slot that belongs to nobody; so does the
-slot that their states go to.
-Steps with prompts, with drafts, or with more rows than the largest graph run without.
+Graphs exist for some numbers of rows, captured largest first into one memory pool (as in vLLM and SGLang); a step is
+padded to the next larger number. A graph holds the whole step: it gathers each row's last token, computes logits,
+samples a token where the sampler has kernels for it, and stores that where the next step gathers it. Graphs read and
+write fixed memory only: the inputs of a step are one copy from pinned memory before the replay, its result is one
+array. Padding rows compute a token at position 0 of page 0, with a slot and a state slot that no request has. Steps
+with prompts, with drafts, or with more rows than the largest graph run without graphs.
 
 Graphs with adapters read each row's slot from fixed memory too (`prompt_graphs.AdaptedGraphs`).
 """
@@ -37,19 +36,20 @@ from asyncengine.kernels.api import row_numbers
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.step import Row
 
-# Graphs that choose again for rows of a decode step whose logits are processed: penalties, biases, grammars' masks.
+# Graphs that sample again for rows of a decode step whose logits are processed: penalties, biases, grammars' masks.
+# The graph of the step has sampled for all rows as if no logits were processed; these replace the tokens of a few.
 
 
 class ProcessedRows:
-    """Graphs for 1, 2, 4 ... rows that are processed, and the memory that they work with."""
+    """Graphs for 1, 2, 4 ... rows with processed logits, and the memory that they work with."""
 
     def __init__(
         self, memory: CudaMemory, logits: torch.Tensor, inputs: torch.Tensor,
         chosen: tuple[torch.Tensor, torch.Tensor], last_token: torch.Tensor, sampler: Any, tables: Any,
     ) -> None:  # fmt: skip
-        """A step's graph leaves, with one place to spare, logits [most + 1, vocab], inputs int64 [most + 1], and
-        (tokens, largest logits) [most + 1], of which those of processed rows are replaced, like `last_token`.
-        `sampler`: a `DeviceSampler`; `tables`: `SlotTables`."""
+        """The arguments are the memory of a step's graph, with one spare row for padding: `logits` [most + 1, vocab],
+        `inputs` int64 [most + 1], `chosen`, which is (tokens, largest logits) [most + 1], and `last_token` by slot. The
+        last two are replaced for processed rows. `sampler`: a `DeviceSampler`; `tables`: `SlotTables`."""
         self._logits, self._inputs, self._chosen, self._last_token = logits, inputs, chosen, last_token
         self._sampler, self._tables = sampler, tables
         self._most, vocab = len(logits) - 1, logits.shape[1]
@@ -67,36 +67,39 @@ class ProcessedRows:
 
     def capture_all(self, capture: Capture) -> None:
         """Capture graphs for 1, 2, 4 ... rows, largest first."""
-        sizes = [1 << place for place in range((self._most - 1).bit_length())] + [self._most]
+        sizes = [1 << power for power in range((self._most - 1).bit_length())] + [self._most]
         for size in reversed(sizes):
             self.take(size, 0)
             self._send(size, self._padding[:, :0], 0)
             self._graphs[size] = capture(partial(self._choose, size))
 
-    def choose(self, rows: Sequence[Row], own: Int64Array, places: Int64Array, masks: StepMasks | None) -> FilledMasks:
-        """Choose again for those at `places` of a decode step's rows, whose numbers are `own`. Returns the masks."""
+    def choose(
+        self, rows: Sequence[Row], numbers: Int64Array, processed: Int64Array, masks: StepMasks | None
+    ) -> FilledMasks:
+        """Sample again for the rows of a decode step whose indices are `processed`; `numbers` int64 [NUMBERS, rows] are
+        the step's (`step_buffers`). Returns the rows' masks."""
         count, filled = 0, FilledMasks.none()
-        packed = self.take(len(places), 0 if masks is None else masks.count)
+        packed = self.take(len(processed), 0 if masks is None else masks.count)
         if masks is not None:
             count, filled = masks.count, masks.wait(range(len(rows)), packed)
-        chosen, own = [rows[place] for place in places.tolist()], own[:, places]
-        numbers, kept = self._tables.numbers(
-            chosen, own[steps.SLOT], own[steps.NEXT], places, self._inputs, decodes=True
+        chosen, numbers = [rows[index] for index in processed.tolist()], numbers[:, processed]
+        processed_numbers, kept = self._tables.numbers(
+            chosen, numbers[steps.SLOT], numbers[steps.NEXT], processed, self._inputs, decodes=True
         )
-        numbers[row_numbers.MASK, np.searchsorted(places, filled.places)] = filled.kept
-        self.run(numbers, count)
+        processed_numbers[row_numbers.MASK, np.searchsorted(processed, filled.samples)] = filled.kept
+        self.run(processed_numbers, count)
         del kept  # not before the kernels are queued
         return filled
 
     def take(self, rows: int, masks: int) -> NDArray[np.int32]:
-        """int32 [masks, ceil(vocab / 32)] that holds anything: `run` for so many rows sends masks from there."""
+        """Uninitialised memory int32 [masks, ceil(vocab / 32)], from which `run` for `rows` rows sends masks."""
         self._taken = self._memory.take()
         begin = 2 * row_numbers.NUMBERS * self._size(rows)
         filled: NDArray[np.int32] = self._taken[begin : begin + masks * self._words].numpy()
         return filled.reshape(masks, self._words)
 
     def run(self, numbers: Int64Array, masks: int) -> None:
-        """Replay for rows of these `kernels.cuda.row_numbers`, with so many of the masks that were taken."""
+        """Replay for rows of these `kernels.cuda.row_numbers` [NUMBERS, rows], with `masks` of the masks of `take`."""
         size = self._size(numbers.shape[1])
         self._send(size, numbers, masks)
         self._graphs[size].replay()
@@ -111,8 +114,8 @@ class ProcessedRows:
     def _send(self, size: int, numbers: Int64Array, masks: int) -> None:
         assert self._taken is not None
         sent, rows = 2 * row_numbers.NUMBERS * size, numbers.shape[1]
-        own: Int64Array = self._taken[:sent].view(torch.int64).numpy().reshape(row_numbers.NUMBERS, size)
-        own[:, :rows], own[:, rows:] = numbers, self._padding
+        sent_numbers: Int64Array = self._taken[:sent].view(torch.int64).numpy().reshape(row_numbers.NUMBERS, size)
+        sent_numbers[:, :rows], sent_numbers[:, rows:] = numbers, self._padding
         self._memory.send(sent + masks * self._words)
 
     def _choose(self, size: int) -> torch.Tensor:
@@ -134,7 +137,7 @@ class ProcessedRows:
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters, LoneTokens], torch.Tensor]
-"""(input_ids [T], positions [T], logit rows [N], adapters, states that move) -> logits [N, vocab]."""
+"""(input_ids [T], positions [T], logit rows [N], adapters, recurrent states to advance) -> logits [N, vocab]."""
 
 
 class Graph(Protocol):
@@ -147,7 +150,7 @@ class Graph(Protocol):
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], Graph]
-"""A maker of graphs of work: CUDA, or in tests a stand-in that calls the work again."""
+"""Captures work as a graph: by CUDA, or in tests by a stand-in whose replay calls the work again."""
 
 
 @dataclass(slots=True)
@@ -160,15 +163,16 @@ class _CudaGraph:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""No state of anybody's: CUDA lets a process capture one graph at a time, because whoever begins waits for the whole
-device, and that breaks a capture that goes on there. Engines share nothing else."""
+"""A process can capture one graph at a time: beginning a capture synchronizes the device, which breaks a capture in
+progress. This lock is all that engines of one process share."""
 
 
 class CudaCapture:
-    """Captures on the device that is current when it is made; all graphs share one pool, for only one runs at a time.
+    """Captures on the device that is current when it is made. All graphs share one memory pool, since only one runs at
+    a time.
 
-    It keeps a stream for capturing, as a pool can be shared only between captures on one stream, and another one for
-    what comes before: memory that is cached for a stream is not seen by others.
+    It keeps one stream for all captures, since only captures on one stream can share a pool, and another one for
+    warm-up runs, whose cached memory would otherwise mix with the pool's.
     """
 
     def __init__(self) -> None:
@@ -213,7 +217,7 @@ class CudaCapture:
         before.wait_stream(self._stream)
 
     def _warm(self, work: Callable[[], object], current: torch.cuda.Stream) -> None:
-        """Libraries allocate on their first call, which no graph may hold."""
+        """Run the work once outside of a capture: libraries allocate on their first call, which no graph may hold."""
         self._warm_up.wait_stream(current)
         with torch.cuda.stream(self._warm_up):
             work()
@@ -221,7 +225,7 @@ class CudaCapture:
 
 
 class _CudaPieces:
-    """A `PieceCapture` in the current stream, which goes on from here."""
+    """A `PieceCapture` in the current stream; capturing begins at once."""
 
     def __init__(self, pool: Any) -> None:
         self.pieces: list[Piece] = []
@@ -270,16 +274,16 @@ class DecodeGraphs:
             self.inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
             self._tokens = self.inputs.device[: 2 * (self._front + steps.NUMBERS * most)].view(torch.int64)
             self.last_token = self._tokens[: max_num_seqs + 1]
-            """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
+            """int64 [max_num_seqs + 1] on the device: the last token of each slot, and of the slot of padding rows."""
             device = self._tokens.device
             self._every = torch.arange(most, device=device)
             self.sampled = torch.zeros(most + 1 + (most + 2) // 2, dtype=torch.int64, device=device)
             """Tokens and largest logits of the last replay's rows (`split`), where graphs sample."""
             self.input_ids = torch.zeros(most + 1, dtype=torch.int64, device=device)
-            """Tokens that the last replay's rows have computed."""
+            """Input tokens of the last replay's rows."""
             self._logits = torch.empty(0, device=device)
         self.processed: ProcessedRows | None = None
-        """Chooses for rows whose logits are processed, where graphs sample."""
+        """Graphs that sample again for rows with processed logits; None: graphs end with the logits."""
         self._padding = np.array([[max_num_seqs, 0, 0, 1, -1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
         self._nothing = steps.DecodeStep(np.zeros((steps.NUMBERS, 0), dtype=np.int64), no_pages, ())
@@ -288,7 +292,7 @@ class DecodeGraphs:
             for size in self.sizes
         }
         self._last = 0, 0, np.empty(0, dtype=np.int32)
-        """`order` of the step that was sent last, the rows of its graph, and what was sent."""
+        """`order` of the step that was sent last, the rows of its graph, and the int32 elements that were sent."""
         self._inputs_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Number of rows -> slots and tokens of the last replay."""
         self._plain: dict[int, Graph] = {}
@@ -316,7 +320,8 @@ class DecodeGraphs:
         return sampled[:rows], sampled[self.sizes[-1] + 1 :].view(torch.float32)[:rows]
 
     def restore(self) -> None:
-        """Put each row's input where its slot's last token is, as before the last run. Takes no memory."""
+        """Undo the last run's change of `last_token`: each row's slot gets the row's input token back. It needs no
+        memory, since it runs when there is none."""
         self.last_token.index_copy_(0, *self._inputs_of[self._size])
 
     def run(self, step: steps.DecodeStep) -> torch.Tensor | None:
@@ -342,7 +347,7 @@ class DecodeGraphs:
         self._logits = torch.empty(0)
 
     def _send(self, size: int, step: steps.DecodeStep) -> None:
-        """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
+        """Plan attention, and send the inputs of a step's rows, and of padding rows, to the graph's fixed memory."""
         self._size = size
         host, sent, rows = self.inputs.take(), 2 * steps.NUMBERS * size, len(step.adapters)
         words = host.numpy()
@@ -370,7 +375,7 @@ class DecodeGraphs:
         return self._tokens[begin : begin + size]
 
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
-        """Capture a step of padding rows only: it is run once before that, and would overwrite the tokens of others."""
+        """Capture a step of padding rows only: capturing runs the step, which would overwrite other slots' tokens."""
         began = time.perf_counter()
         self._send(size, self._nothing)
         named = steps.SLOT, steps.POSITION, steps.ADAPTER, steps.NEXT, steps.SOURCE
@@ -383,12 +388,12 @@ class DecodeGraphs:
         self._inputs_of[size] = slots, inputs
 
         def work() -> torch.Tensor:
-            own: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
+            loras: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
             ids = torch.index_select(self._tokens, 0, source, out=inputs)
-            logits = self._forward(ids, positions, self._every[:size], own, states)
+            logits = self._forward(ids, positions, self._every[:size], loras, states)
             if not self._logits.numel():
-                # one memory for all graphs: were each to keep its own, the pool could share none of it, more than a
-                # gigabyte for a vocabulary of 150,000
+                # one buffer for all graphs: the pool cannot share outputs that each graph keeps, more than a gigabyte
+                # in all for a vocabulary of 150,000
                 self._logits = logits.new_zeros((size + 1, logits.shape[1]))
             kept = self._logits[:size].copy_(logits)
             if self._sampler is not None:

@@ -1,5 +1,5 @@
-"""Memory of a model between two steps: its weights are written anew, its pages are read and filled, or the system has
-it meanwhile."""
+"""Operations on a model's memory between two steps: weights are updated, pages and states are read and written as
+bytes, or memory is released to the system while the model sleeps."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.options import WeightSource
 from asyncengine.step import RecordType
 
-# Other weights for a live decoder: a checkpoint, or tensors by name, of the model that it is.
+# Weight updates of a live decoder, from a checkpoint or from tensors by name; its configuration must not change.
 
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _GIVEN = Path("the update")
 
 
 class GivenTensors(CheckpointSource):
-    """Tensors of this process. They stay the caller's: nothing of them is kept."""
+    """Tensors of this process as a checkpoint. They stay the caller's: no reference is kept after an update."""
 
     files = (_GIVEN,)
     folder = _GIVEN
 
     def __init__(
-        self, given: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], device: torch.device
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], device: torch.device
     ) -> None:
-        """They are read onto `device`. Raises `InvalidParameter` for what is no floating-point tensor with a name."""
+        """`device`: where `read` copies them. Raises `InvalidParameter` for names or tensors that are none, for tensors
+        that are not dense floats, and for a name that comes twice."""
         self.config, self.metadata = {}, {}
         self.tensors: dict[str, StoredTensor] = {}
         self._given: dict[str, torch.Tensor] = {}
         self._device = device
-        for name, tensor in _pairs(given):
+        for name, tensor in _pairs(tensors):
             if name in self._given:
                 raise InvalidParameter("weights", f"have two tensors of the name {name}")
             whole = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
             if tensor.dtype not in _KINDS or tensor.is_meta or not whole:
-                kind = type(tensor).__name__
-                raise InvalidParameter("weights", f"must be whole float tensors; {name} is a {kind}", tensor.dtype)
+                type_name = type(tensor).__name__
+                raise InvalidParameter("weights", f"must be whole float tensors; {name} is a {type_name}", tensor.dtype)
             self._given[name] = tensor
             self.tensors[name] = StoredTensor(_KINDS[tensor.dtype], tuple(tensor.shape), _GIVEN)
 
@@ -71,15 +72,15 @@ class GivenTensors(CheckpointSource):
         return self._given[name].detach().to(self._device).contiguous()
 
     def release(self, tensor: object) -> None:
-        """Nothing of it is a file's."""
+        """Do nothing: the memory is no file's."""
 
 
-def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """Checked one by one, as the caller's generator makes them."""
+def _pairs(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """(name, tensor) pairs, checked one by one as the caller's generator makes them. Raises `InvalidParameter`."""
     try:
-        pairs = iter(given.items() if isinstance(given, Mapping) else given)
+        pairs = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
     except TypeError:
-        raise InvalidParameter("weights", "must be a path, or tensors by name", given) from None
+        raise InvalidParameter("weights", "must be a path, or tensors by name", tensors) from None
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise InvalidParameter("weights", "must be a path, or pairs of a name and a tensor", pair)
@@ -91,15 +92,17 @@ def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def prepare_update(
     decoder: Decoder, weights: WeightSource | None, config: EngineConfig, *, partial: bool = False,
-    has_other_parts: bool = False, head: CheckpointSource | None = None,
+    multimodal: bool = False, head: CheckpointSource | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """A function that writes `weights` into `decoder`, made after all that can be refused has been: names,
-    shapes, stored forms, and of a checkpoint its configuration. Nobody may run the decoder while it writes.
+    """Check `weights`, and return a function that writes them into `decoder`. All checks are done first, so that a
+    refused update changes nothing: names, shapes, stored forms, values, and a checkpoint's configuration. No step may
+    run while the function writes.
 
-    `partial`: tensors that are not given stay. `has_other_parts`: the decoder is a part of a model that reads images or
-    sounds as well. `head`: the files of its head, where that is not the checkpoint's own. `weights` None: those that
-    `load_format="dummy"` makes up. Raises `ModelNotFound` naming what is missing, unknown, misshapen, or otherwise than
-    the model has it; `InvalidParameter` naming one that is not finite.
+    `partial`: tensors that are not given keep their values. `multimodal`: the decoder belongs to a model that reads
+    images or audio as well. `head`: the files of its MTP or EAGLE head, if not the checkpoint's. `weights` None: random
+    ones, with `load_format="dummy"`. Raises `ModelNotFound` naming a tensor that is missing, unknown, misshapen or in
+    another stored form, or a field of the configuration that differs; `InvalidParameter` naming a tensor that is not
+    finite.
     """
     if weights is None:
         if config.load_format != "dummy":
@@ -107,7 +110,7 @@ def prepare_update(
         return lambda: fill_randomly(decoder.slots(), decoder.dtype, decoder.device)
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):
-        # of a model whose weights were made up, these are not
+        # the model may have been loaded with random weights, but a path always means the file's own
         checkpoint = open_checkpoint(os.fspath(weights), CheckpointOptions.of(config)._replace(dummy=False))
         hf_config, described, _ = read_config(
             os.fspath(weights), checkpoint, config.max_model_len, fuse=config.fuse,
@@ -120,21 +123,21 @@ def prepare_update(
         checkpoint = headed(checkpoint, head)
     else:
         checkpoint, described = GivenTensors(weights, decoder.device), decoder.config
-        if has_other_parts:
+        if multimodal:
             checkpoint = text_part(checkpoint, described)
     if partial:
-        described = replace(described, tied=decoder.config.tied)  # which may have been told by a tensor that stays
+        described = replace(described, tied=decoder.config.tied)  # `settle_tie` needs tensors that are not given here
     described = settle_tie(replace(described, mtp=decoder.config.mtp), checkpoint)
     difference = _difference(replace(described, ignored=()), replace(decoder.config, ignored=()))
     if difference is not None:
         where, new, old = difference
         raise ModelNotFound(f"{checkpoint.folder} is of another model: its {where} is {new}, not {old}; load a new one")
     slots = slots_of(decoder, checkpoint)
-    own = set() if decoder.mtp is None else decoder.mtp.names()
-    if own.isdisjoint(f"{before}{name}" for name in checkpoint.tensors for before in ("", "model.")):
-        slots = {name: slot for name, slot in slots.items() if name not in own}  # trainers leave the head out
+    head_names = set() if decoder.mtp is None else decoder.mtp.names()
+    if head_names.isdisjoint(f"{before}{name}" for name in checkpoint.tensors for before in ("", "model.")):
+        slots = {name: slot for name, slot in slots.items() if name not in head_names}  # trainers leave the head out
     names = assign(checkpoint, slots, described.ignored, partial=partial)
-    for name in names:  # all answers would be of them
+    for name in names:  # one NaN in a weight spoils every later answer
         tensor = checkpoint.read(name)
         if isinstance(tensor, torch.Tensor) and not bool(torch.isfinite(tensor).all()):
             raise InvalidParameter("weights", f"must be finite; {name} holds NaN or infinity")
@@ -143,15 +146,15 @@ def prepare_update(
 
 
 def _difference(new: Any, old: Any, where: str = "configuration") -> tuple[str, Any, Any] | None:
-    """The first field in which two declarations differ: its path, and what it is in each; None: there is none."""
+    """The first field in which two configurations differ: (path, new value, old value); None: they agree."""
     if is_dataclass(new) and type(new) is type(old):
-        parts = [(field.name, getattr(new, field.name), getattr(old, field.name)) for field in fields(new)]
+        entries = [(field.name, getattr(new, field.name), getattr(old, field.name)) for field in fields(new)]
     elif isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
-        parts = [(str(place), *pair) for place, pair in enumerate(zip(new, old, strict=True))]
+        entries = [(str(index), *pair) for index, pair in enumerate(zip(new, old, strict=True))]
     else:
         return None if new == old else (where, _shown(new), _shown(old))
-    found = (_difference(one, other, f"{where}.{name}") for name, one, other in parts)
-    return next((each for each in found if each is not None), None)
+    differences = (_difference(new_value, old_value, f"{where}.{name}") for name, new_value, old_value in entries)
+    return next((each for each in differences if each is not None), None)
 
 
 def _shown(value: Any) -> str:
@@ -160,60 +163,62 @@ def _shown(value: Any) -> str:
     return type(value).__name__ if is_dataclass(value) else repr(value)
 
 
-# Pages and states of a model on a CPU as bytes: the memory itself, so that a disk reads into it and writes from it.
+# Pages and states of a model on a CPU as bytes: views of the memory itself, so that disk reads and writes need no copy.
 
 
 class _Pool(NamedTuple):
-    """Memory of one pool in each of the processes that have it, by rank."""
+    """One pool of pages, or of states, in the memory of each rank."""
 
     views: Sequence[memoryview]
     stride: int
     """Bytes from one page to the next."""
     pieces: Sequence[tuple[int, int, int]]
-    """(rank, first byte, bytes) of each piece of page 0, in the order of one process's bytes."""
+    """(rank, first byte, bytes) of each piece of page 0, in the order in which one process alone would have them."""
     divided: bool
-    """Each process has some pieces; else each has a copy of those of rank 0."""
+    """True: each rank has some of the pieces. False: each rank has a copy of all of them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a page, of all processes if it is divided among them."""
+        """Bytes of a page, over all ranks if it is divided among them."""
         return sum(size for *_, size in self.pieces)
 
     def page(self, index: int, copy: int = 0) -> list[memoryview]:
-        """All of the page `index`; of what is not divided, this rank's copy."""
+        """All pieces of page `index`; of a pool that is not divided, those of rank `copy`."""
         begin = index * self.stride
         return [self.views[rank + copy][begin + first :][:size] for rank, first, size in self.pieces]
 
 
 class CpuPageMemory:
-    """`PageMemory` of pools on a CPU. It keeps them alive."""
+    """`PageMemory` of pools on a CPU, whose memory it keeps alive."""
 
     def __init__(
         self, pools: Sequence[PagePool], states: StatePools | None, layout: str, shared: SharedPools | None = None
     ) -> None:
-        """`layout`: the backend and the size of its pages, in words. `shared`: where they lie if several processes have
-        pages. Those of a layer whose heads are divided are a page together; of all others each has a copy."""
+        """`layout`: name of the backend and its page size, for fingerprints of stored pages. `shared`: the memory of
+        all ranks, if there are several. If a layer's heads are divided among ranks, their pieces make up one page;
+        otherwise each rank has a copy of the page."""
         self._shared = shared
-        parts = 1 if shared is None else shared.size
-        slots = [] if states is None else _state_pools(states, parts)
-        self._whole = [*(pool.memory for pool in pools), *(each.memory for each in slots)]
-        sizes = [(pool.page_bytes, pool.pieces * (parts if pool.divided else 1), pool.of_windows) for pool in pools]
-        self.layout = f"{layout} {sizes} {[each.shape for each in slots]}"
+        processes = 1 if shared is None else shared.size
+        slots = [] if states is None else _state_pools(states, processes)
+        self._whole = [*(pool.memory for pool in pools), *(state_pool.memory for state_pool in slots)]
+        sizes = [(pool.page_bytes, pool.pieces * (processes if pool.divided else 1), pool.of_windows) for pool in pools]
+        self.layout = f"{layout} {sizes} {[state_pool.shape for state_pool in slots]}"
         self._pools: dict[RecordType, list[_Pool]] = {part: [] for part in RecordType}
         for pool in pools:
             part = RecordType.WINDOW if pool.of_windows else RecordType.PAGE
             firsts = [number * pool.stride for number in range(pool.pieces)]
-            ranks = range(parts if pool.divided else 1)
+            ranks = range(processes if pool.divided else 1)
             pieces = [(rank, first, pool.page_bytes) for rank in ranks for first in firsts]
             self._pools[part].append(_Pool(self._views(pool.memory), pool.page_bytes, pieces, pool.divided))
-        for each in slots:
-            ends, ranks = [*accumulate(each.sizes, initial=0)], range(parts if each.divided else 1)
+        for state_pool in slots:
+            ends, ranks = [*accumulate(state_pool.sizes, initial=0)], range(processes if state_pool.divided else 1)
             pieces = [(rank, first, end - first) for first, end in pairwise(ends) for rank in ranks]
-            self._pools[RecordType.STATE].append(_Pool(self._views(each.memory), ends[-1], pieces, each.divided))
+            views = self._views(state_pool.memory)
+            self._pools[RecordType.STATE].append(_Pool(views, ends[-1], pieces, state_pool.divided))
 
     def _views(self, memory: torch.Tensor) -> list[memoryview]:
-        own = [memory] if self._shared is None else self._shared.of_all(memory)
-        return [each.detach().reshape(-1).view(torch.uint8).numpy().data for each in own]
+        by_rank = [memory] if self._shared is None else self._shared.of_all(memory)
+        return [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in by_rank]
 
     def nbytes(self, part: RecordType) -> int:
         return sum(pool.nbytes for pool in self._pools[part])
@@ -222,21 +227,21 @@ class CpuPageMemory:
         return [piece for pool in self._pools[part] for piece in pool.page(index)]
 
     def filled(self, part: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
-        """The memory itself was filled; copies of other processes follow."""
+        """Copy a page that was written in rank 0's memory to the ranks that have a copy of it."""
         for pool in self._pools[part]:
             for rank in range(1, 1 if pool.divided else len(pool.views)):
                 for piece, copy in zip(pool.page(index), pool.page(index, rank), strict=True):
                     copy[:] = piece
 
     def copy(self, copies: Sequence[tuple[RecordType, int, int]]) -> None:
-        """Make the copies of pages that a step begins with."""
+        """Copy pages: (type, source, target) of each copy that a step begins with."""
         for part, source, page in copies:
             for pool in self._pools[part]:
                 for piece, copied in zip(pool.page(source), pool.page(page), strict=True):
                     copied[:] = piece
 
     def give_back(self) -> None:
-        """Let the system have the memory of all pages and states of this process, of which nothing is read any more."""
+        """Give the memory of this process's pages and states back to the system. Their content is lost."""
         if self._shared is not None:
             self._shared.give_back()
             return
@@ -245,45 +250,45 @@ class CpuPageMemory:
 
 
 class _States(NamedTuple):
-    """Memory of one layer's recurrent states, or windows."""
+    """Memory of one layer's recurrent states, or of its convolution windows."""
 
     memory: torch.Tensor
     sizes: Sequence[int]
-    """Bytes of what stands side by side in one of them, each of which processes divide by itself."""
+    """Bytes of the segments of one state, side by side; ranks divide each segment by itself."""
     shape: tuple[int, ...]
-    """Shape of all processes' together."""
+    """Shape of one state over all ranks."""
     divided: bool
 
 
-def _state_pools(states: StatePools, parts: int) -> list[_States]:
-    """`parts`: processes that may divide states."""
+def _state_pools(states: StatePools, processes: int) -> list[_States]:
+    """Recurrent states, then windows, of all state layers. `processes`: ranks that may divide them."""
     heads, windows = [], []
     for spec, recurrent, window in zip(states.specs, states.recurrent, states.windows, strict=True):
-        size = parts if spec.divided else 1
+        size = processes if spec.divided else 1
         if recurrent is not None:
             first, *rest = spec.recurrent
             heads.append(_States(recurrent, [recurrent[0].nbytes], (first * size, *rest), spec.divided))
         if window is not None:
             rows, channels = spec.window
-            sizes = [window[0].nbytes]  # one piece is read and written faster than many
+            sizes = [window[0].nbytes]  # undivided: one segment is read and written faster than many
             if spec.divided:
-                sizes = [kind * window.itemsize for kind in spec.kinds or (channels,)] * rows
+                sizes = [channels_of_group * window.itemsize for channels_of_group in spec.kinds or (channels,)] * rows
             windows.append(_States(window, sizes, (rows, channels * size), spec.divided))
     return heads + windows
 
 
 class ModelMemory:
-    """Weights and caches of one runner's model. Whatever it returns is called while no step runs."""
+    """Weights and caches of one runner's model. The functions that it returns are called while no step runs."""
 
     def __init__(
         self, model: LoadedModel, pages: Callable[[], CpuPageMemory], cores: Cores, reads_images: bool,
         lora: LoraLayers | None, ranks: Ranks | None, draft: DraftModel | None,
     ) -> None:  # fmt: skip
-        """`pages`: memory of its caches, where that is the host's. `lora`: its adapters. `ranks`: other processes, and
-        `draft`: another model, that do the same."""
+        """`pages`: memory of its caches, on a CPU. `reads_images`: it has a vision tower. `lora`: its adapters.
+        `ranks`, `draft`: other processes and a draft model, which do the same."""
         self._lora, self._path, self._ranks, self._draft = lora, model.path, ranks, draft
         self._model, self._device, self._pages, self._cores = model.model, model.device, pages, cores
-        self._reads_images, self._has_other_parts, self._head = reads_images, bool(model.left_out), model.head
+        self._reads_images, self._multimodal, self._head = reads_images, bool(model.left_out), model.head
         self._without_weights = False
 
     def _decoder(self) -> Decoder:
@@ -294,8 +299,8 @@ class ModelMemory:
         return self._model
 
     def prepare_update(self, weights: WeightSource | None, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """Check new weights, and return the call that writes them. May be called from any thread. `weights`: None for
-        those that the model was loaded with, read again from its files or made up by `load_format="dummy"`.
+        """Check new weights, and return the function that writes them. May be called from any thread. `weights`: None
+        for those that the model was loaded with, read again from its files or random (`load_format="dummy"`).
 
         Raises as the function `prepare_update`, and `UnsupportedModel` for one that runs through transformers.
         """
@@ -303,30 +308,26 @@ class ModelMemory:
         model = self._decoder()
         weights = self._path if weights is None and config.load_format != "dummy" else weights
         if self._ranks is not None and weights is not None and not isinstance(weights, (str, os.PathLike)):
-            weights = list(_pairs(weights))  # to be read more than once
-        write = prepare_update(
-            model, weights, config, partial=partial, has_other_parts=self._has_other_parts, head=self._head
-        )
+            weights = list(_pairs(weights))  # a generator would be used up here, and the ranks need it as well
+        write = prepare_update(model, weights, config, partial=partial, multimodal=self._multimodal, head=self._head)
 
         def run() -> None:
             with on_device(self._device), self._cores.loading():
                 write()
                 if self._lora is not None:
-                    with torch.inference_mode():  # as whatever steps have written
+                    with torch.inference_mode():  # adapters' memory was made in this mode, and may only change in it
                         self._lora.write_again()
             if self._without_weights and self._draft is not None:
-                self._draft.prepare_update(None, config, False)()  # which takes the same cores for itself
+                self._draft.prepare_update(None, config, False)()  # outside of `loading`: it takes the cores itself
             self._without_weights = False
 
         return run if self._ranks is None else self._ranks.along(run, "update", weights, partial)
 
     def prepare_release(self, weights: bool, cache: bool) -> Callable[[], None]:
-        """Return the call that gives the memory of weights, of caches, or of both back to the system. Weights must be
-        written before the next step; of a cache nothing may be read any more.
+        """Return the function that gives the memory of weights, of caches, or of both back to the system. Weights must
+        be written again before the next step; the content of a cache is lost.
 
-        Raises `UnsupportedModel` where it cannot be: on a GPU, whose graphs hold it, and for weights that no update
-        could write.
-        """
+        Raises `UnsupportedModel` on a GPU, whose graphs hold addresses, and for weights that no update could write."""
         if self._device.type != "cpu":
             raise UnsupportedModel(
                 "memory of a GPU cannot be given back while the engine lives: keep both, or close it"

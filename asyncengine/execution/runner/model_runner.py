@@ -1,4 +1,4 @@
-"""Running one batch: flatten, forward, sample. Implements `step.Executor` on CPU and CUDA alike."""
+"""Running one batch: flatten, forward, sample. Implements `seams.Executor` on CPU and CUDA alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.draft_model import DraftModel, MTPGuesser
 from asyncengine.execution.runner.graphs import Capture, DecodeGraphs
 from asyncengine.execution.runner.model_memory import CpuPageMemory, ModelMemory
-from asyncengine.execution.runner.pending import PendingStep, every_place, launch_in_parts
+from asyncengine.execution.runner.pending import PendingStep, launch_split, rows_of_samples
 from asyncengine.execution.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
@@ -43,9 +43,9 @@ from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, Row, StepResult
 
 SMALL = 2**25
-"""Bytes of weights up to which the loops of a step are too short to be shared among threads."""
+"""Bytes of weights up to which a step's loops are too short to gain from several threads."""
 _BRIEF = 2**17
-"""Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
+"""Most query-key pairs of a brief step of such a model: a few milliseconds of attention."""
 _HELD = (
     "backend", "graphs", "_prompt_graphs", "_lora", "_unwritten", "sampler", "last_token", "_awaited",
     "_unfinished", "states", "image_store", "memory",
@@ -65,9 +65,9 @@ class ModelRunner(Executor):
         pooler: Pooler | None = None, images: ImageStore | None = None, ranks: Ranks | None = None,
         draft: DraftModel | None = None,
     ) -> None:  # fmt: skip
-        """`num_states`: slots for recurrent states, slot 0 included. `pooler`: of a model that is asked for vectors,
-        whose logits are hidden states. `images`: of one that reads pictures. `ranks`: other processes that compute its
-        passes with this one. `draft`: guesses for it, if it has no head that does."""
+        """`num_states`: slots for recurrent states, slot 0 included. `pooler`: of an embedding or scoring model, whose
+        forward returns hidden states as logits. `images`: encoded pictures of a multimodal model. `ranks`: other
+        processes that compute each pass together with this one. `draft`: for a model without an MTP head."""
         self.num_pages, self.num_states, self.page_size = backend.num_pages, num_states, backend.page_size
         self.num_window_pages = backend.num_window_pages
         self.windows = tuple(dict.fromkeys((each.window or 0, each.chunk or 0) for each in model.layers))
@@ -78,7 +78,8 @@ class ModelRunner(Executor):
         self.pooler = pooler
         head = model.model if isinstance(model.model, Decoder) and model.model.mtp is not None else None
         self.mtp = None if head is None else MTPGuesser(self, head, max_num_seqs)
-        self.draft_model: Guesser | None = self.mtp or draft  # it makes guesses that are left open
+        self.draft_model: Guesser | None = self.mtp or draft
+        """Fills in the drafts that rows leave open (`step.OPEN`)."""
         self.model: CausalLM | None = model.model
         self.backend, self.device = backend, model.device
         self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
@@ -89,24 +90,24 @@ class ModelRunner(Executor):
         self._expert_type, self.small = expert_type(model.model), model.weights_bytes <= SMALL
         self.graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
-        self._unwritten: dict[int, Any] = {}  # by adapter slot, what no row has used yet: it may not fit in memory
+        # adapter slot -> weights to write before a row uses it: not at once, as there may be no memory for them yet
+        self._unwritten: dict[int, Any] = {}
         self._lora, self.image_store = lora, images
         self.ranks = ranks
         self._masks = MaskFiller(model.vocab_size, model.device)
-        self._unfinished: UnreadStep | None = None  # whose reader launches what is left of the step behind it
-        self._awaited: dict[int, AwaitedToken] = {}  # by slot, of the last constrained row that was launched for it
+        self._unfinished: UnreadStep | None = None  # its reader launches the rest of the step after it
+        self._awaited: dict[int, AwaitedToken] = {}  # slot -> token of the last constrained row launched for it
         self.sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
-        kept = model.states, num_states, model.dtype, model.device
-        self.states = StatePools(*kept, padding=backend.graphs, shared=backend.shared) if num_states else None
+        shape = model.states, num_states, model.dtype, model.device
+        self.states = StatePools(*shape, padding=backend.graphs, shared=backend.shared) if num_states else None
         self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
         self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
     def launch(self, batch: Batch) -> StepHandle:
-        """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
-        raising means the runner is broken.
+        """Start one step; nothing here waits for the device. The failure of a single row is reported in the result's
+        `errors`; an exception means that the runner is broken.
 
-        A step that does not fit in memory is launched in parts (`pending`), with the guesses that were made for it.
-        """
+        A step that does not fit in memory is launched in halves (`pending`), with the guesses made for it."""
         if self.draft_model is not None:
             batch = self.draft_model.guess(batch)
         if batch.copies:
@@ -116,10 +117,10 @@ class ModelRunner(Executor):
         if batch.encode is not None and self.image_store is not None:
             with self._inference, on_device(self.device), self.cores.step():
                 self.image_store.encode(batch.encode)
-        return launch_in_parts(batch, self.launch_part, self.device)
+        return launch_split(batch, self.launch_once, self.device)
 
     def stop_guessing(self) -> None:
-        """Compute steps without the model's own head, as nothing can be guessed."""
+        """Compute steps without the model's MTP head from now on, as speculation is impossible."""
         self.draft_model = self.mtp = None
 
     @property
@@ -127,12 +128,12 @@ class ModelRunner(Executor):
         return self.device.type != "cpu"
 
     def is_brief(self, batch: Batch) -> bool:
-        """True: `launch` takes milliseconds of one thread, which waits for no other: that of the event loop may be the
-        one. Where the device is the CPU that is a short step of a small model."""
+        """Whether `launch` takes milliseconds and waits for no other thread, so that the event loop's own thread may
+        call it. On a CPU that is a short step of a small model."""
         if batch.swaps or batch.encode is not None or elsewhere or self.ranks is not None:
             return False  # while kernels are compiled by other processes, a step may wait for one
         if any((row.drafts and row.awaits_drafts) or row.spec.one_by_one for row in batch.rows):
-            return False  # guesses take long, and who knows what the caller's functions do
+            return False  # guesses take long, and so may the caller's own functions
         if any(row.grammar is not None for row in batch.rows) and not self._masks_later(batch.rows):
             return False
         if self.asynchronous:
@@ -143,8 +144,9 @@ class ModelRunner(Executor):
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 
     def _masks_later(self, rows: Sequence[Row]) -> bool:
-        """Whether a launch does not wait for the masks of these rows, some of which have one: a graph's forward does
-        not, and nothing of another step is left to be launched."""
+        """Whether a launch of these rows, some of which have masks, does not wait for the masks: the rest of the step
+        is then launched by the reader of the step before. It needs a graph for the step and for processed rows, and no
+        other step whose rest is still to be launched."""
         if self.graphs is None or self.graphs.processed is None or self._unfinished is not None:
             return False
         if any(row.spec.params.logprobs or (row.state is not None and row.state.saves) for row in rows):
@@ -166,14 +168,15 @@ class ModelRunner(Executor):
         return self.cores.stats
 
     def profile_run(self, batch: Batch) -> StepResult:
-        """Run one whole step, to see what it takes. Raises `torch.OutOfMemoryError` if it does not fit."""
-        return self.launch_part(batch).wait()
+        """Run one whole step, to measure it. Raises `torch.OutOfMemoryError` if it does not fit."""
+        return self.launch_once(batch).wait()
 
-    def launch_part(self, batch: Batch) -> PendingStep:
+    def launch_once(self, batch: Batch) -> PendingStep:
         if self._unfinished is not None:
             self._unfinished.wait()
         pending = PendingStep(batch, Readback(self._copies, self._used), self._jump)
-        # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
+        # torch's own operators do little beside compiled kernels, and their idle threads would spin on the cores of
+        # the kernels' helpers
         assert self.model is not None
         cores = self.cores.step(torch_alone=self.model.compiled, small=self.small)
         with self._inference, on_device(self.device), cores:
@@ -194,10 +197,10 @@ class ModelRunner(Executor):
         else:
             step = self.buffers.build(batch, self.last_token)
             params_of = [row.spec.params for row in batch.rows]
-            asked = [each for each in params_of if each.traced_from is not None or each.steering_vectors]
-            if asked:
-                routed = any(params.return_routed_experts for params in asked)
-                layers = {layer for params in asked for layer in params.return_hidden_states}
+            traced = [params for params in params_of if params.traced_from is not None or params.steering_vectors]
+            if traced:
+                routed = any(params.return_routed_experts for params in traced)
+                layers = {layer for params in traced for layer in params.return_hidden_states}
                 pending.traces = Traces(layers, [] if routed else None, self._expert_type)
             inputs, pending.failed = inputs_of(step, batch.rows, self.image_store if pictured else None)
             if pending.traces is not None:
@@ -210,7 +213,7 @@ class ModelRunner(Executor):
     def _conclude(
         self, pending: PendingStep, step: Step | FlatStep, logits: torch.Tensor, masks: StepMasks | None
     ) -> None:
-        """Make of a step's logits all that was asked for."""
+        """Pool, sample and score as the step's rows ask, from its logits [N, vocab]."""
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
         sampled = None
@@ -225,10 +228,10 @@ class ModelRunner(Executor):
             self._keep(pending, sampled)
 
     def _replay(self, pending: PendingStep, masks: StepMasks | None, graphs: DecodeGraphs) -> bool:
-        """Run the step as a graph; False: none holds it, and nothing was done."""
+        """Run the step as a graph. False: no graph can run it, and nothing was done."""
         rows = pending.batch.rows
         if self.image_store is not None and self.image_store.axes and any(row.spec.images for row in rows):
-            return False  # positions of one axis are all that a graph has
+            return False  # graphs have positions of one axis
         step = self.buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
         if step is None:
             return False
@@ -236,12 +239,12 @@ class ModelRunner(Executor):
         slots, positions = step.numbers[SLOT], step.numbers[NEXT]
         processed, scored = self.sampler.begin(rows, slots, positions)
         if masks is not None:
-            constrained = [place for place, row in enumerate(rows) if row.grammar is not None]
+            constrained = [index for index, row in enumerate(rows) if row.grammar is not None]
             processed = np.union1d(processed, constrained)
         logits = graphs.run(step)
         if logits is None:
             return False
-        pending.sampling, pending.places = range(len(rows)), rows
+        pending.sampling, pending.sample_rows = range(len(rows)), rows
         before: UnreadStep | None = None
         if graphs.processed is None:
             self._keep(pending, self._sample(pending, logits, masks))
@@ -251,13 +254,13 @@ class ModelRunner(Executor):
             if before is None:
                 finish()
         pending.readback.send()
-        if before is not None:  # matchers wait for the tokens of the step before: this thread need not
+        if before is not None:  # matchers wait for the tokens of the step before, and this thread should not
             self._unfinished = before
             before.then(partial(self._finish, pending, finish))
         return True
 
     def _finish(self, pending: PendingStep, finish: Callable[[], None]) -> None:
-        """Launch the rest of a step, on any thread."""
+        """Launch the rest of a step: its processed rows, and the copy of all tokens to the host. On any thread."""
 
         def run() -> None:
             try:
@@ -270,7 +273,7 @@ class ModelRunner(Executor):
 
         if is_plain_thread(self.device):
             run()
-        else:  # whoever reads has entered a stream, or a mode of torch, since the step was launched
+        else:  # the reading thread has entered a stream, or a mode of torch, that must not apply to the step
             thread = threading.Thread(target=run)
             thread.start()
             thread.join()
@@ -279,8 +282,8 @@ class ModelRunner(Executor):
         self, pending: PendingStep, graphs: DecodeGraphs, logits: torch.Tensor, numbers: Int64Array,
         processed: Int64Array, scored: Int64Array, masks: StepMasks | None,
     ) -> None:  # fmt: skip
-        """Choose for the rows of a graph's step whose logits are processed, and have all tokens read."""
-        rows = pending.places
+        """Sample again for the rows with processed logits of a graph's step, and begin to read all tokens."""
+        rows = pending.sample_rows
         try:
             if processed.size:
                 assert graphs.processed is not None
@@ -291,15 +294,15 @@ class ModelRunner(Executor):
             pending.keep_choices(drawn)
             arrived = pending.readback.fetch_now(graphs.sampled)
             pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed.tolist())
-        except BaseException:  # for want of memory: the step is launched again, with the tokens it had
+        except BaseException:  # out of memory: the step is launched again, and must find the tokens it began with
             graphs.restore()
-            for slot in numbers[SLOT, processed].tolist():  # who knows whether tokens have been counted
+            for slot in numbers[SLOT, processed].tolist():  # their tokens may or may not have been counted by now
                 self.sampler.forget(slot)
             raise
         self._settle(pending)
 
     def _write_adapters(self, adapters: Sequence[int]) -> None:
-        """Put into their slots what these rows are the first to use."""
+        """Write the adapters that these slots wait for."""
         if self._lora is None:
             return
         for slot in [slot for slot in self._unwritten if slot in adapters]:
@@ -309,16 +312,17 @@ class ModelRunner(Executor):
             del self._unwritten[slot]
 
     def forward(self, inputs: StepInputs, traces: Traces | None = None) -> torch.Tensor:
-        """Logits [N, vocab] of a pass. `traces`: see `StepContext`. Within the runner's `cores`."""
+        """Logits [N, vocab] of a pass. `traces`: see `StepContext`. To be called within the runner's `cores`."""
         assert self.model is not None
         return self.model.forward(inputs.ids, self.context_of(inputs, traces), inputs.logit_rows)
 
     def context_of(self, inputs: StepInputs, traces: Traces | None = None) -> StepContext:
-        """The context of a pass, for which the backend is planned."""
+        """Plan the backend for a pass, and return the pass's context."""
         view, _, positions, rows, slots, segments, pictures = inputs
         self.backend.plan(view)
-        own = (None, None) if self._lora is None else self._lora.begin(slots, view.counts, rows)
-        return self._context(positions, own, segments, pictures, *(() if traces is None else (traces.experts, traces)))
+        adapters = (None, None) if self._lora is None else self._lora.begin(slots, view.counts, rows)
+        traced = () if traces is None else (traces.experts, traces)
+        return self._context(positions, adapters, segments, pictures, *traced)
 
     def _context(
         self, positions: torch.Tensor, adapters: StepAdapters, moves: StateSegments | LoneTokens | None, *more: Any
@@ -327,19 +331,19 @@ class ModelRunner(Executor):
         return StepContext(positions, self.backend, *adapters, states, *more)
 
     def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
-        """The step, and logits [N, vocab] of its wanted rows."""
+        """Run a step with prompts as graphs in pieces. Returns the step, and logits [N, vocab] of its wanted rows."""
         assert isinstance(self.model, Decoder)
         step = self.buffers.flatten(batch.rows)
         hidden = graphs.run(step)
-        own: StepAdapters = (None, None)
+        adapters: StepAdapters = (None, None)
         if not step.wanted:
             hidden = hidden[:0]
         elif len(step.wanted) < len(hidden) or any(step.adapters):
             wanted = upload(np.array(step.wanted, dtype=np.int64), self.device)
             hidden = hidden.index_select(0, wanted)
             if self._lora is not None:
-                own = self._lora.begin(step.adapters, step.counts, wanted)
-        return step, self.model.logits(hidden, StepContext(self.last_token, self.backend, *own))
+                adapters = self._lora.begin(step.adapters, step.counts, wanted)
+        return step, self.model.logits(hidden, StepContext(self.last_token, self.backend, *adapters))
 
     def _compute(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters,
@@ -371,7 +375,7 @@ class ModelRunner(Executor):
         self, sizes: Sequence[int], capture: Pieces, report: Callable[[], None] = lambda: None
     ) -> PromptGraphs:
         """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `report`
-        after each. Graphs of decode steps are there already, and it `may_cut`."""
+        after each. To be called after `use_graphs`, and only if `may_cut`."""
         assert isinstance(self.model, Decoder)
         backend = cast(FlashInferBackend, self.backend)
         graphs = PromptGraphs(self.model, backend, self.last_token, sizes, capture, self._lora)
@@ -411,36 +415,36 @@ class ModelRunner(Executor):
             delattr(self, name)
 
     def _sample(self, pending: PendingStep, logits: torch.Tensor, masks: StepMasks | None) -> torch.Tensor:
-        """int64 tokens of the sampling rows, from the logits of each, on the device. Everything that is made of them
-        goes into `pending`."""
-        rows = every_place(pending.batch, pending.sampling)
+        """Sample a token for each sampling row: int64 [S] on the device, from logits [S, vocab]. Scores, masks and
+        copies to the host go into `pending`."""
+        rows = rows_of_samples(pending.batch, pending.sampling)
         filled = FilledMasks.none() if masks is None else masks.wait(pending.sampling)
         sampled = self.sampler.sample(rows, logits, filled, self.last_token)
-        pending.filled, pending.places = filled, rows
+        pending.filled, pending.sample_rows = filled, rows
         pending.sampled = sampled.fetch(pending.readback)
-        wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
+        wanted = [index for index, row in enumerate(rows) if row.spec.params.logprobs]
         pending.score(wanted, logits, sampled, self.sampler)
         pending.keep_choices(sampled)
         return sampled.tokens
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
-        """Store the state that later steps build on, once all memory for this one is taken: a step that is launched
-        again must find what was there before it."""
+        """Store each slot's last token for later steps. It comes last, when this step needs no more memory: a step that
+        runs out of memory is launched again, and must find what was there before it."""
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
-        # what a matcher puts in the place of a token is not here: rows launched for this one are discarded then
+        # a matcher may replace a token later: rows that were launched with the sampled one are discarded then
         if self.device.type == "cpu":
             last = self.last_token.numpy()
-            for slot, token in zip(slots, tokens.tolist(), strict=True):  # a row's last one stands
+            for slot, token in zip(slots, tokens.tolist(), strict=True):  # with drafts, a row's last sample wins
                 last[slot] = token
         else:
             self.last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self.device), tokens)
         self._settle(pending)
 
     def _settle(self, pending: PendingStep) -> None:
-        """Know of what matchers have to say of the step's tokens."""
+        """Note which of the step's tokens wait for their matchers, and drop the counts of discarded ones."""
         rows, sampling, filled = pending.batch.rows, pending.sampling, pending.filled
-        for place in filled.discarded:  # tokens that were not to be have been counted
-            self.sampler.forget(rows[sampling[place]].slot)
-        for place in filled.places:
+        for index in filled.discarded:  # penalties have counted a token that is not part of the output
+            self.sampler.forget(rows[sampling[index]].slot)
+        for index in filled.samples:
             token = AwaitedToken(pending)
-            pending.awaited[place] = self._awaited[rows[sampling[place]].slot] = token
+            pending.awaited[index] = self._awaited[rows[sampling[index]].slot] = token

@@ -1,13 +1,13 @@
-"""Steps with prompts as CUDA graphs in pieces: what lies between two attentions is captured, attention is launched.
+"""Steps with prompts as CUDA graphs in pieces: the work between two attentions is captured, attention is launched.
 
-Launched one by one from Python, the kernels of a step of 28 layers take the host 14 to 25 ms, whatever the size of the
-step, and a GPU a tenth of that: with a prompt in nearly every step, as when requests arrive all the time, the host
-decides how many can be served. Attention depends on the lengths of the rows, which differ from step to step, so it
-stays outside (the piecewise graphs of vLLM). Everything else depends on the number of tokens only: there are graphs for
-some numbers, and a step is padded to the next. The forward is not written a second time: it is run under capture, and
+Launching the kernels of a step of 28 layers one by one from Python takes the host 14 to 25 ms, whatever the size of the
+step, and the GPU needs a tenth of that: when requests arrive all the time, nearly every step has a prompt, and the host
+limits the throughput. Attention depends on the lengths of the rows, which differ from step to step, so it stays outside
+of the graphs (vLLM's piecewise graphs). Everything else depends on the number of tokens only: there are graphs for some
+numbers, and a step is padded to the next one. The forward is not written a second time: it runs under capture, and
 wherever it attends, one graph ends and the next begins.
 
-Padding tokens stand at position 0 of page 0, which belongs to nobody, and are not attended to.
+Padding tokens stand at position 0 of page 0, which no request owns, and are not attended to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.step import Batch
 
 LARGEST = 2048
-"""Tokens of the largest graphs. Beyond, a GPU is busy for longer than the host needs to launch what it does."""
+"""Tokens of the largest graphs. A larger step keeps the GPU busy for longer than the host needs to launch it."""
 
 
 class Piece(Protocol):
@@ -54,7 +54,7 @@ class PieceCapture(Protocol):
 
 
 Pieces = Callable[[Callable[[], None]], AbstractContextManager[PieceCapture]]
-"""Runs the work once outside of any graph; then whoever enters does the same work, and it is captured."""
+"""Runs the work once outside of any graph. Within the context the caller runs it again, and that run is captured."""
 
 
 class _Cut(NamedTuple):
@@ -74,27 +74,27 @@ class _Size(NamedTuple):
 
 
 def prompt_graph_sizes(most: int) -> list[int]:
-    """Tokens of the graphs for steps of at most `most` tokens, ascending: none wastes more than half of a small step,
-    or a fifth of a large one."""
+    """Tokens of the graphs for steps of at most `most` tokens, ascending: padding is at most half of a small step, or a
+    fifth of a large one."""
     largest = min(most, LARGEST)
     sizes = (32, 64, *range(128, 1024, 128), *range(1024, LARGEST + 1, 256))
     return [*(size for size in sizes if size < largest), largest]
 
 
 def may_be_cut(model: object, backend: AttentionBackend) -> bool:
-    """Whether nothing that layers do between two attentions depends on the lengths of the rows: each token's key and
-    value are written by a place of its own (`attend_merged`), and no layer keeps a state."""
+    """Whether the work between two attentions is independent of the lengths of the rows: each token's key and value are
+    written by its KV slot (`attend_merged`), and no layer keeps a state."""
     if not isinstance(model, Decoder) or model.states or getattr(backend, "attend_merged", None) is None:
         return False
     attentions = [layer.attention for layer in model.layers if layer.attention is not None]
     return bool(attentions) and all(
-        own.merged is not None or getattr(own.config, "keys_of", None) is not None for own in attentions
+        layer.merged is not None or getattr(layer.config, "keys_of", None) is not None for layer in attentions
     )
 
 
 _GIVEN, _SLOT, _POSITION, _KV_SLOT, _ADAPTER = range(5)
-"""int64 of each token: its id if the host knows it, else its slot (or -1), its position, where key and value go, its
-adapter's slot counted from 0 or -1."""
+"""Rows of a graph's inputs, int64 for each token: its id if the host knows it; its slot if the id is still on the
+device, else -1; its position; its KV slot; its adapter's slot counted from 0, or -1."""
 _NUMBERS = 5
 
 
@@ -116,7 +116,7 @@ class PromptGraphs:
             widest = max(spec.num_heads * spec.key_dim for spec in model.specs)
             memory = torch.zeros(2, self.sizes[-1] * widest, dtype=model.dtype, device=last_token.device)
         self._query, self._attended = memory
-        """Memory of one layer after the other, for no two attend at once."""
+        """Queries and results of attention, of one layer at a time: layers attend one after the other."""
         self._out = torch.empty(0)
 
     def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
@@ -133,8 +133,8 @@ class PromptGraphs:
         return self._find(batch.num_tokens, [row.adapter_slot for row in batch.rows]) is not None
 
     def run(self, step: FlatStep) -> torch.Tensor:
-        """Hidden states [T, width] of a step of at most as many tokens as the largest graphs have; they stand until the
-        next run."""
+        """Hidden states [T, width] of a step of at most as many tokens as the largest graphs have; they are valid until
+        the next run."""
         count = len(step.tokens)
         graphs = self._find(count, step.adapters)
         assert graphs is not None
@@ -162,7 +162,7 @@ class PromptGraphs:
         return self._adapted.find(self._captured, size, adapters) if any(adapters) else self._graphs[size]
 
     def _send(self, size: int, step: FlatStep | None) -> None:
-        """Put what the graphs read of a step's tokens where they read it; None: all are padding."""
+        """Send the inputs of a step's tokens to the graphs' fixed memory; None: all tokens are padding."""
         host = self._inputs.take()[: 2 * _NUMBERS * size]
         numbers: Int64Array = host.view(torch.int64).numpy().reshape(_NUMBERS, size)
         numbers[:] = 0
@@ -173,8 +173,8 @@ class PromptGraphs:
             numbers[_POSITION, :count] = step.positions
             numbers[_KV_SLOT, :count] = step.kv_slots
             numbers[_ADAPTER, :count] = np.repeat(step.adapters, step.counts) - 1
-            places, slots = step.in_flight
-            numbers[_SLOT, places] = slots
+            tokens, slots = step.in_flight
+            numbers[_SLOT, tokens] = slots
         self._inputs.send(2 * _NUMBERS * size)
 
     def _number(self, size: int, which: int) -> torch.Tensor:
@@ -190,37 +190,38 @@ class PromptGraphs:
     def _captured(self, size: int, lora: LoraLayers | None) -> _Size:
         self._send(size, None)
         cuts: list[_Cut] = []
-        under: list[PieceCapture] = []
+        captures: list[PieceCapture] = []
         kv_slots = self._number(size, _KV_SLOT)
 
         def cut(layer: int, query: torch.Tensor) -> torch.Tensor:
-            """Stand in for attention: put the queries where it will read them, and return what it will write."""
+            """Stand in for attention: copy the queries to where it will read them, and return the memory that it will
+            write."""
             queries, attended = self._views(*query.shape)
             queries.copy_(query)
-            for capture in under:  # none while it is run once to warm up
+            for capture in captures:  # empty during the warm-up run
                 cuts.append(_Cut(layer, *query.shape[1:]))
                 capture.cut()
             return attended
 
         def work() -> None:
-            own = None if lora is None else lora.begin_fixed(self._number(size, _ADAPTER))[0]
+            adapters = None if lora is None else lora.begin_fixed(self._number(size, _ADAPTER))[0]
             given, slots = self._number(size, _GIVEN), self._number(size, _SLOT)
             flying = self._last_token.index_select(0, slots.clamp(min=0))
             ids = torch.where(slots >= 0, flying, given)
             with self._backend.cut_at(cut, kv_slots):
-                step = StepContext(self._number(size, _POSITION), self._backend, own)
-                made = self._model.hidden_states(ids, step)
+                step = StepContext(self._number(size, _POSITION), self._backend, adapters)
+                hidden = self._model.hidden_states(ids, step)
             if not self._out.numel():
-                self._out = torch.zeros_like(made)
-            self._out[:size].copy_(made)
+                self._out = torch.zeros_like(hidden)
+            self._out[:size].copy_(hidden)
 
         with self._capture(work) as capture:
-            under.append(capture)
+            captures.append(capture)
             work()
         return _Size(size, capture.pieces, tuple(cuts))
 
 
-# Graphs of steps with adapters, beside those of steps without.
+# Graphs of steps with adapters. Steps without adapters have graphs of their own, which skip the adapters' products.
 
 logger = logging.getLogger("asyncengine")
 
@@ -228,11 +229,11 @@ G = TypeVar("G")
 
 
 class AdaptedGraphs(Generic[G]):
-    """Graphs by size. They are captured with the others where memory of adapters was allocated by then, else when first
-    needed; those of an allocation that has changed since are thrown away."""
+    """Graphs with adapters, by size. They are captured with the others if adapters' memory is allocated by then, else
+    when first needed. Graphs hold that memory's address, so they are thrown away when it is allocated anew."""
 
     def __init__(self, lora: LoraLayers | None, steps: str) -> None:
-        """`steps`: the kind of steps, for the log."""
+        """`steps`: words for the steps in log messages."""
         self._lora, self._steps = lora, steps
         self._graphs: dict[int, G] = {}
         self._version = -1
@@ -240,7 +241,7 @@ class AdaptedGraphs(Generic[G]):
     def capture_all(
         self, capture: Callable[[int, LoraLayers], G], sizes: Sequence[int], report: Callable[[], None]
     ) -> None:
-        """Capture every size, largest first, where there is memory already: no request has to wait for that later."""
+        """Capture every size, largest first, if adapters' memory is allocated: no request has to wait for it then."""
         if self._lora is None or not self._lora.nbytes:
             return
         self._version = self._lora.version
@@ -254,14 +255,14 @@ class AdaptedGraphs(Generic[G]):
     def find(self, capture: Callable[[int, LoraLayers], G], size: int, slots: Sequence[int]) -> G | None:
         """The graph of this size for a step whose rows use `slots`, 0 for none. None: it cannot be captured.
 
-        `capture` is the owner's; it is not kept, or the two would refer to each other.
+        `capture` is a method of this object's owner: it is an argument so that the two do not refer to each other.
 
-        Raises `InvariantViolation` for an empty slot, and whatever says that memory is short.
+        Raises `InvariantViolation` for an empty slot, and out-of-memory errors of the capture.
         """
         if self._lora is None:
             return None
         self._lora.check_slots(slots)
-        if self._lora.version != self._version:  # its memory lies elsewhere now
+        if self._lora.version != self._version:  # adapters' memory has moved
             self._graphs.clear()
             self._version = self._lora.version
         if size not in self._graphs:

@@ -1,4 +1,4 @@
-"""The program of ranks 1 .. size - 1 (`ranks`): loads its part of a model, and computes the passes that it is told."""
+"""The program of ranks 1 .. size - 1 (`ranks`): it loads its shard of a model, and runs the commands of rank 0."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from asyncengine.lora.layers.slots import LoraLayers
 def main(
     engine: int, life: int, rank: int, size: int, backend: int, stages: int, orders: int, memory: int, rows: int = -1
 ) -> None:
-    """Serve the process `engine` by sockets and memory of these descriptors (`device.child.run`). `backend`: a place in
-    `BACKENDS`. `rows`: in the first rank of a stage on a machine of its own, a connection to rank 0."""
+    """Serve the process `engine` by sockets and memory of these descriptors (`device.child.run`). `backend`: an index
+    into `BACKENDS`. `rows`: a connection to rank 0, for the first rank of a stage on another machine; else -1."""
     links = [Connection(rows)] if rows >= 0 else []
-    logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 has the same to say
+    logging.getLogger("asyncengine").setLevel(logging.CRITICAL)  # rank 0 logs the same messages
 
     def work() -> None:
         with torch.inference_mode():
@@ -48,7 +48,7 @@ def _serve(orders: Connection, gather: Gather) -> None:
 
 
 def _compute(orders: Connection, gather: Gather, order: Order) -> None:
-    """Load the rank's part, and do what is told."""
+    """Load the rank's shard, and run commands until rank 0 is gone."""
     torch.set_num_threads(order.config.num_threads or 1)
     cores = Cores(order.config.num_threads, resolve_device(order.config.device))
     try:
@@ -72,25 +72,25 @@ def _compute(orders: Connection, gather: Gather, order: Order) -> None:
     del loaded
     orders.send(None)
     while True:
-        kind, content = _next(orders)
-        match kind:
+        command, arguments = _next(orders)
+        match command:
             case "forward":
                 with cores.step(torch_alone=compiled):
-                    runner.forward(StepInputs.unpacked(content[0], device))
+                    runner.forward(StepInputs.unpacked(arguments[0], device))
             case "end":
                 assert isinstance(runner, StagedRunner)
                 with cores.step(torch_alone=compiled):
                     runner.end()
             case "adapter":
-                lora.write(*content)
+                lora.write(*arguments)
             case "update":
-                runner.prepare_update(content[0], config, content[1])()
+                runner.prepare_update(arguments[0], config, arguments[1])()
                 orders.send(None)
             case "release":
-                runner.prepare_release(*content)()
+                runner.prepare_release(*arguments)()
                 orders.send(None)
 
 
 def _next(orders: Connection) -> Any:
-    """(kind, content) of the next message."""
+    """(command, arguments) of the next message (`Ranks.send`)."""
     return pickle.loads(orders.recv_bytes())

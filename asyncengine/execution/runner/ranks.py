@@ -1,10 +1,10 @@
 """The processes that compute one model together with the engine's own (tensor or pipeline parallelism), as the engine
-sees them: started, spoken to, watched, ended.
+sees them: it starts them, sends commands, watches that they live, and ends them.
 
-The engine's process is rank 0. It alone schedules and samples; before each forward pass it tells the others the pass's
-inputs, and all compute their part of it (`rank_worker`), exchanging results through shared memory
-(`device.shared_gather`), or between GPUs by NCCL (`device.collective_gather`). By a socket each other rank is told what
-to do, in order; that it lives is known as of any child (`device.child`).
+The engine's process is rank 0. It alone schedules and samples. Before each forward pass it sends the pass's inputs to
+the other ranks, and all compute their shard of it (`rank_worker`), exchanging results through shared memory
+(`device.shared_gather`), or between GPUs by NCCL (`device.collective_gather`). Each rank gets its commands, in order,
+by a socket; a second one tells when it has ended (`device.child`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Order(NamedTuple):
     config: EngineConfig
     """With the threads of one rank."""
     headless: bool
-    """No logits are wanted."""
+    """The model has no output layer: it embeds."""
 
 
 class _Rank(NamedTuple):
@@ -54,16 +54,16 @@ class _Rank(NamedTuple):
 
 
 class Ranks:
-    """Ranks 1 .. size - 1 of one model. They hold nothing before `begin`."""
+    """Ranks 1 .. size - 1 of one model. They have no weights before `loading`."""
 
     def __init__(
         self, size: int, setting: str = "tensor_parallel", backend: str = "", stages: int = 1,
         hosts: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`setting`: the field of the configuration that asks for them. `backend`: one of `BACKENDS`. `stages`: of a
-        pipeline, which divide them evenly. `hosts`: addresses at which all but the first stage are hosted
-        (`stage_host`); none: on this machine. Raises `InvalidParameter` where there can be none, and `EngineError` for
-        a host that does not answer."""
+        """`setting`: the configuration's field that asks for them, for errors. `backend`: one of `BACKENDS`. `stages`:
+        pipeline stages, each of which has equally many ranks. `hosts`: addresses of the hosts of all stages but the
+        first (`stage_host`); none: all are on this machine. Raises `InvalidParameter` where ranks cannot run, and
+        `EngineError` for a host that does not answer."""
         reason = missing(backend)
         if reason is None and not can_start():
             reason = "needs a program that is Python as such, which can start others"
@@ -74,13 +74,13 @@ class Ranks:
         others: list[_Rank] = []
         links: list[Connection] = []
         try:
-            each = size // stages
-            for first in range(each, each * (1 + len(hosts)), each):
-                child, orders, rows = connect_stage(hosts[first // each - 1], first, size, stages)
+            per_stage = size // stages
+            for first in range(per_stage, per_stage * (1 + len(hosts)), per_stage):
+                child, orders, rows = connect_stage(hosts[first // per_stage - 1], first, size, stages)
                 others += [_Rank(first + number, child, order) for number, order in enumerate(orders)]
                 links.append(rows)
             self.gather = open_gather(memory, 0, size, backend, stages, links)
-            for rank in range(1, each if hosts else size):
+            for rank in range(1, per_stage if hosts else size):
                 others.append(_start(memory, rank, size, backend, stages))
         except BaseException:
             _end(others, links)
@@ -95,26 +95,26 @@ class Ranks:
         self._watcher = threading.Thread(target=_watch, args=arguments, name="asyncengine-ranks", daemon=True)
         self._watcher.start()
 
-    def send(self, kind: str, *content: Any, stage: int | None = None) -> None:
-        """Tell all of them one thing, or those of one stage, in order with everything else. From any thread. Raises
-        `RuntimeError` if one is gone."""
-        message = pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL)
+    def send(self, command: str, *arguments: Any, stage: int | None = None) -> None:
+        """Send a command to all ranks, or to those of one stage; each rank runs its commands in order. From any thread.
+        Raises `RuntimeError` if a rank is gone."""
+        message = pickle.dumps((command, arguments), pickle.HIGHEST_PROTOCOL)
         with self._sending, self._heard():
             for other in self._others:
                 if stage is None or other.rank // self.gather.size == stage:
                     other.orders.send_bytes(message)
 
     def answers(self) -> list[Any]:
-        """One answer of each, to the last thing that asks for one. Raises `RuntimeError` if one is gone, and what went
-        wrong in one of them, naming the machine where it has other files or less memory than this one."""
+        """The answers of all ranks to the last command that has one. Raises `RuntimeError` if a rank is gone, and the
+        exception of a rank that failed, with its machine's name where files or memory may differ from this one's."""
         with self._heard():
-            found = [other.orders.recv() for other in self._others]
-        for other, answer in zip(self._others, found, strict=True):
+            answers = [other.orders.recv() for other in self._others]
+        for other, answer in zip(self._others, answers, strict=True):
             if isinstance(answer, (ModelNotFound, OutOfMemory)) and other.child.name:
                 raise type(answer)(f"{other.child.name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 raise answer
-        return found
+        return answers
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
@@ -125,8 +125,8 @@ class Ranks:
 
     @contextmanager
     def loading(self, order: Order, threads: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """Within, all load their parts, this one with its `threads`: once it has found nothing to refuse, and has seen
-        how much memory is free."""
+        """Context in which all ranks load their shards; this one enters it with its `threads` once it has checked the
+        checkpoint and measured its free memory, so that a refused load starts nothing."""
         config = order.config.replace(policy=EngineConfig().policy, show_progress=False)
         self.send("load", order._replace(config=config))
         with threads():
@@ -134,9 +134,9 @@ class Ranks:
 
     @contextmanager
     def computing(self, inputs: StepInputs | None) -> Iterator[None]:
-        """Within, this process computes a forward pass that all others compute as well; None: the end of the oldest
-        one that the first stage has begun. One that fails here cannot be made again: the others are in the midst of
-        it."""
+        """Context in which this process computes a forward pass together with all ranks. `inputs` None: it ends the
+        oldest pass that the first stage has begun. An error within ends the ranks: they are in the middle of the pass,
+        and it cannot be repeated."""
         if inputs is None:
             self.send("end", stage=0)
         else:
@@ -145,35 +145,35 @@ class Ranks:
             yield
         except BaseException as error:
             self.gather.break_off(f"rank 0 failed in a step: {error!r}")
-            traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep shared memory
+            traceback.clear_frames(error.__traceback__)  # a kept error would keep its frames' shared memory
             if isinstance(error, Exception):
                 raise RuntimeError(self.gather.lost) from error
             raise
 
-    def along(self, own: Callable[[], None], kind: str, *content: Any) -> Callable[[], None]:
-        """A function that calls `own` and has the others do the same by a message, and ends when all have."""
+    def along(self, work: Callable[[], None], command: str, *arguments: Any) -> Callable[[], None]:
+        """A function that calls `work` here and sends a command to the ranks, and returns when all are done."""
 
         def run() -> None:
-            self.send(kind, *content)
-            own()
+            self.send(command, *arguments)
+            work()
             self.answers()
 
         return run
 
     def tell(self, failed: Callable[[Exception], None]) -> None:
-        """Have a method `failed` called with an error, on another thread, once one of them is gone, while its object
-        lives."""
+        """Have the method `failed` called with an error, on another thread, once a rank is gone. Its object is
+        referenced weakly."""
         self._lost.put(weakref.WeakMethod(failed))
 
     def close(self) -> None:
-        """End them, and wait until they are gone. Not while a pass is computed. Idempotent."""
+        """End all ranks, and wait until they are gone. Not while a pass is computed. Idempotent."""
         self._end()
         self._watcher.join()
         self.gather.close()
 
 
 def _start(memory: int, rank: int, size: int, backend: str, stages: int) -> _Rank:
-    """Start one process. Raises `OSError`."""
+    """Start the process of one rank. Raises `OSError`."""
     orders, its_orders = socket.socketpair()
     with its_orders:
         try:
@@ -189,8 +189,8 @@ def _watch(
     others: Sequence[_Rank], gather: Gather, closing: threading.Event,
     listeners: queue.SimpleQueue[weakref.WeakMethod[Callable[[Exception], None]]],
 ) -> None:  # fmt: skip
-    """Until the first of them is gone: then `listeners` hear of it, and nobody waits for it: in this order, since what
-    a GPU has computed that does not wait for another any more is nothing to be told."""
+    """Wait until the first rank is gone; then call `listeners`, and break off the exchange. In this order: a GPU that
+    no longer waits for the lost rank computes garbage, which must not be delivered before the failure is known."""
     poll = select.poll()
     for other in others:
         poll.register(other.child.life, select.POLLIN)
@@ -209,7 +209,7 @@ def _watch(
 
 
 def _end(others: Sequence[_Rank], links: Sequence[Connection], closing: threading.Event | None = None) -> None:
-    """End them, and wait until they are gone."""
+    """End these ranks, and wait until they are gone."""
     if closing is not None:
         closing.set()
     end_children([other.child for other in others])
@@ -220,16 +220,16 @@ def _end(others: Sequence[_Rank], links: Sequence[Connection], closing: threadin
 
 
 _ON_CPU = ""
-"""The carrier between processes of a CPU, of `device.collective_gather.BACKENDS`; tests have gloo stand in for NCCL."""
+"""Shared memory, of `device.collective_gather.BACKENDS`."""
 
 
 def start_ranks(
     config: EngineConfig, device: torch.device, pooling: PoolingSpec | None, undo: ExitStack
 ) -> tuple[Ranks | None, EngineConfig]:
-    """The other ranks of a model, which `undo` ends, and the settings of each: its share of the threads. None where the
-    model is computed by one process.
+    """Start the other ranks of a model; `undo` ends them. Returns them, None if one process computes the model, and the
+    settings with one rank's share of the threads.
 
-    Raises `InvalidParameter` where it cannot be computed by several.
+    Raises `InvalidParameter` for settings under which several processes cannot compute it.
     """
     size, setting, staged = config.processes, config.parallel_field, config.pipeline_parallel > 1
     if size == 1:

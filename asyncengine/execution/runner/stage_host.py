@@ -1,9 +1,9 @@
-"""Stages of a pipeline on other machines: the program that hosts one there, and how the engine's process reaches it.
+"""Pipeline stages on other machines: the program that hosts one there, and how the engine's process connects to it.
 
-A host listens at one port. An engine opens several connections to it, one behind the other: one by which either end
-learns that the other is gone, one for the orders of each rank, and one for the rows that the stage takes and hands on.
-Each begins with a proof that both ends have the same key (`multiprocessing.connection`); what follows is unpickled and
-not encrypted, so the network between the machines must be one's own.
+A host listens at one port. An engine opens several connections to it, one after the other: one whose end tells either
+side that the other is gone, one for the commands of each rank, and one for the hidden states. Each begins with a proof
+that both ends have the same key (`multiprocessing.connection`). Messages are pickled and not encrypted, so the network
+between the machines must be trusted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from asyncengine.execution.models.identity import digest_of_code
 logger = logging.getLogger("asyncengine")
 
 KEY = "ASYNCENGINE_STAGE_KEY"
-"""Variable of the environment with the key that an engine and the hosts of its stages have in common."""
+"""Environment variable with the secret that an engine and the hosts of its stages share."""
 _PATIENCE = 20
-"""Seconds that an end takes to answer while a connection is made: a host has one engine at a time."""
+"""Seconds to wait for an answer while connecting: a host serves one engine at a time, and may be busy."""
 _KEEPALIVE = {"SO_KEEPALIVE": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
-"""A machine that loses its power says nothing more: it is given up after 11 s."""
+"""Socket options by which a machine that loses power is given up after 11 s; it closes no connection."""
 
 
 class HostedStage(NamedTuple):
@@ -41,12 +41,12 @@ class HostedStage(NamedTuple):
 
     child: Child
     orders: Sequence[Connection]
-    """One of each rank."""
+    """A connection to each rank, for its commands."""
     rows: Connection
 
 
 def stage_key() -> bytes:
-    """The key that the environment names. Raises `EngineError` where there is none."""
+    """The shared secret in the environment. Raises `EngineError` if there is none."""
     key = os.environ.get(KEY, "")
     if not key:
         raise EngineError(f"stages on other machines need a common secret: set {KEY} here and there")
@@ -55,13 +55,13 @@ def stage_key() -> bytes:
 
 @cache
 def release() -> str:
-    """The version and the code of this installation, which both ends must have in common to compute alike."""
+    """Version and code digest of this installation. Both ends must have the same, to compute the same bits."""
     return f"{asyncengine.__version__} of code {digest_of_code()[:12]}"
 
 
 def connect_stage(address: str, first_rank: int, size: int, stages: int) -> HostedStage:
-    """Have the host at "HOST:PORT" start the ranks of one stage, the first of which is given, of `size` of all
-    `stages`. Raises `EngineError` that names the address."""
+    """Have the host at "HOST:PORT" start the ranks of one stage, from `first_rank` on, of `size` ranks in `stages`
+    stages. Raises `EngineError` that names the address."""
     key = stage_key()
     with ExitStack() as undo:
         try:
@@ -80,29 +80,29 @@ def connect_stage(address: str, first_rank: int, size: int, stages: int) -> Host
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection for both ends, and for a thread that reads it."""
+    """Shut a connection down for both ends; a thread that reads it gets an error."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as shared:
         shared.shutdown(socket.SHUT_RDWR)
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens at "HOST:PORT"; port 0: one that is free. Raises `OSError`."""
+    """A socket that listens at "HOST:PORT"; port 0: any free port. Raises `OSError`."""
     host, port = socket_address(address)
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def socket_address(address: str) -> tuple[str, int]:
-    """The host and the port of "HOST:PORT", where a host that is an IPv6 address has brackets. Raises `ValueError`."""
+    """(host, port) of "HOST:PORT"; an IPv6 host has brackets. Raises `ValueError`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def serve_stages(listening: socket.socket, key: bytes) -> None:
-    """Host a stage of one engine after the other. Raises `OSError` when the socket is closed."""
+    """Host a stage for one engine after the other. Raises `OSError` when the socket is closed."""
     while True:
         listening.settimeout(None)
         opened, (peer, *_) = listening.accept()
-        try:  # no stranger ends the host, whichever connection of an engine's it comes between
+        try:  # a failed or foreign connection must not end the host
             with closing(_proven(opened, key, asks=True)) as control:
                 _host(control, listening, key)
         except (OSError, EOFError, AuthenticationError) as error:
@@ -137,7 +137,7 @@ def _host(control: Connection, listening: socket.socket, key: bytes) -> None:
 
 
 def _until_one_ends(control: Connection, children: Sequence[Child]) -> str:
-    """Wait until a rank has ended, or the engine is gone. The rank's last words."""
+    """Wait until a rank has ended or the engine is gone. Returns the rank's last words, "" if the engine is gone."""
     poll, lives = select.poll(), {child.life.fileno(): child for child in children}
     for each in (control.fileno(), *lives):
         poll.register(each, select.POLLIN)
@@ -150,8 +150,8 @@ def _connect(address: str, key: bytes) -> Connection:
 
 
 def _proven(opened: socket.socket, key: bytes, *, asks: bool) -> Connection:
-    """A connection, once both ends have shown that they have the key, first the one that the other `asks`. Raises
-    `OSError`, `EOFError`, `AuthenticationError`."""
+    """A connection over the socket, once both ends have proved that they have the key; the end that `asks` is the first
+    to challenge the other. Raises `OSError`, `EOFError`, `AuthenticationError`."""
     steps = [deliver_challenge, answer_challenge] if asks else [answer_challenge, deliver_challenge]
     with opened:
         opened.settimeout(None)
@@ -161,14 +161,14 @@ def _proven(opened: socket.socket, key: bytes, *, asks: bool) -> Connection:
             opened.setsockopt(level, getattr(socket, name), value)
         _limit_reads(opened, _PATIENCE)
         with ExitStack() as undo:
-            made = undo.enter_context(closing(Connection(os.dup(opened.fileno()))))
+            connection = undo.enter_context(closing(Connection(os.dup(opened.fileno()))))
             for step in steps:
-                step(made, key)
+                step(connection, key)
             undo.pop_all()
         _limit_reads(opened, 0)
-    return made
+    return connection
 
 
 def _limit_reads(opened: socket.socket, seconds: int) -> None:
-    """Let reads of a socket that blocks fail after so many seconds; 0: never."""
+    """Let reads of a blocking socket fail after `seconds`; 0: never."""
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))

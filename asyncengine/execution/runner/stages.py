@@ -1,8 +1,8 @@
-"""The runner of a process that has some of a model's layers (pipeline parallelism): passes go through all stages.
+"""The runner of one pipeline stage, a process that has some of a model's layers. Passes go through all stages.
 
-The first stage, the engine's own process, begins a pass and ends it: it embeds and runs its layers, and when the last
-stage has handed hidden rows on, it makes logits of them and samples. Meanwhile it begins the next pass, which is of
-other requests, so that all stages have something to compute.
+The first stage, the engine's own process, begins and ends each pass: it embeds and runs its layers, and when the last
+stage has handed on hidden states, it computes logits from them and samples. Meanwhile it begins the next pass, of other
+requests, so that all stages are busy.
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ from asyncengine.execution.sampling.masks import StepMasks
 from asyncengine.seams import StepHandle
 from asyncengine.step import Batch
 
-# Hidden rows of passes on their way from stage to stage of a pipeline, through shared memory on a CPU. Stages on
-# machines of their own have such memory each, for all stages alike; between machines the first ranks send the rows by
-# connections, and write into their machine's memory what the stage before would have written there.
+# Hidden states on their way from stage to stage, through shared memory on a CPU. It is a ring of as many buffers as
+# there are stages: a stage writes pass n into buffer n % stages. Stages on different machines each have such memory, of
+# the same layout; between machines the first ranks send the rows by connections, and the receiver writes them into its
+# machine's memory as the stage before would have done.
 
 
 class StageRelay:
-    """One stage's door to the one before it and the one behind it. All make it before anything else of `memory`."""
+    """One stage's exchange with its neighbours. Every process makes it before it allocates anything else of `memory`,
+    so that it lies at the same address in all."""
 
     def __init__(
         self, gather: SharedGather, memory: SharedPools, tokens: int, width: int, vectors: Sequence[int],
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """`tokens`: of a pass, at most. `width`: numbers of a token between two stages. `vectors`: shape of what each
-        token has for all layers beside it; (): nothing."""
+        """`tokens`: the most of a pass. `width`: numbers that one token has between two stages. `vectors`: shape of a
+        token's layer inputs (Gemma 3n), which all stages read; (): the model has none."""
         self._gather, self._width = gather, width
         self._rows = memory.empty((gather.stages, tokens * width), dtype)
         self._vectors = memory.empty((gather.stages, tokens, *vectors), dtype) if vectors else None
         self._passed = self._collected = 0
-        """Passes that this stage has handed on, and that the first has back."""
+        """Passes that this stage has handed on, and that the first stage has collected."""
         self._regions: list[list[torch.Tensor]] = []
-        """Bytes [stages, bytes] of the rows, and of the vectors, of each rank of this machine, where it has links."""
+        """With links: bytes [stages, bytes] of the rows, and of the vectors, in the memory of each local rank."""
         if gather.links:
             sent = [self._rows] if self._vectors is None else [self._rows, self._vectors]
-            self._regions = [[each.view(gather.stages, -1) for each in memory.of_all(own)] for own in sent]
+            self._regions = [[rank.view(gather.stages, -1) for rank in memory.of_all(own)] for own in sent]
         for index in range(len(gather.links) if gather.stage == 0 else 0):
             reader = threading.Thread(target=self._read, args=(index,), name="asyncengine-stage", daemon=True)
             gather.readers.append(reader)
@@ -64,58 +66,58 @@ class StageRelay:
 
     @staticmethod
     def nbytes(size: int, tokens: int, width: int, vectors: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes that hold what `size` stages exchange."""
+        """Bytes of the buffers of `size` stages."""
         return size * tokens * (width + math.prod(vectors) * bool(vectors)) * dtype.itemsize + 2**16
 
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows [count, width] that the stage before has made of the next pass, the pass's vectors), which are
-        there until this stage hands on. Raises `RuntimeError` if a stage is gone."""
+        """Wait for the next pass of the stage before: (its rows [count, width], the pass's layer inputs), valid until
+        this stage hands on. Raises `RuntimeError` if a stage is gone."""
         if self._gather.links:
             self._receive(0, self._gather.stage - 1, self._passed, self._passed + 1 - self._gather.stages)
         self._gather.reach(self._gather.stage - 1, self._passed + 1)
-        place = self._passed % self._gather.stages
-        rows = self._rows[place, : count * self._width].view(count, self._width)
-        return rows, None if self._vectors is None else self._vectors[place, :count]
+        turn = self._passed % self._gather.stages
+        rows = self._rows[turn, : count * self._width].view(count, self._width)
+        return rows, None if self._vectors is None else self._vectors[turn, :count]
 
     def hand_on(self, rows: torch.Tensor, vectors: torch.Tensor | None = None) -> None:
-        """Let the next stage have what this one has made of the next pass; `vectors`: in the first stage."""
-        place = self._passed % self._gather.stages
-        self._rows[place, : rows.numel()].view(rows.shape).copy_(rows)
+        """Give the next stage this one's rows of the pass; the first stage gives its `vectors` to all others."""
+        turn = self._passed % self._gather.stages
+        self._rows[turn, : rows.numel()].view(rows.shape).copy_(rows)
         if vectors is not None and self._vectors is not None:
-            self._vectors[place, : len(vectors)] = vectors
+            self._vectors[turn, : len(vectors)] = vectors
         self._passed += 1
         self._gather.arrive()
         if self._gather.links:
-            self._send(place, rows)
+            self._send(turn, rows)
 
-    def _send(self, place: int, rows: torch.Tensor) -> None:
-        """Let the next stage, on another machine, have the rows that lie at a place, and the pass's vectors."""
+    def _send(self, turn: int, rows: torch.Tensor) -> None:
+        """Send the rows of buffer `turn`, and the pass's vectors, to the next stage on another machine."""
         gather = self._gather
         counts = [rows.nbytes]
         if self._vectors is not None and gather.stage < gather.stages - 1:
-            counts.append(self._vectors[place, : len(rows)].nbytes)
+            counts.append(self._vectors[turn, : len(rows)].nbytes)
         gone = (OSError,) if gather.stage == 0 else ()
-        with suppress(*gone):  # who watches the stages says which one is gone, and how
+        with suppress(*gone):  # in the first stage `Ranks` watches the others, and reports which one is gone, and why
             for regions, count in zip(self._regions, counts, strict=False):
-                gather.links[0].send_bytes(regions[gather.rank][place, :count].numpy().data)
+                gather.links[0].send_bytes(regions[gather.rank][turn, :count].numpy().data)
 
     def _receive(self, link: int, sender: int, passed: int, read: int) -> None:
-        """Write what a stage on another machine has made of the next pass where this machine's ranks look for it, once
-        all of these have handed on `read` passes."""
-        gather, place = self._gather, passed % self._gather.stages
+        """Receive the next pass of a stage on another machine, and write it to this machine's ranks, once all of these
+        have handed on `read` passes and no longer read the buffer."""
+        gather, turn = self._gather, passed % self._gather.stages
         for rank in range(gather.size):
             gather.reach(gather.stage, read, rank)
         for regions in self._regions if gather.stage else self._regions[:1]:
-            count = gather.links[link].recv_bytes_into(regions[0][place].numpy())
+            count = gather.links[link].recv_bytes_into(regions[0][turn].numpy())
             for other in regions[1:]:
-                other[place, :count] = regions[0][place, :count]
+                other[turn, :count] = regions[0][turn, :count]
         for rank in range(gather.size):
             gather.arrive(sender, rank)
 
     def _read(self, link: int) -> None:
-        """In the first stage: pass on what a stage makes, to the next one or, of the last one, to `collect`."""
+        """In the first stage: forward the rows of one stage to the next one, or those of the last one to `collect`."""
         links, passed = self._gather.links, 0
-        # a stage is gone, or all is over
+        # errors mean that a stage is gone, or that the model is closed: either way this thread ends
         with torch.inference_mode(), suppress(OSError, EOFError, RuntimeError):
             while link + 1 < len(links):
                 links[link + 1].send_bytes(links[link].recv_bytes())
@@ -124,12 +126,12 @@ class StageRelay:
                 passed += 1
 
     def collect(self, count: int, width: int) -> torch.Tensor:
-        """Hidden rows [count, width] that the last stage has made of the oldest pass that the first one, which this is,
-        has not got back yet. They are there as long as that pass is. Raises `RuntimeError` if a stage is gone."""
-        place = self._collected % self._gather.stages
+        """In the first stage: wait for the hidden rows [count, width] of the oldest pass that has not been collected.
+        They are valid until that pass ends. Raises `RuntimeError` if a stage is gone."""
+        turn = self._collected % self._gather.stages
         self._collected += 1
         self._gather.reach(self._gather.stages - 1, self._collected)
-        return self._rows[place, : count * width].view(count, width)
+        return self._rows[turn, : count * width].view(count, width)
 
 
 class StagedRunner(ModelRunner):
@@ -141,7 +143,7 @@ class StagedRunner(ModelRunner):
         self._decoder, self._relay = model.model, relay
         self._turn = threading.Lock()  # the cores compute one thing at a time
         self._begun: deque[tuple[StepContext, StepInputs]] = deque()
-        """Passes that another rank of the first stage is to end."""
+        """Passes that this rank has begun, if it is another rank of the first stage; rank 0 says when to end them."""
 
     def launch(self, batch: Batch) -> StepHandle:
         with self._turn:
@@ -149,13 +151,13 @@ class StagedRunner(ModelRunner):
 
     def forward(self, inputs: StepInputs, traces: Traces | None = None) -> torch.Tensor:
         """The hidden rows that this stage has handed on."""
-        context, made = self._begin(inputs)
+        context, hidden = self._begin(inputs)
         if self._decoder.plan.run.start == 0:
             self._begun.append((context, inputs))
-        return made
+        return hidden
 
     def end(self) -> None:
-        """Make this rank's part of the logits of the oldest pass that it has begun."""
+        """Compute this rank's shard of the logits of the oldest pass that it has begun."""
         if self._begun:
             context, inputs = self._begun.popleft()
             wanted = _wanted(inputs)
@@ -163,20 +165,20 @@ class StagedRunner(ModelRunner):
             self._logits(self._relay.collect(count, self._decoder.config.width), context, wanted is None)
 
     def _begin(self, inputs: StepInputs) -> tuple[StepContext, torch.Tensor]:
-        """Run this stage's layers in a pass, and hand on what they give."""
+        """Run this stage's layers in a pass, and hand on their output."""
         context, ids, rows = self.context_of(inputs), inputs.ids, _wanted(inputs)
         first = self._decoder.plan.run.start == 0
-        h, vectors = self._decoder.embedded(ids, context) if first else self._relay.take(len(ids))
-        made = self._decoder.run_layers(h, vectors, context, rows)
-        self._relay.hand_on(made, vectors if first else None)
-        return context, made
+        stream, vectors = self._decoder.embedded(ids, context) if first else self._relay.take(len(ids))
+        hidden = self._decoder.run_layers(stream, vectors, context, rows)
+        self._relay.hand_on(hidden, vectors if first else None)
+        return context, hidden
 
     def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
         """Begin the step's pass."""
         rows = pending.batch.rows
         self._write_adapters([row.adapter_slot for row in rows])
         step = self.buffers.build(pending.batch, self.last_token)
-        step = replace(step, sample_logits=step.sample_logits.copy())  # the next step is made in the same memory
+        step = replace(step, sample_logits=step.sample_logits.copy())  # the next step is built in the same memory
         pictured = any(row.spec.images for row in rows)
         inputs, pending.failed = inputs_of(step, rows, self.image_store if pictured else None)
         assert self.ranks is not None
@@ -192,7 +194,7 @@ class StagedRunner(ModelRunner):
         """End the step's pass, of which `count` rows are wanted, `every` one of its tokens or some."""
         try:
             x = self._relay.collect(count, self._decoder.config.width)
-        except RuntimeError as error:  # whoever keeps it would keep shared memory
+        except RuntimeError as error:  # a kept error would keep its frames' shared memory
             traceback.clear_frames(error.__traceback__)
             del context
             raise
@@ -218,11 +220,10 @@ def _wanted(inputs: StepInputs) -> torch.Tensor | None:
 def runner_of(
     model: LoadedModel, max_num_batched_tokens: int, gather: Gather | None, room: int
 ) -> tuple[Callable[..., ModelRunner], SharedPools | None]:
-    """(`ModelRunner`, or what makes one of a stage in its place; the memory for its caches, of `room` bytes, where
-    several processes of a CPU have a part of the model each). All of them call this once.
+    """(constructor of this process's runner; memory of `room` bytes for its caches, shared by the processes of a CPU,
+    or None). Every process of a model calls this once.
 
-    Stages cut the same memory, each for all layers of the model: of the caches of others nothing is written to.
-    """
+    Each stage lays out the caches of all layers; those of other stages' layers are never written: they cost nothing."""
     if gather is None:
         return ModelRunner, None
     if gather.stages == 1:

@@ -4,12 +4,12 @@ Page tables are persistent: one row per slot, into which only pages that are new
 rests on the batch's sharing rule: a request's page list is appended to or replaced by a new list, never changed in
 place, so the same list object means the same leading pages.
 
-On a CPU a short step is written into the arrays of one of the same sizes before it: there a step has been computed when
-the next one is built, however many are in flight, and nothing that outlives a launch may be kept of a `Step`. On other
-devices every step has arrays of its own, which are still being copied.
+On a CPU a short step reuses the arrays of an earlier step of the same sizes: there a step has been computed before the
+next one is built, however many are in flight, so no code may keep arrays of a `Step` after its launch. On other devices
+every step has arrays of its own, which may still be being copied.
 
-The rest is counted row by row and token by token: of a short step, twenty calls of numpy that do the same take longer,
-and a long one takes a hundred times as long to compute.
+Flattening loops over rows and tokens in Python: for a short step the twenty numpy calls that would do the same take
+longer, and a long step takes a hundred times as long to compute anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncengine.execution.pooling.pool import Span
 from asyncengine.step import Batch, Row, first_scored
 
 _FEW, _SHAPES = 64, 64
-"""Tokens of a short step, and sizes of such whose arrays are kept: a few KiB each."""
+"""Most tokens of a short step, and number of shapes whose arrays are kept: a few KiB each."""
 _Arrays = tuple[Int64Array, Sequence[Int64Array], Sequence[torch.Tensor]]
 
 
@@ -51,9 +51,9 @@ class Step:
     prompt_spans: list[tuple[int, int, int]]
     """(batch index, first, last): rows [first, last) of the logits predict this row's prompt tokens from start + 1."""
     pool_spans: list[Span]
-    """Rows of the logits, which are hidden states then, that are pooled."""
+    """Rows of the logits that are pooled; the model's forward returns hidden states as logits then."""
     segments: StateSegments | None = None
-    """The rows' recurrent states: read from and written to which slots; None: they have none."""
+    """Segments by which the rows' recurrent states advance from slot to slot; None: the model has none."""
 
 
 class FlatStep(NamedTuple):
@@ -61,8 +61,8 @@ class FlatStep(NamedTuple):
 
     numbers: Int64Array
     """All numbers of the step."""
-    parts: Sequence[torch.Tensor]
-    """Parts of them: tokens, positions, KV slots, those in the pool of layers with windows, `wanted`, and others."""
+    tensors: Sequence[torch.Tensor]
+    """Views of `numbers`: tokens, positions, KV slots, KV slots in the window pool, `wanted`, and others."""
     starts: Int64Array
     """[R] position of each row's first token."""
     counts: Int64Array
@@ -74,7 +74,7 @@ class FlatStep(NamedTuple):
     window_tables: Int32Array | None
     """[R, most pages of a row], in the pool of layers with windows; None: all layers have one pool."""
     tokens: Int64Array
-    """[T]; arbitrary where it is in flight."""
+    """[T] token ids; arbitrary for a token in flight."""
     positions: Int64Array
     """[T]"""
     kv_slots: Int64Array
@@ -84,7 +84,7 @@ class FlatStep(NamedTuple):
     wanted: list[int]
     """Tokens whose logits are wanted, ascending."""
     sampling: list[int]
-    """The same as in `Step`, like what follows."""
+    """[S] as in `Step`; so are the next three fields."""
     sample_logits: Int64Array
     prompt_spans: list[tuple[int, int, int]]
     pool_spans: list[Span]
@@ -92,35 +92,34 @@ class FlatStep(NamedTuple):
     """[R] adapter slot or 0."""
 
     def view(self, kv_slots: torch.Tensor, window_slots: torch.Tensor | None = None) -> StepView:
-        """The same for an attention backend, with slots on the device."""
-        return StepView(
-            self.starts, self.counts, self.indptr, self.tables, kv_slots, self.window_tables, window_slots
-        )  # fmt: skip
+        """The step as an attention backend takes it, with KV slots on the device."""
+        tables, window = self.tables, (self.window_tables, window_slots)
+        return StepView(self.starts, self.counts, self.indptr, tables, kv_slots, *window)
 
 
 SLOT, POSITION, KV_SLOT, NEXT, ADAPTER, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGET = range(9)
-"""Numbers of a decode step's row: its slot, its token's position, where key and value go, the position after, its
-adapter's slot counted from 0 or -1, the token if it is known here or -1, one for whoever knows where tokens lie, and
-where its recurrent state lies and goes."""
+"""Numbers of a decode step's row: its slot, its token's position, the token's KV slot, the next position, its adapter's
+slot counted from 0 or -1, the token id if the host knows it or -1, the index from which a graph gathers the token
+(`graphs`), and the slots that its recurrent state is read from and written to."""
 GROWING = slice(POSITION, NEXT + 1)
 """The numbers that grow by one with each step, as long as a row stays on its page."""
 NUMBERS = 10
-"""Count of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
+"""Count of these plus one of padding, so that what follows them in memory begins at a multiple of 16 bytes."""
 
 
 class DecodeStep(NamedTuple):
-    """A step of one token in each row, and of one sampled token."""
+    """A step in which each row computes one token and samples one."""
 
     numbers: Int64Array
-    """[NUMBERS, rows]. The next step may be written here."""
+    """[NUMBERS, rows]. The next step may overwrite them."""
     tables: Int32Array
-    """[slots and one more that has page 0 only, pages] page tables."""
+    """[slots + 1, pages] page tables; the last is for padding rows, and has page 0 only."""
     adapters: tuple[int, ...]
     """[rows] adapter slot or 0."""
     order: int = 0
-    """The number of such steps that were flattened up to this one."""
+    """Its number among the decode steps that were flattened."""
     follows: bool = False
-    """Whether its rows are those of the step before in this order, each one position further on the same page."""
+    """Whether its rows are those of the decode step before it, each one position further on the same page."""
 
 
 class _SlotTables:
@@ -132,7 +131,8 @@ class _SlotTables:
         self._copied = [0] * max_num_seqs
 
     def update(self, slot: int, pages: list[int], first: int, need: int) -> None:
-        """`pages` are the slot's from its page `first` on; those before `need` are wanted."""
+        """Copy pages [first, need) of the slot from `pages`, whose first entry is page number `first`. Raises
+        `ValueError` if there are fewer."""
         if self._lists[slot] is pages and self._copied[slot] >= need:
             return
         if len(pages) < need - first:
@@ -159,86 +159,86 @@ class StepBuffers:
         self._window_tables = _SlotTables(max_num_seqs)
         self._short: dict[tuple[int, ...], _Arrays] = {}
         self._decodes = 0
-        self._known: tuple[object, ...] | None = None
-        """Slots, adapters, page tables and states of the last decode step's rows; None: not all had a token in flight.
-        """
+        self._key: tuple[object, ...] | None = None
+        """Slots, adapters, page lists and states of the last decode step's rows; None: some token was not in flight."""
         self._numbers: Int64Array = np.empty((NUMBERS, 0), dtype=np.int64)
-        """The numbers of that step."""
+        """The last decode step's numbers."""
 
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
 
         Raises `ValueError` if a row does not carry the tokens or pages its positions need.
         """
-        self._known = None
+        self._key = None
         flat = self.flatten(batch.rows)
-        parts = flat.parts
+        tensors = flat.tensors
         if not self._on_host:
-            parts = torch.split(upload(flat.numbers, self._device), list(map(len, parts)))
-        input_ids, positions, targets, near, keep, *_ = parts
+            tensors = torch.split(upload(flat.numbers, self._device), list(map(len, tensors)))
+        input_ids, positions, kv_slots, window_slots, logit_rows, *_ = tensors
         if flat.in_flight.size and self._on_host:
             flat.tokens[flat.in_flight[0]] = last_token.numpy()[flat.in_flight[1]]
         elif flat.in_flight.size:
-            into, source = upload(flat.in_flight, self._device)
-            input_ids = input_ids.index_copy(0, into, last_token[source])
+            indices, source = upload(flat.in_flight, self._device)
+            input_ids = input_ids.index_copy(0, indices, last_token[source])
+        view = flat.view(kv_slots, None if flat.window_tables is None else window_slots)
         return Step(
-            flat.view(targets, None if flat.window_tables is None else near), input_ids, positions, keep, flat.sampling,
-            flat.sample_logits, flat.prompt_spans, flat.pool_spans, _segments(batch.rows, flat.indptr.tolist()),
+            view, input_ids, positions, logit_rows, flat.sampling, flat.sample_logits, flat.prompt_spans,
+            flat.pool_spans, _segments(batch.rows, flat.indptr.tolist()),
         )  # fmt: skip
 
     def decodes(self, rows: tuple[Row, ...]) -> DecodeStep | None:
-        """Flatten a step in which each row computes one token and samples one; None: it is another kind.
+        """Flatten a step in which each row computes one token and samples one; None if this step is not of that form.
 
         Raises `ValueError` as `build`.
         """
-        _, own, first, counts, _, in_flight, pages, samples, adapters, _, uses, *_ = zip(*rows, strict=True)
+        _, slots, starts, counts, _, in_flight, pages, samples, adapters, _, uses, *_ = zip(*rows, strict=True)
         if counts.count(1) < len(rows) or not all(samples):
-            self._known = None  # a request may come back with other pages
+            self._key = None  # after another step a request may come back with other pages
             return None
         self._decodes += 1
-        known = (own, adapters, pages, uses) if all(in_flight) else None
-        if known is not None and known == self._known and list(first) == self._numbers[NEXT].tolist():
-            return DecodeStep(self._numbers, self._tables.rows, adapters, self._decodes, self._move_on(own, pages))
-        self._known = None
+        key = (slots, adapters, pages, uses) if all(in_flight) else None
+        if key is not None and key == self._key and list(starts) == self._numbers[NEXT].tolist():
+            return DecodeStep(self._numbers, self._tables.rows, adapters, self._decodes, self._move_on(slots, pages))
+        self._key = None
         self._numbers = numbers = np.empty((NUMBERS, len(rows)), dtype=np.int64)
-        numbers[SLOT], numbers[POSITION], numbers[ADAPTER], numbers[GIVEN] = own, first, adapters, -1
+        numbers[SLOT], numbers[POSITION], numbers[ADAPTER], numbers[GIVEN] = slots, starts, adapters, -1
         if uses[0] is not None:
             if any(use.saves for use in uses):
                 return None
             numbers[STATE_SOURCE], numbers[STATE_TARGET] = [use.source for use in uses], [use.slot for use in uses]
         page = numbers[POSITION] // self._page_size
-        for slot, held, need in zip(own, pages, (page + 1).tolist(), strict=True):
-            self._tables.update(slot, held, 0, need)
+        for slot, page_list, need in zip(slots, pages, (page + 1).tolist(), strict=True):
+            self._tables.update(slot, page_list, 0, need)
         first_of_page = self._tables.rows[numbers[SLOT], page].astype(np.int64) * self._page_size
         numbers[KV_SLOT] = first_of_page + numbers[POSITION] % self._page_size
         numbers[ADAPTER] -= 1
         numbers[NEXT] = numbers[POSITION] + 1
-        if known is None:
-            for place, row in enumerate(rows):
+        if key is None:
+            for index, row in enumerate(rows):
                 if not row.in_flight:
-                    (numbers[GIVEN, place],) = self._input_tokens(row)
-        self._known = known
+                    (numbers[GIVEN, index],) = self._input_tokens(row)
+        self._key = key
         return DecodeStep(numbers, self._tables.rows, adapters, self._decodes)
 
-    def _move_on(self, own: tuple[int, ...], pages: tuple[list[int], ...]) -> bool:
-        """Let each row of the last decode step be one position further. Returns whether all stay on their pages."""
+    def _move_on(self, slots: tuple[int, ...], pages: tuple[list[int], ...]) -> bool:
+        """Advance each row of the last decode step by one position. Returns whether all stay on their pages."""
         numbers = self._numbers
         numbers[GROWING] += 1
         (entered,) = (numbers[POSITION] % self._page_size == 0).nonzero()  # flatnonzero costs as much again
-        for place in entered.tolist():
-            page = int(numbers[POSITION, place]) // self._page_size
-            self._tables.update(own[place], pages[place], 0, page + 1)
-            numbers[KV_SLOT, place] = pages[place][page] * self._page_size
+        for index in entered.tolist():
+            page = int(numbers[POSITION, index]) // self._page_size
+            self._tables.update(slots[index], pages[index], 0, page + 1)
+            numbers[KV_SLOT, index] = pages[index][page] * self._page_size
         return not entered.size
 
     def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
-        """Gather what the host knows of a step. Raises `ValueError` as `build`."""
+        """Flatten a step on the host; ids of tokens in flight are left out. Raises `ValueError` as `build`."""
         size = self._page_size
         ids: list[int] = []
         positions: list[int] = []
-        targets: list[int] = []
-        near: list[int] = []
-        flying: list[int] = []
+        kv_slots: list[int] = []
+        window_slots: list[int] = []
+        in_flight_tokens: list[int] = []
         bounds, most = [0], 0
         for row in rows:
             start, end, pages = row.start, row.start + row.num_scheduled, row.pages
@@ -247,48 +247,52 @@ class StepBuffers:
             self._tables.update(row.slot, pages, 0, need)
             ids += self._input_tokens(row)
             if row.in_flight:
-                flying.append(len(ids) - 1)
+                in_flight_tokens.append(len(ids) - 1)
             positions += range(start, end)
-            targets += [pages[place // size] * size + place % size for place in range(start, end)]
+            kv_slots += [pages[at // size] * size + at % size for at in range(start, end)]
             if row.window is not None:
                 first, pages = row.window
                 self._window_tables.update(row.slot, pages, first, need)
-                near += [pages[place // size - first] * size + place % size for place in range(start, end)]
+                window_slots += [pages[at // size - first] * size + at % size for at in range(start, end)]
             bounds.append(len(ids))
         wanted, sampling, sample_logits, spans, pooled = _wanted_logits(rows, bounds)
         _, slots, starts, counts, _, in_flight, _, _, adapters, *_ = zip(*rows, strict=True)
-        own = [slot for slot, flies in zip(slots, in_flight, strict=True) if flies]
-        columns = (ids, positions, targets, near, wanted, starts, counts, bounds, sample_logits, flying, own)
+        in_flight_slots = [slot for slot, flies in zip(slots, in_flight, strict=True) if flies]
+        columns = (
+            ids, positions, kv_slots, window_slots, wanted, starts, counts, bounds, sample_logits, in_flight_tokens,
+            in_flight_slots,
+        )  # fmt: skip
         sizes = tuple(map(len, columns))
         numbers, arrays, tensors = self._short.get(sizes) or self._arrays(sizes)
         numbers[:] = [*chain(*columns)]
-        # of one row no copy, where nothing is in flight that reads it
+        # a slice copies nothing; on a CPU no launched step still reads the table when the next one changes it
         rows_of = slice(slots[0], slots[0] + 1) if len(rows) == 1 and self._on_host else list(slots)
+        in_flight_pairs = numbers[len(numbers) - 2 * len(in_flight_slots) :].reshape(2, -1)
         return FlatStep(
             numbers, tensors, arrays[5], arrays[6], arrays[7], self._tables.rows[rows_of, :most],
-            self._window_tables.rows[rows_of, :most] if near else None, arrays[0], arrays[1], arrays[2],
-            numbers[len(numbers) - 2 * len(own) :].reshape(2, -1), wanted, sampling, arrays[8], spans, pooled, adapters,
+            self._window_tables.rows[rows_of, :most] if window_slots else None, arrays[0], arrays[1], arrays[2],
+            in_flight_pairs, wanted, sampling, arrays[8], spans, pooled, adapters,
         )  # fmt: skip
 
     def _arrays(self, sizes: tuple[int, ...]) -> _Arrays:
-        """Memory of the numbers of a step, and parts of so many as arrays and as tensors. On a CPU the next short step
-        of these sizes is written there."""
+        """Memory for a step's numbers, and views of it of these sizes, as arrays and as tensors. On a CPU it is kept
+        for the next short step of these sizes."""
         numbers = np.empty(sum(sizes), dtype=np.int64)
-        arrays = np.split(numbers, [*accumulate(sizes)][:-1])
-        made = numbers, arrays, torch.split(torch.from_numpy(numbers), list(sizes))
+        views = np.split(numbers, [*accumulate(sizes)][:-1])
+        arrays = numbers, views, torch.split(torch.from_numpy(numbers), list(sizes))
         if self._on_host and sizes[0] <= _FEW:
             if len(self._short) == _SHAPES:
                 self._short.clear()
-            self._short[sizes] = made
-        return made
+            self._short[sizes] = arrays
+        return arrays
 
     def _input_tokens(self, row: Row) -> list[int]:
         end = row.start + row.num_scheduled
-        known = end - row.in_flight - len(row.drafts)
-        tokens = row.tokens[row.start : known]
-        if row.spec.images and row.start < row.spec.prompt_len:  # pictures: their hidden states take these places
+        known_end = end - row.in_flight - len(row.drafts)
+        tokens = row.tokens[row.start : known_end]
+        if row.spec.images and row.start < row.spec.prompt_len:  # negative ids stand for pictures' hidden states
             tokens = [max(token, 0) for token in tokens]
-        if len(tokens) != known - row.start or row.num_scheduled < 1:
+        if len(tokens) != known_end - row.start or row.num_scheduled < 1:
             raise ValueError(f"row of slot {row.slot}: {len(row.tokens)} tokens do not cover [{row.start}, {end})")
         if row.drafts:
             tokens += row.drafts
@@ -298,32 +302,33 @@ class StepBuffers:
 
 
 def _segments(rows: tuple[Row, ...], indptr: Iterable[int]) -> StateSegments | None:
-    """Each row from the state it starts from over the snapshots it takes and the states between guesses to its own."""
+    """The state segments of all rows; None: the model has no states. A row goes from the state it starts from, over its
+    snapshots and the states after each of its drafts, to the state of its own slot."""
     if not rows or rows[0].state is None:
         return None
-    bounds, parts = [0], []
+    bounds, segments = [0], []
     for row, first in zip(rows, indptr, strict=False):
         use = row.state
         assert use is not None
         begin, source = first, use.source
         for position, slot in use.saves:
             end = first + position - row.start
-            parts.append((begin, end, source, slot))
+            segments.append((begin, end, source, slot))
             begin, source = end, slot
         ends = first + row.num_scheduled
         for end, slot in zip(range(ends - len(row.drafts), ends), use.guesses, strict=False):
-            parts.append((begin, end, source, slot))
+            segments.append((begin, end, source, slot))
             begin, source = end, slot
-        parts.append((begin, ends, source, use.slot))
-        bounds.append(len(parts))
-    begins, ends, sources, targets = np.array(parts, dtype=np.int64).T.copy()
+        segments.append((begin, ends, source, use.slot))
+        bounds.append(len(segments))
+    begins, ends, sources, targets = np.array(segments, dtype=np.int64).T.copy()
     return StateSegments(np.array(bounds, dtype=np.int64), begins, ends, sources, targets)
 
 
 def _wanted_logits(
     rows: tuple[Row, ...], indptr: list[int]
 ) -> tuple[list[int], list[int], list[int], list[tuple[int, int, int]], list[Span]]:
-    """Tokens whose logits are wanted, and for what; of requests for vectors, their hidden states."""
+    """(tokens whose logits are wanted, `sampling`, `sample_logits`, `prompt_spans`, `pool_spans`), as in `Step`."""
     wanted: list[int] = []
     sampling: list[int] = []
     sample_logits: list[int] = []

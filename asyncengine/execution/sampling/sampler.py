@@ -20,6 +20,7 @@ from asyncengine.execution.device.transfer import Int64Array, Readback, upload
 from asyncengine.execution.sampling.logit_processors import LogitProcessors, SlotParams, SlotTables
 from asyncengine.execution.sampling.masks import FilledMasks
 from asyncengine.kernels.api import compiler_missing, triton_missing
+from asyncengine.request_spec import RequestSpec
 from asyncengine.step import Row
 
 if TYPE_CHECKING:
@@ -29,25 +30,25 @@ _BLOCK = 512
 _KERNEL_TYPES = (torch.bfloat16, torch.float32)
 """Dtypes of logits that the compiled choice takes."""
 _FEW = 64
-"""Logits up to which each is looked at by itself."""
+"""Rows up to which finiteness is checked in Python: fewer than that are slower to check in numpy."""
 NON_FINITE = "the model produced non-finite logits"
 NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias, logits_processors and min_tokens exclude all"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens of the sampling rows. Some may be void: that is known when it is here, not when it is computed."""
+    """Tokens of the sampling rows. Some may be void, for want of a finite logit; `errors` tells, once on the host."""
 
     tokens: torch.Tensor
     """int64 [rows]; 0 where void."""
     best: torch.Tensor
     """[rows] the largest logit of each row; not finite: the row has no token."""
     processed: Collection[int]
-    """Rows whose logits were changed before anything was chosen."""
+    """Rows whose logits were processed before sampling."""
     changed: torch.Tensor | None = None
-    """float32 [len(processed), vocab] logits of these as they were chosen from, on the device; not fetched."""
+    """float32 [len(processed), vocab] processed logits of these rows, on the device; not fetched."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Row -> why a processor of its request failed: the row has no token."""
+    """Row -> why a logits processor of its request failed: the row has no token."""
 
     def fetch(self, readback: Readback) -> Sampled:
         """The same on the host, once `readback` has arrived."""
@@ -88,45 +89,45 @@ class Sampler:
             self._kernel = SamplerKernel(vocab_size)
 
     def begin(self, rows: Sequence[Row], slots: Int64Array, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Know the parameters of `rows`, which sample the tokens at `positions`. Returns the places of those whose
-        logits are to be processed before anything is chosen, grammars' masks aside, and of those whose
-        log-probabilities are asked for."""
+        """Take the parameters of `rows`, which sample the tokens at `positions`. Returns the indices of rows whose
+        logits are to be processed before sampling, grammars' masks aside, and of rows that want log-probabilities."""
         self._update(rows)
         params = self._params
         return np.flatnonzero(params.processed_at(slots, positions)), np.flatnonzero(params.scored[slots])
 
     def _update(self, rows: Sequence[Row]) -> list[int]:
-        own = self._params.update(rows)
+        slots = self._params.update(rows)
         for slot in self._params.renewed:
             self.tables.forget(slot)
-        return own
+        return slots
 
     def sample(
         self, rows: Sequence[Row], logits: torch.Tensor, masks: FilledMasks, last_token: torch.Tensor
     ) -> Sampled:
         """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
-        own = self._update(rows)
+        slot_list = self._update(rows)
         few = self._kernel is not None and len(rows) <= self._kernel.few and logits.dtype in _KERNEL_TYPES
         processed_slots = self._params.processed
-        if few and not masks.places and not any(processed_slots[row.slot] for row in rows):  # taken as they are
+        # the common step: a few rows without processors, for which building arrays would take longer than sampling
+        if few and not masks.samples and not any(processed_slots[row.slot] for row in rows):
             tokens, best = self._kernel.choose_few(logits, *self._params.few_columns(rows))
             return Sampled(tokens, best, ())
-        slots = np.array(own, dtype=np.int64)
+        slots = np.array(slot_list, dtype=np.int64)
         processors = LogitProcessors(rows, self._params, slots, masks, self._vocab_size)
         positions = processors.positions
-        if not processors.places:
+        if not processors.rows:
             return Sampled(*self._choose(slots, positions, logits), ())
-        places = np.array(processors.places, dtype=np.int64)
-        if len(places) == len(rows):
+        rows_processed = np.array(processors.rows, dtype=np.int64)
+        if len(rows_processed) == len(rows):
             processed = processors.apply(logits, self.tables, last_token)
             tokens, best = self._choose(slots, positions, processed)
-        else:  # copying everybody's logits would take longer than choosing for the processed rows twice
-            index = self._to_device(places)
+        else:  # copying all rows' logits would take longer than sampling for the processed rows twice
+            index = self._to_device(rows_processed)
             processed = processors.apply(logits[index], self.tables, last_token)
             tokens, best = self._choose(slots, positions, logits)
-            again = self._choose(slots[places], positions[places], processed)
+            again = self._choose(slots[rows_processed], positions[rows_processed], processed)
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
-        return Sampled(tokens, best, processors.places, processed, processors.failed)
+        return Sampled(tokens, best, processors.rows, processed, processors.failed)
 
     def _choose(
         self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
@@ -143,7 +144,7 @@ class Sampler:
         return torch.where(torch.isfinite(best), tokens, 0), best
 
     def forget(self, slot: int) -> None:
-        """Forget the counts of the slot's request, which are wrong: its next row counts anew."""
+        """Drop the token counts of the slot's request, which are wrong: its next row counts anew."""
         self.tables.penalties.forget(slot)
 
     def _draw(
@@ -157,8 +158,8 @@ class Sampler:
         return greedy.index_copy(0, index, draw(scaled, least, keys))
 
     def _scaled(self, slots: Int64Array, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float32 [rows, vocab] logits divided by the temperature, if there is one; float32 [rows] the smallest of
-        them that truncation keeps) of logits [rows, vocab]."""
+        """(float32 [rows, vocab] logits divided by the temperature, if it is not 0; float32 [rows] the smallest of
+        these that truncation keeps) of logits [rows, vocab]."""
         params = self._params
         temperature = np.where(params.temperature[slots] > 0, params.temperature[slots], np.float32(1))
         divisor, top_p, min_p = self._to_device(np.stack((temperature, params.top_p[slots], params.min_p[slots])))
@@ -168,41 +169,42 @@ class Sampler:
         truncated = np.flatnonzero((top_k > 0) | (params.top_p[slots] < 1))
         if truncated.size:
             where = self._to_device(truncated)
-            part = scaled if len(truncated) == len(slots) else scaled[where]
-            limits = kept_threshold(part, top_k[truncated], top_p[where])
+            truncated_logits = scaled if len(truncated) == len(slots) else scaled[where]
+            limits = kept_threshold(truncated_logits, top_k[truncated], top_p[where])
             least = least.index_copy(0, where, torch.maximum(least[where], limits))
         return scaled, least
 
     def scored_logits(
-        self, rows: Sequence[Row], places: Sequence[int], logits: torch.Tensor, sampled: Sampled
+        self, rows: Sequence[Row], indices: Sequence[int], logits: torch.Tensor, sampled: Sampled
     ) -> torch.Tensor:
-        """Logits [len(places), vocab] by which the tokens of `rows` at `places` are scored: the model's own, or float32
-        logarithms of the distribution that each token was drawn from, -inf where no other token could be drawn
+        """Logits [len(indices), vocab] by which the tokens of the rows `indices` are scored: the model's, or float32
+        logits of the distribution that each token was drawn from, with -inf for tokens that could not be drawn
         (`logprobs_of`).
 
-        logits [rows, vocab] are the model's, `sampled` what was drawn from them, on the device.
+        logits [rows, vocab] are the model's, `sampled` the tokens drawn from them, on the device.
         """
-        index = self._to_device(np.array(places, dtype=np.int64))
-        found = logits[index]
-        drawn = [at for at, place in enumerate(places) if rows[place].spec.params.logprobs_of == "sampled"]
+        index = self._to_device(np.array(indices, dtype=np.int64))
+        scored = logits[index]
+        drawn = [at for at, sample in enumerate(indices) if rows[sample].spec.params.logprobs_of == "sampled"]
         if not drawn:
-            return found
-        found = found.float()
-        number = {place: count for count, place in enumerate(sampled.processed)}
-        edited = [at for at in drawn if places[at] in number]
+            return scored
+        scored = scored.float()
+        number = {sample: count for count, sample in enumerate(sampled.processed)}
+        edited = [position for position in drawn if indices[position] in number]
         if edited:
             assert sampled.changed is not None
-            sources = [number[places[at]] for at in edited]
+            sources = [number[indices[position]] for position in edited]
             into, source = self._to_device(np.array((edited, sources), dtype=np.int64))
-            found.index_copy_(0, into, sampled.changed[source])
-        slots = np.array([rows[places[at]].slot for at in drawn], dtype=np.int64)
-        own = self._to_device(np.array(drawn, dtype=np.int64))
-        return found.index_copy_(0, own, self._drawn_from(slots, found[own], sampled.tokens[index[own]]))
+            scored.index_copy_(0, into, sampled.changed[source])
+        slots = np.array([rows[indices[position]].slot for position in drawn], dtype=np.int64)
+        drawn_indices = self._to_device(np.array(drawn, dtype=np.int64))
+        tokens = sampled.tokens[index[drawn_indices]]
+        return scored.index_copy_(0, drawn_indices, self._drawn_from(slots, scored[drawn_indices], tokens))
 
     def _drawn_from(self, slots: Int64Array, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab] logits with -inf for all that could not be drawn; `tokens` int64 [rows] were."""
+        """Logits float32 [rows, vocab] with -inf where no token could be drawn; `tokens` int64 [rows] were drawn."""
         scaled, least = self._scaled(slots, logits)
-        # kernels that chose may have rounded the threshold otherwise: what was drawn was kept
+        # the sampling kernel may round the threshold differently; a token that was drawn was certainly above it
         kept = scaled >= torch.minimum(least[:, None], scaled.gather(1, tokens[:, None]))
         greedy = self._to_device(self._params.temperature[slots] == 0)
         point = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
@@ -233,7 +235,7 @@ def draw(logits: torch.Tensor, least: torch.Tensor, keys: torch.Tensor) -> torch
     return (winner * _BLOCK + chosen).clamp_(max=vocab - 1)
 
 
-# The parts of a draw: random numbers as a stateless function of (seed, position, token id), and what is kept.
+# Random numbers as a stateless function of (seed, position, token id), and the thresholds of truncation.
 #
 # Nothing is drawn from a generator, so a token does not depend on batch neighbours, slots, chunking, preemption or
 # padding, and replaying a step gives the same token (the idea of vLLM's model runner V2). The mixing function is the
@@ -247,7 +249,7 @@ BLOCK_FLAG = 1 << 31
 
 
 AGAIN_FLAG = 1 << 30
-"""Set in the id of a token that is drawn in the place of another one at the same position."""
+"""Set in the id of a token that is drawn to replace another one at the same position: it draws independent numbers."""
 
 
 def _mix(value: Integers) -> Integers:
@@ -260,10 +262,9 @@ def _mix(value: Integers) -> Integers:
 
 
 def noise_keys(seed_low: Int64Array, seed_high: Int64Array, positions: Int64Array) -> Int64Array:
-    """int64 [2, rows]: the part of every random number that depends on seed and position [rows] alone.
+    """int64 [2, rows]: the hash of seed and position [rows], from which `gumbel` derives the noise of each token.
 
-    The halves of the seed are in [0, 2**32). On the host, which knows them all: on a device it would be a hundred
-    small kernels a step.
+    The halves of the seed are in [0, 2**32). Computed on the host: on a GPU it would be a hundred small kernels a step.
     """
     where = positions & _MASK
     inner = _mix(_mix(_mix(seed_low ^ 0x9E3779B9) ^ seed_high) ^ where)
@@ -287,7 +288,7 @@ def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 # value are all kept, so the answer does not depend on how a sort breaks ties.
 
 _FIRST_CANDIDATES = 1024
-"""A top-p set is looked for among this many tokens before everything is sorted."""
+"""A top-p set is searched among the likeliest tokens of this number first; sorting the vocabulary is the fallback."""
 
 
 def kept_threshold(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
@@ -303,14 +304,14 @@ def kept_threshold(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor)
     least = logits.new_empty(logits.shape[0])
     for chosen in (limited, unlimited):
         index = upload(chosen, logits.device)
-        part = (logits[index], top_p[index])
-        found = _of_largest(part[0], top_k[chosen], part[1]) if chosen is limited else _by_sorting(*part)
-        least = least.index_copy(0, index, found)
+        some, probability = logits[index], top_p[index]
+        limits = _of_largest(some, top_k[chosen], probability) if chosen is limited else _by_sorting(some, probability)
+        least = least.index_copy(0, index, limits)
     return least
 
 
 def _of_largest(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
-    """Thresholds of top-p over the tokens that top-k left."""
+    """Thresholds [rows] of top-p over the tokens that top-k keeps."""
     width = min(int(top_k.max()), logits.shape[-1])
     values = logits.topk(width, dim=-1).values
     limits = upload(top_k, logits.device)
@@ -319,7 +320,7 @@ def _of_largest(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) ->
 
 
 def _by_sorting(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Find the threshold of top-p alone. Looks at what a first try gave; a GPU without kernels has to wait for it."""
+    """Thresholds [rows] of top-p alone. The host looks at the first search's result, so it waits for a GPU here."""
     totals = torch.logsumexp(logits, dim=-1)
     width = min(_FIRST_CANDIDATES, logits.shape[-1])
     least, reached = _top_p_threshold(logits.topk(width, dim=-1).values, totals, top_p)
@@ -343,3 +344,40 @@ def _top_p_threshold(
     outside = (running - probabilities >= top_p[:, None]) | torch.isneginf(values)
     outside[:, 0] = False
     return values.masked_fill(outside, float("inf")).amin(dim=-1), running[:, -1]
+
+
+# Tokens that a matcher may take instead of the sampled one, if the output could not end within its budget with that.
+
+MOST = 64
+"""Most tokens that are offered to the matcher."""
+
+
+def drawn_again(logits: torch.Tensor, spec: RequestSpec, position: int) -> list[int]:
+    """The `MOST` likeliest tokens in the order in which a matcher tries them at `position` of a request: as further
+    draws without replacement would give them, followed by those that truncation leaves out, likeliest first. For a
+    greedy request: likeliest first.
+
+    logits float32 [vocab] on the host, as the first token was drawn from them (penalties and the grammar's mask
+    applied). A pure function: the random numbers follow from (seed, position, token id).
+    """
+    params = spec.params
+    temperature = 1.0 if params.temperature is None else params.temperature
+    likeliest = logits.topk(min(MOST, len(logits)))
+    pairs = zip((-likeliest.values).tolist(), likeliest.indices.tolist(), strict=True)
+    ids = [token for value, token in sorted(pairs) if value < float("inf")]
+    if not temperature or not ids:
+        return ids
+    scaled = logits[None].float() / temperature
+    least = float(scaled.max()) + (float(np.log(params.min_p)) if params.min_p else -float("inf"))
+    top_k, top_p = params.top_k or 0, 1.0 if params.top_p is None else params.top_p
+    if top_p < 1 or 0 < top_k < len(logits):
+        limit = kept_threshold(scaled, np.array([top_k if top_k < len(logits) else 0]), torch.tensor([top_p]))
+        least = max(least, float(limit))
+    seed_low, seed_high = spec.seed & 0xFFFFFFFF, spec.seed >> 32 & 0xFFFFFFFF
+    keys = noise_keys(*(np.array([number]) for number in (seed_low, seed_high, position)))
+    where = torch.tensor([ids])
+    drawn_from = scaled[0, where[0]]
+    noisy = drawn_from + gumbel(torch.from_numpy(keys), where | AGAIN_FLAG)[0]
+    scores = zip(noisy.tolist(), (drawn_from >= least).tolist(), strict=True)
+    ranks = [(0, -score) if kept else (1, index) for index, (score, kept) in enumerate(scores)]
+    return [ids[index] for index in sorted(range(len(ids)), key=ranks.__getitem__)]

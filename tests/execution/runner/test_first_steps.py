@@ -71,7 +71,7 @@ def lengths_of_first_steps(monkeypatch: pytest.MonkeyPatch, kept: Sequence[str] 
     if not needed:
         pytest.skip("nothing is compiled for it here")
     names = [*needed, *later]
-    build_runner(loaded, CONFIG, kept=names if kept is None else kept).runner.close()
+    build_runner(loaded, CONFIG, cached=names if kept is None else kept).runner.close()
     return found
 
 

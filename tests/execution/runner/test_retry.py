@@ -84,10 +84,10 @@ def row(request: Request, step: int) -> Row:
 def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
     """`mode` is on from the end of the next forward or replay to the end of its launch."""
     owner, name = (runner, "forward") if runner.graphs is None else (runner.graphs, "run")
-    forward, launch = getattr(owner, name), runner.launch_part
+    forward, launch = getattr(owner, name), runner.launch_once
 
     def one_launch(batch: Batch) -> Any:
-        runner.launch_part = launch  # type: ignore[method-assign]
+        runner.launch_once = launch  # type: ignore[method-assign]
         try:
             return launch(batch)
         finally:
@@ -101,7 +101,7 @@ def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
             mode.__enter__()
         return made
 
-    runner.launch_part = one_launch  # type: ignore[method-assign]
+    runner.launch_once = one_launch  # type: ignore[method-assign]
     setattr(owner, name, then_fail)
     yield
 

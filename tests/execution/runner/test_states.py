@@ -89,7 +89,7 @@ def test_a_step_that_runs_out_of_memory_moves_no_state_twice(depth: int, expecte
     failures = 0
     for at in range(3, 120, 15):
         served = Served(runner, max_steps_in_flight=depth, max_num_batched_tokens=24)
-        launch, step = runner.launch_part, 0
+        launch, step = runner.launch_once, 0
 
         def failing(batch: Any, launch: Any = launch, at: int = at) -> Any:
             nonlocal step, failures
@@ -105,13 +105,13 @@ def test_a_step_that_runs_out_of_memory_moves_no_state_twice(depth: int, expecte
                 finally:
                     assert mode.seen
 
-        runner.launch_part = failing  # type: ignore[method-assign]
+        runner.launch_once = failing  # type: ignore[method-assign]
         for prompt in conversations():
             served.add(prompt)
         try:
             assert served.run() == expected, f"after a failure of operation {at}"
         finally:
-            runner.launch_part = launch  # type: ignore[method-assign]
+            runner.launch_once = launch  # type: ignore[method-assign]
         assert served.scheduler.counters.preemptions
     assert failures > 9
     runner.close()

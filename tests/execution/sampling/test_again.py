@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.execution.runner.pending import MOST, drawn_again
+from asyncengine.execution.sampling.sampler import MOST, drawn_again
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 

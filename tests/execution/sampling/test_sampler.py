@@ -91,7 +91,7 @@ def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     rows = [row(3, tokens=tokens, prompt_len=4, **fields), row(4)]
     params = SlotParams(64, VOCAB)
     processors = LogitProcessors(rows, params, params.update(rows), FilledMasks.none(), VOCAB)
-    assert processors.places == [0], "nothing is done to the other row"
+    assert processors.rows == [0], "nothing is done to the other row"
     found = processors.apply(logits[:1], SlotTables(params, VOCAB, CPU), torch.zeros(64, dtype=torch.int64))
     names = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
     arguments = {names.get(key, "bias"): value for key, value in fields.items()}

@@ -213,7 +213,7 @@ def test_what_only_keys_in_bytes_need_is_compiled_for_these_alone(folder: Path) 
     named = []
     token = called_apart.set(lambda name, rare: named.append((name.split(":")[1], rare)))
     try:
-        for operand, expected in (("uint16", []), ("int16", [("_gather_whole", False)])):
+        for operand, expected in (("uint16", []), ("int16", [("_gather_quantized", False)])):
             compiled_for(attention_blocks.gather, f"void({', '.join(['int64'] * 8)}, uint16, {operand})")
             assert named == expected
     finally:

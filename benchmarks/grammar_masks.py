@@ -34,7 +34,7 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.shared_masks import Mask
 from asyncengine.grammar.vocabulary import Vocabulary
 from benchmarks.constraints import CONSTRAINTS, Constraint
-from benchmarks.grammar_setup import WIDTHS, grammar_of, laid_out, spread, vocabulary
+from benchmarks.grammar_setup import WIDTHS, grammar_of, laid_out, library_matcher, spread, vocabulary
 
 WALKS = ("mask", "added", "jump", "near", "tight")
 AMPLE, NEAR = 8192, 256
@@ -89,7 +89,7 @@ class Bench:
     def bare(self, grammar: Grammar) -> None:
         text = with_rules(grammar)[0]
         began = clock()
-        matcher = self.backend.matcher(grammar, text, self.vocabulary.ll_tokenizer)
+        matcher = library_matcher(grammar, text, self.vocabulary.ll_tokenizer)
         matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
         self.times["bare"].append(clock() - began)
 

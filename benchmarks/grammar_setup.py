@@ -13,7 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import llguidance
+
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.complaints import explain
 from asyncengine.grammar.vocabulary import Vocabulary
 from benchmarks.constraints import Constraint
 
@@ -58,6 +61,15 @@ def laid_out(constraint: Constraint, layout: str) -> list[str]:
         return list(constraint.samples)
     style = LAYOUTS[layout]
     return [json.dumps(json.loads(sample), ensure_ascii=False, **style) for sample in constraint.samples]
+
+
+def library_matcher(grammar: Grammar, text: str, tokenizer: Any) -> Any:
+    """The library's own matcher of a compiled grammar's text. Raises what `explain` makes of its complaint."""
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise explain(grammar, matcher.get_error())
+    return matcher
 
 
 def spread(values: Iterable[float], scale: float = 1.0) -> dict[str, float]:

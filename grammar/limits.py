@@ -1,6 +1,6 @@
 """Bounds on a grammar's size and nesting, checked on the caller's thread before any library sees it.
 
-What llguidance 1.9.1 does without them, measured on x86-64 Linux:
+Where llguidance 1.9.1 overflows its stack without them, measured on x86-64 Linux:
 
 | input | stack of 8 MiB | 1 MiB | 512 KiB |
 | --- | --- | --- | --- |
@@ -9,10 +9,10 @@ What llguidance 1.9.1 does without them, measured on x86-64 Linux:
 | `$ref` to `$ref` | 2,000 to 2,600 | 200 to 300 | 100 to 150 |
 | `$ref` through `items` or `anyOf` (2 schemas each) | 800 to 1,100 | 100 to 150 | 50 to 100 |
 
-Nesting that shows in the text is refused by the library itself: regex groups from 250, brackets of a schema from 127,
-Lark parentheses from about 30. What costs time: a forced text (literal, `const`, `a{n}`) of 65,536 letters 38 ms at its
-first mask, of 200,000 145 ms, of more "too many expressions" in mid-output; `multipleOf` 100,003 0.15 s, 999,983 6 s
-and 413 MB. Wide things are slow but bounded: 50,000 Lark alternatives 1.4 s, 5,000 optional properties 1.2 s.
+Nesting in the text itself is refused by the library: regex groups from 250, brackets of a schema from 127, Lark
+parentheses from about 30. Time: a forced text (literal, `const`, `a{n}`) of 65,536 characters takes 38 ms at its first
+mask, of 200,000 145 ms, of more ends with "too many expressions" in mid-output; `multipleOf` 100,003 takes 0.15 s,
+999,983 6 s and 413 MB. Width is slow but bounded: 50,000 Lark alternatives 1.4 s, 5,000 optional properties 1.2 s.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from asyncengine.grammar.spec import Grammar, parse_json
 MAX_CHAIN = 256
 """Most rules or schemas open at once, counted through references: a seventh of what overflows 8 MiB."""
 MAX_LEVELS = 16_000
-"""Rules and groups in one Lark text, all of which might be open at once: three quarters of a compiling thread's stack
-(`service.STACK_BYTES`)."""
+"""Most rules and groups in one Lark text, all of which might be open at once: then three quarters of a compiling
+thread's stack (`service.STACK_BYTES`) are used."""
 MAX_REPEAT = 10_000
 """Largest count in `{m,n}`, `minItems` and `minProperties`."""
 MAX_OPTIONAL = 2_000
-"""Optional properties of one object; 10,000 keep a worker busy for 39 s."""
+"""Most optional properties of one object; 10,000 keep a worker busy for 39 s."""
 MAX_PATTERNS = 250
-"""Patterns in the `patternProperties` of one object: each is written with all others excluded, so that 1,000 keep a
-worker busy for 5 s, of which the library gives nothing up, and 4,000 for 80."""
+"""Most patterns in the `patternProperties` of one object: each is written with all others excluded, so that 1,000 keep
+a worker busy for 5 s, in which the library cannot be stopped, and 4,000 for 80."""
 MAX_LEFT_OUT = 2_000
-"""Items of one pattern or one Lark text that may be left out or repeated: of 20,000 in a row (`a?a?...`) a mask takes
-20 s and 1.6 GB, in the thread that all outputs wait for, of 5,000 2 s; 2,000 are refused by the library in 0.3 s."""
+"""Most optional or repeated items of one pattern or one Lark text: of 20,000 in a row (`a?a?...`) a mask takes 20 s and
+1.6 GB, in the thread that all outputs wait for, of 5,000 2 s; 2,000 are refused by the library in 0.3 s."""
 MAX_ALTERNATIVES = 20_000
-"""Bars in one Lark text; 50,000 keep a worker busy for 8 s."""
+"""Most bars in one Lark text; 50,000 keep a worker busy for 8 s."""
 MAX_LITERAL = 64 << 10
-"""Longest text that leaves no choice (a literal, a key, a `const`, the shortest match of a pattern), and largest
-`minLength`: of 10**6 letters the library does not see the end, and looks for it for a second."""
+"""Longest forced text (a literal, a key, a `const`, the shortest match of a pattern), and largest `minLength`: the
+library searches a forced text of 10**6 characters for a second and does not reach its end."""
 MAX_MULTIPLE = 100_000
 """Largest common multiple of a schema's `multipleOf` (powers of ten are cheap and exempt)."""
 
 _SHORT = {"*": "0", "?": "0", "+": "1"}
-"""The fewest times that short repetitions stand for."""
+"""The least count of the short repetitions."""
 _LEAST = (("minLength", MAX_LITERAL), ("minItems", MAX_REPEAT), ("minProperties", MAX_REPEAT))
 
 
@@ -89,7 +89,7 @@ def _too_large(what: str, limit: str, value: object = None) -> GrammarTooLarge:
 
 
 class PatternLimits:
-    """Checks each pattern and literal against the bounds it was made with."""
+    """Checks patterns and literals against `max_regex` characters and `max_depth` nested groups."""
 
     def __init__(self, max_regex: int, max_depth: int) -> None:
         self._max_regex = max_regex
@@ -100,8 +100,8 @@ class PatternLimits:
             raise _too_large("a literal text", f"{MAX_LITERAL} characters", len(text))
 
     def pattern(self, pattern: str, fewest: int = 0) -> int:
-        """Size, nesting, counts, and the length of the shortest match (alternatives count as their longest), which is
-        returned. `fewest`: times that what may be left out counts."""
+        """Check size, nesting and counts, and return the length of the shortest match, in which the longest alternative
+        counts. `fewest`: the times that optional items count. Raises `GrammarTooLarge`."""
         if len(pattern) > self._max_regex:
             raise _too_large("a pattern", f"{self._max_regex} characters", len(pattern))
         # Per open group: (longest alternative so far, this alternative so far, its last item).
@@ -147,8 +147,8 @@ def _check_schema(text: str, max_depth: int, check: PatternLimits) -> None:
     _check_tree(schema, max_depth, check, long=len(text) > MAX_LITERAL)
     multiple = 1
     for _, node in subschemas(schema):
-        said = (node.get(key) for key in ("patternProperties", "properties", "x-guidance"))
-        keys, named, options = (value if isinstance(value, dict) else {} for value in said)
+        values = (node.get(key) for key in ("patternProperties", "properties", "x-guidance"))
+        keys, properties, options = (value if isinstance(value, dict) else {} for value in values)
         for pattern in (node.get("pattern"), *keys, *options.values()):
             if isinstance(pattern, str):
                 check.pattern(pattern)
@@ -161,35 +161,35 @@ def _check_schema(text: str, max_depth: int, check: PatternLimits) -> None:
         if len(keys) > MAX_PATTERNS:
             raise _too_large("an object", f"{MAX_PATTERNS} patternProperties", len(keys))
         required = node.get("required")
-        if (optional := len(named) - (len(required) if isinstance(required, list) else 0)) > MAX_OPTIONAL:
+        if (optional := len(properties) - (len(required) if isinstance(required, list) else 0)) > MAX_OPTIONAL:
             raise _too_large("an object", f"{MAX_OPTIONAL} optional properties", optional)
 
-    def steps(node: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-        """Schemas that are open inside `node`. Definitions count where something refers to them."""
+    def successors(node: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+        """(key, schema) of those that a recursive reader enters from `node`. Definitions count where referred to."""
         target = resolve(schema, node)
         found = [target] if isinstance(target, dict) and target is not node else []
         found += [child for step, child in children(node) if not step.startswith(("/$defs/", "/definitions/"))]
         return [(id(child), child) for child in found]
 
-    if isinstance(schema, dict) and '"$ref"' in text and text.count("{") >= MAX_CHAIN < _chain(schema, steps):
+    if isinstance(schema, dict) and '"$ref"' in text and text.count("{") >= MAX_CHAIN < _chain(schema, successors):
         raise _too_large("nesting through $ref", f"{MAX_CHAIN} schemas")
 
 
 def _multiple(so_far: int, value: Any) -> int:
-    """The common multiple with `value`'s numerator: what an automaton for both at once has as states."""
+    """The common multiple with the numerator of `value`: the states of an automaton for both at once."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         return so_far
     numerator = Fraction(str(value) if isinstance(value, float) else value).numerator
     if re.fullmatch("10*", str(numerator) if numerator < 10**400 else "0"):
         return so_far
-    together = math.lcm(so_far, numerator)
-    if together > MAX_MULTIPLE:
+    common = math.lcm(so_far, numerator)
+    if common > MAX_MULTIPLE:
         raise _too_large("the common multiple of multipleOf", str(MAX_MULTIPLE), value)
-    return together
+    return common
 
 
 def _check_tree(value: Any, max_depth: int, check: PatternLimits, long: bool) -> None:
-    """Depth of brackets, and (only where the text is long enough) the length of keys and of texts in const and enum."""
+    """Check the nesting and, of a `long` text, the length of keys and of strings in const and enum."""
     stack = [(value, 1, False)]
     while stack:
         node, depth, forced = stack.pop()
@@ -208,17 +208,17 @@ def _check_tree(value: Any, max_depth: int, check: PatternLimits, long: bool) ->
 
 
 def _check_lark(text: str, max_depth: int, check: PatternLimits) -> None:
-    found = [(kind, token) for kind, token, _ in tokenize(text)]
-    if (alternatives := sum(token == "|" for _, token in found)) > MAX_ALTERNATIVES:
+    tokens = [(kind, token) for kind, token, _ in tokenize(text)]
+    if (alternatives := sum(token == "|" for _, token in tokens)) > MAX_ALTERNATIVES:
         raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)
-    left_out = sum(token in ("?", "*", "[") for kind, token in found if kind == "other")
+    left_out = sum(token in ("?", "*", "[") for kind, token in tokens if kind == "other")
     if left_out > MAX_LEFT_OUT:
         raise _too_large("Lark", f"{MAX_LEFT_OUT} items that may be left out", left_out)
     depth = 0
     mentioned: list[str] = []  # names, in order, in the rule that is read
     rules = {"start": mentioned}
-    tokens = [token for _, token in found]
-    for previous, (kind, token), following in zip(["", *tokens], found, [*tokens[1:], ""], strict=False):
+    texts = [token for _, token in tokens]
+    for previous, (kind, token), following in zip(["", *texts], tokens, [*texts[1:], ""], strict=False):
         if kind == "json":
             _check_schema(token, max_depth, check)
         elif kind == "regex":
@@ -235,28 +235,27 @@ def _check_lark(text: str, max_depth: int, check: PatternLimits) -> None:
             depth += (token in "([{") - (token in ")]}")
             if depth > max_depth:
                 raise _too_large("Lark", f"{max_depth} levels of nesting (max_grammar_depth)", depth)
-    if (levels := len(rules) + sum(token in ("(", "[") for _, token in found)) > MAX_LEVELS:
+    if (levels := len(rules) + sum(token in ("(", "[") for _, token in tokens)) > MAX_LEVELS:
         raise _too_large("Lark", f"{MAX_LEVELS} rules and groups", levels)
     if _chain("start", lambda name: [(other, other) for other in rules.get(name, ())]) > MAX_CHAIN:
         raise _too_large("rules that begin one another", f"{MAX_CHAIN} rules in a chain")
 
 
-def _chain(start: Any, steps: Callable[[Any], Sequence[tuple[Any, Any]]]) -> int:
-    """Length of the longest stack of a depth-first walk that enters each node (by key) once, in the worse of two orders
-    of visiting: so deep a library recurses through references (text that nests nowhere can overflow its stack: `a: b`,
-    `b: c`, ... is one call per rule). We do not recurse ourselves."""
+def _chain(start: Any, successors: Callable[[Any], Sequence[tuple[Any, Any]]]) -> int:
+    """Depth of a depth-first walk that enters each node (by key) once, in the worse of two orders: the depth to which
+    the library recurses through references. `a: b`, `b: c`, ... nests nowhere in the text and is one call per rule."""
     longest = 1
-    behind: dict[Any, Sequence[tuple[Any, Any]]] = {}
+    known: dict[Any, Sequence[tuple[Any, Any]]] = {}
     for order in (1, -1):
         seen = set[Any]()
-        stack = [iter(steps(start)[::order])]
+        stack = [iter(successors(start)[::order])]
         while stack:
             for key, node in stack[-1]:
                 if key not in seen:
                     seen.add(key)
-                    if key not in behind:
-                        behind[key] = steps(node)
-                    stack.append(iter(behind[key][::order]))
+                    if key not in known:
+                        known[key] = successors(node)
+                    stack.append(iter(known[key][::order]))
                     longest = max(longest, len(stack))
                     break
             else:

@@ -1,13 +1,13 @@
 """The default backend: llguidance, for every kind of grammar (exact, bounded by fuel, 1 to 7 ms to compile).
 
-What the library does not do for us, each with a test:
+Its peculiarities that are handled here, each with a test:
 
-* It never raises: after a limit was hit its mask allows the end of sequence only, which would truncate silently. Every
-  mask and every step is followed by a look at `is_error()`.
+* It never raises: after a limit was hit its mask allows the end of sequence only, which would truncate silently. So
+  `is_error()` is checked after every mask and every step.
 * Copies of one matcher share a lexer. A limit hit by one breaks all of them and the template, and the others refuse
-  every token without a word until they are asked for a mask; a broken state heals by compiling its own copy and going
-  through its tokens again, so that it was somebody else's fault costs it nothing. The template is marked and makes no
-  further states: who asks for one compiles the grammar again.
+  every token silently until they are asked for a mask. A broken state heals: it compiles a copy of its own and consumes
+  its tokens again, so that another output's limit does not end it. The template is marked and makes no further states;
+  for the next one the grammar is compiled again.
 * Rollback does not count an end of sequence consumed after the grammar had stopped; ends of sequence are counted here
   and never shown to it.
 * `max_tokens=` inside a grammar switches rollback off, and its error texts quote the output; the first is refused, the
@@ -30,7 +30,7 @@ from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge,
 from asyncengine.grammar.closing.closing import CHECKED_AHEAD, Closing, ClosingTables, unrolled
 from asyncengine.grammar.closing.costs import CostTable, Speller, token_count
 from asyncengine.grammar.complaints import SIGNS, explain, summary
-from asyncengine.grammar.json_limits import Limits, behind
+from asyncengine.grammar.json_limits import Limits, end_behind
 from asyncengine.grammar.lark import replace_json
 from asyncengine.grammar.lower import OPTIONS, fragment, schema_object
 from asyncengine.grammar.schema.arguments import ArgumentBuilder
@@ -46,14 +46,14 @@ from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import UNREACHABLE, Vocabulary
 
 Written = tuple[Rules, Rule]
-"""Rules, and the name of the first one."""
+"""(rules, the start rule) of a schema."""
 MAX_RETRIES = 64
-"""Keywords that are left out one after the other where that is allowed."""
+"""Most unsupported keywords that are left out, one after the other, of a lenient schema."""
 
 
 def with_rules(grammar: Grammar, checkpoint: Checkpoint = proceed, schema: Any = None) -> tuple[str, list[Written]]:
-    """The text that `LLMatcher` takes, and the rules of each schema in the grammar, in its order. Raises
-    `GrammarTooLarge` for schemas that `check_limits` would have refused, and as `checkpoint`."""
+    """(text for `LLMatcher`, rules of each schema in the grammar, in its order). Raises `GrammarTooLarge` for schemas
+    that `check_limits` would have refused, and what `checkpoint` raises."""
     if grammar.kind == "json_schema":
         rules, start = _rules_of(grammar, checkpoint, schema)
         return str(llguidance.LLMatcher.grammar_from_lark(rules.lark(start))), [(rules, start)]
@@ -75,34 +75,34 @@ def _rules_of(grammar: Grammar, checkpoint: Checkpoint, schema: dict[str, Any] |
 
 
 def _rules(schema: dict[str, Any], options: dict[str, Any], lenient: bool, checkpoint: Checkpoint) -> Written:
-    """Rules for a schema. If `lenient`, keywords that stand in the way are left out. Raises as `Builder.build`."""
-    own = schema.pop("x-guidance", None)
-    merged = {**options, **(own if isinstance(own, dict) else {}), "lenient": lenient}
+    """The rules of a schema. If `lenient`, unsupported keywords are left out. Raises as `Builder.build`."""
+    guidance = schema.pop("x-guidance", None)
+    merged = {**options, **(guidance if isinstance(guidance, dict) else {}), "lenient": lenient}
     build = ArgumentBuilder if "members" in merged else Builder
-    for left in range(MAX_RETRIES, -1, -1):
+    for retries in range(MAX_RETRIES, -1, -1):
         try:
             return build(schema, merged, checkpoint).build()
         except GrammarUnsupported as error:
-            if not left or not lenient or not sum(_drop(schema, pointer) for _, pointer in error.features):
+            if not retries or not lenient or not sum(_drop(schema, pointer) for _, pointer in error.features):
                 raise
     raise AssertionError("it was raised")
 
 
 def _drop(schema: dict[str, Any], pointer: str) -> bool:
-    """Delete what `pointer` leads to; False if that is nothing."""
+    """Delete the value that `pointer` leads to; False if there is none."""
     around, _, last = pointer.rpartition("/")
-    here = pointed(schema, around)
-    if around.endswith("/patternProperties"):  # what these names allowed must stay allowed
+    parent = pointed(schema, around)
+    if around.endswith("/patternProperties"):  # members with these names must stay allowed
         pointed(schema, around.rpartition("/")[0]).pop("additionalProperties", None)
-    return isinstance(here, dict) and here.pop(unescape(last), None) is not None
+    return isinstance(parent, dict) and parent.pop(unescape(last), None) is not None
 
 
 def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
     """The rule for `%json text` in a Lark grammar; its rules are added to `schemas`."""
     schema = json.loads(text)
-    own = schema.get("x-guidance") if isinstance(schema, dict) else None
-    lenient = isinstance(own, dict) and own.get("lenient") is True
-    tool = own.get("tool") if isinstance(own, dict) else None
+    guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
+    lenient = isinstance(guidance, dict) and guidance.get("lenient") is True
+    tool = guidance.get("tool") if isinstance(guidance, dict) else None
     try:
         rules, start = _rules(schema_object(text, lenient), {}, lenient, checkpoint)
     except GrammarUnsupported as error:
@@ -115,22 +115,22 @@ def _embedded(schemas: list[Written], checkpoint: Checkpoint, text: str) -> str:
 
 
 LONGEST = 400_000
-"""Tokens of the longest first way: more than any text that the limits on grammars allow."""
+"""Most tokens of the shortest output: more than any text that the limits on grammars allow."""
 TEMPLATE_BYTES, COST_BYTES = 600_000, 60_000
-"""Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say. That of
-its costs, beside 40 bytes for each of its text."""
+"""Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens, for llguidance does not tell;
+and of its costs, which take 40 bytes more for each byte of its text."""
 CHECKED = 8
-"""Parts of the cheapest output that are spelled and shown to the library when a grammar is compiled."""
+"""Segments of the cheapest output that the library validates when a grammar is compiled."""
 MASKED = 16
-"""Bytes of it whose masks are made, for a limit of the library that they would hit: what they warm is of use later."""
+"""Bytes of it whose masks are computed then, to find a limit of the library that they hit. It warms its lexer, too."""
 REACH = 64
-"""Tokens left, beside those of the shortest output, from which on a sampled one may be refused for another."""
+"""A sampled token may be replaced once the tokens left are those of the shortest output plus this many."""
 LEAD = 64
-"""Tokens left, beside those with which a grammar's costs have to be known, from which on they are counted."""
+"""Costs are computed on another thread this many tokens before they are needed."""
 MASK_BYTES = 16 * 2**20
-"""Memory for masks that outputs share: 880 of 150,000 tokens."""
+"""Memory of the masks that outputs share: 880 masks of 150,000 tokens."""
 _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
-"""Behind a grammar: the library does not look for text that has to come. The last one counts."""
+"""Appended to a grammar, it keeps the library from searching for forced text. Of several such lines the last counts."""
 
 
 class LlguidanceBackend:
@@ -150,21 +150,19 @@ class LlguidanceBackend:
         """
         try:
             return LlgTemplate(self, grammar, checkpoint)
-        except Exception:
-            raise
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # a Rust panic is no `Exception`, and nobody exports it
+            if type(error).__name__ != "PanicException":  # a Rust panic is no `Exception`, and pyo3 does not export it
                 raise
             raise GrammarError("grammar", f"the grammar library panicked: {summary(str(error))}") from None
 
     def fill_all(self, masks: Mask, states: Mapping[int, LlgState]) -> set[int]:
-        """A `JointFill` on four fifths of the cores, in threads that the library keeps."""
+        """A `JointFill`, on the library's own threads, which are four fifths of the cores."""
         self._executor = self._executor or llguidance.LLExecutor()
-        jobs = [(state.matcher, place) for place, state in states.items()]
+        jobs = [(state.matcher, row) for row, state in states.items()]
         self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.strides[0], len(masks))
-        filled = {place for place, state in states.items() if not state.matcher.is_error()}
-        for place in filled:
-            states[place].narrow(masks[place])
+        filled = {row for row, state in states.items() if not state.matcher.is_error()}
+        for row in filled:
+            states[row].narrow(masks[row])
         return filled
 
     def close(self) -> None:
@@ -173,8 +171,8 @@ class LlguidanceBackend:
 
 
 class LlgTemplate:
-    """One compiled grammar: a matcher over the vocabulary, and costs of complete outputs. Those of a schema that goes
-    `straight` to the library are counted where an output comes near to its budget."""
+    """One compiled grammar: a matcher over the vocabulary, and the costs of complete outputs. Those of a schema that
+    goes `straight` to the library are computed only when an output comes near to its budget."""
 
     def __init__(self, backend: LlguidanceBackend, grammar: Grammar, checkpoint: Checkpoint = proceed) -> None:
         self.backend = backend
@@ -182,11 +180,11 @@ class LlgTemplate:
         self.masks = backend.masks
         self._spoiled = False
         self._counted: ClosingTables | None = None
-        """None where its outputs cannot be followed: those are not steered to an end."""
+        """None if its outputs cannot be parsed, and so not steered to an end."""
         self._counting = threading.Lock()
         self.reach = self.far = UNREACHABLE
-        """Tokens left from which on a sampled one may be refused for another; until costs are counted, no less. And
-        those from which on costs are to be counted; 0: they are."""
+        """`reach`: tokens left from which on a sampled one may be replaced (an upper bound until the costs are known).
+        `far`: tokens left from which on the costs are to be computed; 0: they are known."""
         schema = _schema_of(grammar) if grammar.kind == "json_schema" else None
         self.is_straight = schema is not None and grammar.key_order == "schema" and self._go_straight(schema)
         if not self.is_straight:
@@ -197,7 +195,7 @@ class LlgTemplate:
             self._count([_rules_of(grammar, checkpoint, schema)], checkpoint)
 
     def _go_straight(self, schema: dict[str, Any]) -> bool:
-        """Let the library compile the schema itself, if it reads it as we do."""
+        """Have the library compile the schema itself, if it reads it as we do. False if not."""
         try:
             self.text, size = straight(schema, OPTIONS[self.grammar.whitespace], self.backend.speller.single_bytes)
             self._matcher = self.fresh_matcher()
@@ -209,14 +207,14 @@ class LlgTemplate:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of the shortest output known; 0 where outputs cannot be followed."""
+        """Tokens of the shortest output known; 0 if outputs cannot be parsed."""
         self.has_costs(0)
         return self.reach - REACH
 
     def has_costs(self, left: int, soon: bool = False) -> bool:
-        """Whether the grammar's costs are known, which are counted now if an output of which so many tokens are left
-        needs them, and beside all else if it will `soon`. It may have begun, so that nothing is raised: `straight` sees
-        to it that they can be counted, and if they could not, it would go on without being steered."""
+        """Whether the grammar's costs are known. They are computed now if an output with `left` tokens left needs them,
+        and on a thread of their own if it will `soon`. Nothing is raised, for the output may have begun: `straight`
+        ensures that they can be computed, and without them the output would go on unsteered."""
         if left <= self.reach:
             with self._counting, contextlib.suppress(GrammarError):
                 if self.far:
@@ -239,12 +237,12 @@ class LlgTemplate:
         self._counted = None if shape is None else self._priced(shape, kept)
         if self._counted is None:
             (first := self._matcher.deep_copy()).compute_bitmask()
-            if first.is_error():  # there is no output at all
+            if first.is_error():  # the grammar has no output at all
                 raise self.broken(first)
         self.reach, self.far = REACH + (0 if self._counted is None else token_count(self._counted.cheapest())), 0
 
     def spoil(self) -> None:
-        """A limit of the library was hit by what shares a lexer with this: it makes no further states."""
+        """A matcher that shares a lexer with this template hit a limit: make no further states."""
         self._spoiled = True
 
     def broken(self, matcher: Any) -> GrammarError:
@@ -252,35 +250,35 @@ class LlgTemplate:
         return explain(self.grammar, matcher.get_error())
 
     def _priced(self, shape: Shape, kept: list[Shape]) -> ClosingTables | None:
-        """The grammar's costs; None where they are unknown, or the library does not agree with the cheapest way.
-        Raises `GrammarImpossible` where there is none."""
+        """The grammar's tables; None if it is too large for them, or the library rejects the cheapest output. Raises
+        `GrammarImpossible` if there is no output."""
         vocabulary = self.backend.vocabulary
         try:
-            counted = ClosingTables(shape, CostTable(shape, self.backend.speller, kept), self.grammar.kind == "lark")
+            tables = ClosingTables(shape, CostTable(shape, self.backend.speller, kept), self.grammar.kind == "lark")
         except Unmodelled:
             return None
-        if counted.cost >= UNREACHABLE:
+        if tables.cost >= UNREACHABLE:
             raise GrammarImpossible("grammar", f"{SIGNS['advice']['impossible']} (its outputs have no end)")
-        if counted.cost > LONGEST:
-            raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", counted.cost)
-        ahead = list(itertools.islice(unrolled(itertools.islice(counted.cheapest(), CHECKED)), CHECKED * CHECKED_AHEAD))
+        if tables.cost > LONGEST:
+            raise GrammarTooLarge("grammar", f"its shortest output must not exceed {LONGEST} tokens", tables.cost)
+        ahead = list(itertools.islice(unrolled(itertools.islice(tables.cheapest(), CHECKED)), CHECKED * CHECKED_AHEAD))
         probe = self._matcher.deep_copy()
-        agreed = probe.validate_tokens(ahead) == len(ahead)
+        accepted = probe.validate_tokens(ahead) == len(ahead)
         plain = itertools.takewhile(lambda token: token not in vocabulary.special_ids, ahead[:MASKED])
         text = b"".join(vocabulary.token_bytes[token] for token in plain)[:MASKED]
-        for token in map(vocabulary.by_bytes.get, (text[at : at + 1] for at in range(len(text)))):
-            if not probe.compute_ff_bytes():  # where there is a choice
+        for token in map(vocabulary.by_bytes.get, (text[i : i + 1] for i in range(len(text)))):
+            if not probe.compute_ff_bytes():  # a mask is only asked for where text is not forced
                 probe.compute_bitmask()
-            if probe.is_error() or not agreed or token is None:
+            if probe.is_error() or not accepted or token is None:
                 break
             probe.consume_token(token)
-        if probe.is_error():  # outputs would end in it
+        if probe.is_error():  # each output would run into it
             raise self.broken(probe)
-        return counted if agreed else None
+        return tables if accepted else None
 
     @property
     def nbytes(self) -> int:
-        costs = COST_BYTES + 40 * len(self.text)  # of what is counted later: as much as they mostly take
+        costs = COST_BYTES + 40 * len(self.text)  # not computed yet: the usual size
         if not self.far:
             costs = 0 if self._counted is None else self._counted.costs.nbytes
         return TEMPLATE_BYTES + 4 * len(self.text) + costs
@@ -292,13 +290,13 @@ class LlgTemplate:
         return LlgState(self, copy)
 
     def new_closing(self, tokens: Sequence[int] = ()) -> Closing | None:
-        """The closing of an output of which these tokens are taken."""
+        """The closing of an output that consists of `tokens` so far; None if outputs cannot be parsed."""
         self.has_costs(0)
         return None if self._counted is None else Closing(self, self._counted, tokens)
 
     def new_matcher(self) -> Any:
-        """A matcher at the beginning. Others share its lexer, unless one of them has broken it: an output that goes on
-        must not end because of another's."""
+        """A matcher at the start of the grammar. It shares the template's lexer, unless another matcher has broken
+        that: a limit that one output hits must not end others."""
         copy = self._matcher.deep_copy()
         return self.fresh_matcher() if self._spoiled or copy.is_error() else copy
 
@@ -320,9 +318,9 @@ class LlgState:
         self._vocabulary = template.backend.vocabulary
         self.tokens: list[int] = []
         self._ends = 0
-        """Ends of sequence consumed: counted here only."""
+        """Ends of sequence consumed."""
         self._text_ends = [b""]
-        """Behind each token, as `json_limits` has them, where the library does not hold to limits; made when needed."""
+        """The `json_limits` end behind each token, of straight schemas only, computed when it is needed."""
 
     @property
     def ended(self) -> bool:
@@ -331,7 +329,7 @@ class LlgState:
 
     @property
     def last(self) -> int:
-        """The token consumed last; -1: none so far."""
+        """The token consumed last; -1 before the first."""
         return self.tokens[-1] if self.tokens else -1
 
     @property
@@ -341,7 +339,7 @@ class LlgState:
     def fill(self, mask: Mask) -> None:
         """Write every word of `mask`: the tokens that may come next, end-of-sequence ids where the output may end.
 
-        Raises `GrammarError` if the library gave up (a limit was hit).
+        Raises `GrammarError` if a limit of the library was hit.
         """
         if self._ends:
             mask[:] = 0
@@ -356,13 +354,13 @@ class LlgState:
         self.narrow(mask)
 
     def narrow(self, mask: Mask) -> None:
-        """Take what goes beyond limits out of a mask that the library has made."""
+        """Remove tokens that exceed limits from a mask that the library has computed."""
         if self.template.is_straight:
             self.template.backend.limits.narrow(mask, self._text_end())
 
     def _text_end(self) -> bytes:
         for token in self.tokens[len(self._text_ends) - 1 :]:
-            self._text_ends.append(behind(self._text_ends[-1], self._vocabulary.token_bytes[token]) or b"")
+            self._text_ends.append(end_behind(self._text_ends[-1], self._vocabulary.token_bytes[token]) or b"")
         return self._text_ends[-1]
 
     def consume(self, token: int) -> bool:
@@ -375,11 +373,11 @@ class LlgState:
         if self._ends:
             return False
         data = self._vocabulary.token_bytes[token] if self.template.is_straight else b""
-        if (data[:1] == b"u" or b"\\u" in data) and behind(self._text_end(), data) is None:
+        if (data[:1] == b"u" or b"\\u" in data) and end_behind(self._text_end(), data) is None:
             return False
         taken = self.matcher.try_consume_tokens([token])
         if not taken:
-            self.matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses a token
+            self.matcher.compute_bitmask()  # a broken lexer refuses silently and reports its error with a mask only
             if self.matcher.is_error():
                 self._heal()
                 taken = self.matcher.try_consume_tokens([token])
@@ -413,7 +411,8 @@ class LlgState:
         return bool(self._ends or (self.matcher.is_stopped() and not self.matcher.is_error()))
 
     def _heal(self) -> None:
-        """A sibling's limit may have broken the lexer we share: go the same way again with one of our own."""
+        """A limit that another copy hit may have broken the shared lexer: consume the tokens again with a lexer of our
+        own, and raise if that breaks, too."""
         self.template.spoil()
         self.matcher = self.template.fresh_matcher()
         self.matcher.consume_tokens(self.tokens)

@@ -1,4 +1,4 @@
-"""A `Grammar` as a part of Lark text, and what a schema says once all has its meaning here."""
+"""A `Grammar` as a fragment of Lark text, and JSON schemas made ready for it; tags and tool calls as grammars."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncengine.grammar.spec import Grammar, canonical_json, parse_json
 OPTIONS: dict[str, dict[str, Any]] = TABLES["whitespace"]
 """llguidance's JSON options by `Grammar.whitespace`. Read only."""
 FLEXIBLE: str = OPTIONS["flexible"]["whitespace_pattern"]
-"""Whitespace between JSON tokens: once at most, so a model cannot run on in blanks. Nothing is always allowed too."""
+"""Whitespace between JSON tokens, optional and at most once: otherwise a model could write blanks for ever."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
 def fragment(grammar: Grammar) -> str:
-    """The grammar as an expression inside a Lark rule. Followed by text that could continue it, it takes its longest.
+    """The grammar as an expression inside a Lark rule. It takes the longest text, also of what follows it.
 
     >>> fragment(Grammar.choice(["a", "ab"]))
     '("a" | "ab")'
@@ -48,28 +48,28 @@ def inline_json(
     `whitespace`, never over `lenient`.
     """
     node = dict(schema_object(schema if isinstance(schema, str) else canonical_json(schema), lenient, strict_formats))
-    own = node.pop("x-guidance", None)
-    merged = {**OPTIONS[whitespace], **options, **(own if isinstance(own, dict) else {}), "lenient": lenient}
+    guidance = node.pop("x-guidance", None)
+    merged = {**OPTIONS[whitespace], **options, **(guidance if isinstance(guidance, dict) else {}), "lenient": lenient}
     return "%json " + canonical_json({"x-guidance": merged, **node})
 
 
 def schema_object(text: str, lenient: bool, strict_formats: bool = False) -> dict[str, Any]:
-    """The schema as a dict with what is enforced of it.
+    """The schema as a dict of what is enforced of it, references local and formats as patterns.
     Raises `GrammarUnsupported` for a format that cannot be enforced, if `strict_formats` and not `lenient`."""
     schema = json.loads(text) if isinstance(text, str) else text
     if not isinstance(schema, dict):
         return {} if schema is True else {"not": {}}
     schema = with_local_references(schema, text)
-    old = "draft-0" in str(schema.get("$schema"))
-    if lenient or old or "[^" in text:
+    is_old = "draft-0" in str(schema.get("$schema"))
+    if lenient or is_old or "[^" in text:
         for _, node in subschemas(schema):
-            if old and "$ref" in node:  # up to draft 7 what stands beside it says nothing
+            if is_old and "$ref" in node:  # up to draft 7 its siblings are ignored
                 for key in [key for key in node if key not in ("$ref", "$defs", "definitions")]:
                     del node[key]
             if isinstance(pattern := node.get("pattern"), str):
                 node["pattern"] = _with_nul(pattern)
-            if isinstance(named := node.get("patternProperties"), dict):
-                node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
+            if isinstance(patterns := node.get("patternProperties"), dict):
+                node["patternProperties"] = {_with_nul(key): value for key, value in patterns.items()}
             if lenient:
                 _relax(node)
     if '"format"' in text:
@@ -80,21 +80,21 @@ def schema_object(text: str, lenient: bool, strict_formats: bool = False) -> dic
 def _with_nul(pattern: str) -> str:
     """`pattern` with NUL excluded from classes that exclude a quote or a backslash.
 
-    llguidance 1.9.1 lets both through, escaped, where a class such as `[^"]` excludes no control character as well (a
-    short cut in how it quotes patterns for JSON). NUL is the one nobody misses.
+    llguidance 1.9.1 lets both through, escaped, where a class such as `[^"]` does not exclude a control character as
+    well (a short cut in how it quotes patterns for JSON). NUL is the one that texts do not contain.
     """
 
     def exclude(match: re.Match[str]) -> str:
-        inside = match["inside"]
-        if match["inside"] is None or not ('"' in inside or "\\\\" in inside):
+        excluded = match["inside"]
+        if match["inside"] is None or not ('"' in excluded or "\\\\" in excluded):
             return match[0]
-        return f"[^\\x00{inside}]"
+        return f"[^\\x00{excluded}]"
 
     return _CLASS.sub(exclude, pattern)
 
 
 def _relax(node: dict[str, Any]) -> None:
-    """Leave out a pattern that the library cannot read, as it has assertions."""
+    """Delete a pattern that the library cannot read because of its assertions."""
     from llguidance import LLMatcher
 
     schema = {"type": "string", "pattern": node.get("pattern")}
@@ -140,9 +140,9 @@ def tags_to_lark(tags: Any, triggers: Any, at_least_one: bool, stop_after_first:
     chosen = _triggers([begin for begin, _, _ in parsed] if triggers is None else triggers)
     groups: dict[str, list[Tag]] = {trigger: [] for trigger in chosen}
     for tag in parsed:
-        if (own := next(filter(tag[0].startswith, chosen), None)) is None:
+        if (trigger_of_tag := next(filter(tag[0].startswith, chosen), None)) is None:
             raise GrammarError("grammar", "each tag must begin with one of the triggers", tag[0])
-        groups[own].append(tag)
+        groups[trigger_of_tag].append(tag)
     rules = []
     names = []
     for index, (trigger, members) in enumerate(groups.items()):
@@ -163,7 +163,7 @@ def tags_to_lark(tags: Any, triggers: Any, at_least_one: bool, stop_after_first:
 
 
 def _triggers(triggers: Any) -> list[str]:
-    """The triggers, without those a shorter one at their beginning makes superfluous."""
+    """The triggers without those that begin with a shorter one, which would always come first."""
     if isinstance(triggers, str) or not isinstance(triggers, Sequence) or not triggers:
         raise GrammarError("grammar", "triggers must be a non-empty list of str", triggers)
     for trigger in triggers:
@@ -181,7 +181,8 @@ def _triggers(triggers: Any) -> list[str]:
 
 
 def _body(tag: Tag, skip: int) -> str:
-    """The rule after the trigger. A regular content and its end are one terminal: it may run up to the end's text."""
+    """The expression behind the trigger. A regular content and its end are one terminal: as two, the longest content
+    might swallow the end."""
     begin, content, end = tag[0][skip:], tag[1], tag[2]
     if content.kind == "regex":
         return regex(f"{escaped(begin)}(?:{content.text}){escaped(end)}")
@@ -234,7 +235,7 @@ def _function(tool: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _chosen(choice: Any) -> str | None:
-    """The name of the one tool to call; None: any of them."""
+    """The name of the only tool that may be called; None for any."""
     if isinstance(choice, Mapping):
         function = choice.get("function")
         choice = function.get("name") if isinstance(function, Mapping) else choice.get("name")

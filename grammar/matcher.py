@@ -1,12 +1,11 @@
 """One request's grammar, as the engine sees it: masks, what a sampled token becomes, and whether the output is over.
 
-Contract line 15: a constrained output that ends for lack of budget is complete. Beside the grammar's state walks a
-closing, a known way to a complete output. A sampled token from which that way would no longer fit into what is left
-of the budget is not taken; the first token of the way is, in its place. So the way always fits, and the output is
-complete when the budget is spent. From the first such token on the output is not the model's (`steered_from`), unless
-that says what the sampled one would have come to but for blanks. Where no way is known (a grammar too rich to search in
-time) nothing is steered: the output goes on as long as the budget is far from spent, and one that is not complete in
-the end is an error.
+Contract line 15: a constrained output that ends for lack of budget is complete. A `Closing` follows the grammar's state
+and knows a completion of the output. A sampled token behind which the cheapest completion would not fit the budget is
+replaced, at last by the first token of the completion. So a completion always fits, and the output is complete when the
+budget is spent. From the first replaced token on the output is not the model's (`steered_from`), unless the replacement
+leads to the same text up to blanks. Where no completion is known (the grammar is too ambiguous to parse in time)
+nothing is steered: the output goes on while the budget is large, and is an error if it ends incomplete.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Matcher:
     """A `step.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
 
     def __init__(self, template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:
-        """`budget`: output tokens at most; for an `on_budget` in `CLOSED` no less than the template's `min_tokens`.
+        """`budget`: most output tokens; for an `on_budget` in `CLOSED` not below the template's `min_tokens`.
 
         Raises `GrammarError` if the template is broken.
         """
@@ -39,7 +38,7 @@ class Matcher:
         self.state = template.new_state()
         self.closing: Closing | None = None
         self._waits_until = template.far if on_budget in CLOSED else 0
-        """Tokens left with which the closing is made, for which the grammar's costs have to be known; 0: it was."""
+        """The closing, which needs the grammar's costs, is made once so few tokens are left; 0: it is made."""
         self._left = budget
         self.steered_from: int | None = None
         if on_budget in CLOSED and (not template.far or budget <= template.far):
@@ -49,9 +48,9 @@ class Matcher:
         return Matcher(self._template, self._budget, self._on_budget)
 
     def fill_mask(self, mask: Mask) -> None:
-        key, known = self._shared()
-        if known is not None:
-            mask[:] = known
+        key, shared = self._shared()
+        if shared is not None:
+            mask[:] = shared
             return
         self.state.fill(mask)
         if key is not None:
@@ -59,44 +58,44 @@ class Matcher:
 
     @staticmethod
     def fill_all(masks: Mask, matchers: Mapping[int, Matcher]) -> dict[int, Exception]:
-        """`fill_mask` of each matcher into masks[place], on all cores if its library can. Returns errors by place."""
+        """`fill_mask` of each matcher into masks[row], on all cores if its library can. Returns errors by row."""
         errors: dict[int, Exception] = {}
         joint: dict[JointFill, dict[int, LlgState]] = {}
-        alike: dict[Key, list[int]] = {}
-        done: set[int] = set()
+        rows_of: dict[Key, list[int]] = {}
+        filled: set[int] = set()
         templates = Counter(matcher._template for matcher in matchers.values())
-        for place, matcher in matchers.items():
-            if templates[matcher._template] > 1:  # what is at the same position may share its mask
+        for row, matcher in matchers.items():
+            if templates[matcher._template] > 1:  # rows at the same position may share a mask: find out which
                 if matcher._waits_until:
                     matcher._begin_closing(matcher._left, soon=True)
                 if matcher.closing is not None:
                     matcher.closing.follow()
-            key, known = matcher._shared()
-            if known is not None:
-                masks[place] = known
-                done.add(place)
+            key, mask = matcher._shared()
+            if mask is not None:
+                masks[row] = mask
+                filled.add(row)
                 continue
             if key is not None:
-                alike.setdefault(key, []).append(place)
-                if len(alike[key]) > 1:
-                    continue  # gets a copy
+                rows_of.setdefault(key, []).append(row)
+                if len(rows_of[key]) > 1:
+                    continue  # gets a copy of the first one's mask
             if (fill := matcher.state.joint_fill) is not None:
-                joint.setdefault(fill, {})[place] = matcher.state
-        done = done.union(*(fill(masks, states) for fill, states in joint.items()))
-        for key, (first, *others) in alike.items():
-            if first in done and matchers[first]._template.masks.keep(key, masks[first]):
-                masks[others] = masks[first]
-                done.update(others)
-        for place, matcher in matchers.items():
+                joint.setdefault(fill, {})[row] = matcher.state
+        filled = filled.union(*(fill(masks, states) for fill, states in joint.items()))
+        for key, (first, *copies) in rows_of.items():
+            if first in filled and matchers[first]._template.masks.keep(key, masks[first]):
+                masks[copies] = masks[first]
+                filled.update(copies)
+        for row, matcher in matchers.items():
             try:
-                if place not in done:
-                    matcher.fill_mask(masks[place])
+                if row not in filled:
+                    matcher.fill_mask(masks[row])
             except Exception as error:
-                errors[place] = error
+                errors[row] = error
         return errors
 
     def _shared(self) -> tuple[Key | None, Mask | None]:
-        """`SharedMasks.find` of where the output stands; None, None where that is not known."""
+        """`SharedMasks.find` at the output's position; (None, None) if that is unknown."""
         position = None if self.closing is None else self.closing.position
         if position is None or self.state.ended:
             return None, None
@@ -111,7 +110,7 @@ class Matcher:
                     break
                 taken += 1
                 if self.state.is_terminated():
-                    break  # nothing is sampled behind the end
+                    break  # no token is sampled behind the end
                 self.state.fill(masks[taken])
                 filled += 1
         finally:
@@ -130,8 +129,8 @@ class Matcher:
         return self.closing is not None and self._left - ahead <= self._template.reach
 
     def accept(self, token: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
-        taken = self._take_best(token, others if self.may_refuse() else None)
-        tokens = [taken]
+        accepted = self._take_best(token, others if self.may_refuse() else None)
+        tokens = [accepted]
         if jump and not self.state.is_terminated():
             for forced in self.state.forced():
                 if self._left <= 0 or not self._take(forced):
@@ -140,7 +139,7 @@ class Matcher:
         return tokens
 
     def _take(self, token: int) -> bool:
-        """Move past `token`; False, unmoved, if the output could not be completed within the budget after it."""
+        """Move past `token`. False, and nothing changed, if the output could then not be completed in the budget."""
         if self._waits_until and self._left <= self._waits_until:
             self._begin_closing(self._left)
         if self.closing is not None and not self.closing.advance(token, self._left - 1):
@@ -151,23 +150,24 @@ class Matcher:
         return True
 
     def _take_best(self, token: int, others: Callable[[], Sequence[int]] | None) -> int:
-        """Move past `token`, or where it does not fit, or begins what there is no room for, past another one: the first
-        of `others` that ends what is open, else `token` if it fits, else the first of `others` that does, else the
-        engine's own. Returns it. `others`: None where the end is far, or nobody knows any."""
+        """Move past `token`, or if it does not fit, or opens something without room for it, past a replacement: the
+        first of `others` that brings the end nearer, else `token` if it fits, else the first of `others` that fits,
+        else the completion's. Returns the token taken. `others`: alternatives, best first; None while the budget is
+        large, or if the caller has none."""
         closing, at_most = self.closing, self._left - 1
-        apt = closing is None or others is None or closing.leaves_room(token, at_most)
-        if apt and self._take(token):
+        has_room = closing is None or others is None or closing.leaves_room(token, at_most)
+        if has_room and self._take(token):
             return token
         assert closing is not None
-        found = [] if others is None else [other for other in others() if other != token]
-        if self._left == self._budget:  # nothing at all is no answer
-            found.sort(key=self._template.backend.vocabulary.eos_ids.__contains__)
-        closed = (other for other in found if closing.leaves_room(other, at_most, closes=True))
-        own = (make() for make in (closing.first,))
-        for other in itertools.chain(closed, () if apt else (token,), found, own):
-            meant = other == token or closing.is_equivalent(token, other)
+        alternatives = [] if others is None else [other for other in others() if other != token]
+        if self._left == self._budget:  # an empty output is the last resort
+            alternatives.sort(key=self._template.backend.vocabulary.eos_ids.__contains__)
+        closing_tokens = (other for other in alternatives if closing.leaves_room(other, at_most, closes=True))
+        engine_token = (make() for make in (closing.first,))
+        for other in itertools.chain(closing_tokens, () if has_room else (token,), alternatives, engine_token):
+            is_equivalent = other == token or closing.is_equivalent(token, other)
             if self._take(other):
-                if not meant and self.steered_from is None:
+                if not is_equivalent and self.steered_from is None:
                     self.steered_from = self._budget - at_most - 1
                 return other
         raise GrammarError("grammar", "no complete output fits the budget any more")

@@ -1,7 +1,7 @@
-"""Constraints around a grammar, or around none: matchers that leave of its masks what else is allowed.
+"""Constraints around a grammar, or around none: matchers that remove further tokens from its masks.
 
-What they leave depends on the output's tokens alone, so it is the same in any company, behind guesses and after
-preemption. Where they would leave nothing the grammar stands.
+They depend on the output's tokens alone, so masks are the same in any batch, behind guesses and after preemption. Where
+no token would be left, the grammar's mask stays.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 class NarrowingMatcher:
     """A `GrammarMatcher` around that of a grammar, if there is one.
 
-    Its `place` is all that a constraint has to know of an output's tokens, a value. A constraint says how a token moves
-    it (`after`), and what may not come there (`narrow`).
+    Its `state` is an immutable value with all that a constraint has to know of an output's tokens. Subclasses define
+    the transition by a token (`after`) and the tokens that are forbidden in a state (`narrow`).
     """
 
     def __init__(self, spec: Any, vocabulary: Vocabulary, inner: GrammarMatcher | None) -> None:
         self.spec, self.vocabulary, self.inner = spec, vocabulary, inner
-        self.place: Any = ()
+        self.state: Any = ()
         self.steered_from: int | None = None
 
     def fresh(self) -> Self:
         return type(self)(self.spec, self.vocabulary, None if self.inner is None else self.inner.fresh())
 
-    def after(self, place: Any, token: int) -> Any:
-        """The place behind `token`."""
+    def after(self, state: Any, token: int) -> Any:
+        """The state behind `token`."""
         raise NotImplementedError
 
-    def narrow(self, mask: Mask, place: Any) -> None:
-        """Take what may not come at `place` out of `mask`."""
+    def narrow(self, mask: Mask, state: Any) -> None:
+        """Remove the tokens that are forbidden in `state` from `mask`."""
         raise NotImplementedError
 
     def fill_mask(self, mask: Mask) -> None:
@@ -48,17 +48,17 @@ class NarrowingMatcher:
             self._allow_all(mask)
         else:
             self.inner.fill_mask(mask)
-        self.narrow(mask, self.place)
+        self.narrow(mask, self.state)
 
     def fill_along(self, masks: Mask, drafts: Sequence[int]) -> int:
         filled = self._allow_all(masks) if self.inner is None else self.inner.fill_along(masks, drafts)
-        place = self.place
-        for number in range(filled):
-            self.narrow(masks[number], place)
-            if number < len(drafts):
-                if not allows(masks[number], drafts[number]):
-                    return number + 1
-                place = self.after(place, drafts[number])
+        state = self.state
+        for index in range(filled):
+            self.narrow(masks[index], state)
+            if index < len(drafts):
+                if not allows(masks[index], drafts[index]):
+                    return index + 1
+                state = self.after(state, drafts[index])
         return filled
 
     def accept(self, token: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
@@ -66,8 +66,8 @@ class NarrowingMatcher:
         if self.inner is not None:
             tokens = self.inner.accept(token, jump, others)
             self.steered_from = self.inner.steered_from if self.steered_from is None else self.steered_from
-        for taken in tokens:
-            self.place = self.after(self.place, taken)
+        for accepted in tokens:
+            self.state = self.after(self.state, accepted)
         return tokens
 
     def may_refuse(self, ahead: int = 0) -> bool:
@@ -80,7 +80,7 @@ class NarrowingMatcher:
         return None if self.inner is None else self.inner.overrun()
 
     def _allow_all(self, masks: Mask) -> int:
-        """Allow all tokens of the vocabulary in some masks. Returns how many these are."""
+        """Allow all tokens of the vocabulary in `masks`. Returns their number."""
         masks[:] = -1
         if rest := self.vocabulary.vocab_size % 32:
             masks[..., -1] = (1 << rest) - 1
@@ -97,30 +97,30 @@ def forbid(mask: Mask, token: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrowing:
-    """A constraint around that of `grammar`, in whose place it stands. Plain data, as a grammar is."""
+    """A constraint around that of `grammar`, which requests carry instead of it. Plain data, as a grammar is."""
 
     matcher: ClassVar[type[NarrowingMatcher]]
     grammar: Grammar | Narrowing | None = None
 
 
 class BadWordsMatcher(NarrowingMatcher):
-    """A matcher that forbids the last token of each word behind the others. Its place is the last few tokens."""
+    """A matcher that forbids the last token of each word behind its other tokens. Its state is the last few tokens."""
 
     def __init__(self, spec: BadWords, vocabulary: Vocabulary, inner: GrammarMatcher | None) -> None:
         super().__init__(spec, vocabulary, inner)
         self._ends: dict[tuple[int, ...], list[int]] = {}
-        """Last tokens of words by what comes before them."""
+        """Last tokens of words by the tokens before them."""
         for word in spec.words:
             self._ends.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._longest = max(map(len, self._ends), default=0)
 
-    def after(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
-        return (*place, token)[-self._longest :] if self._longest else ()
+    def after(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        return (*state, token)[-self._longest :] if self._longest else ()
 
-    def narrow(self, mask: Mask, place: tuple[int, ...]) -> None:
+    def narrow(self, mask: Mask, state: tuple[int, ...]) -> None:
         before = mask.copy()
-        for start in range(len(place) + 1):
-            for token in self._ends.get(place[start:], ()):
+        for start in range(len(state) + 1):
+            for token in self._ends.get(state[start:], ()):
                 forbid(mask, token)
         if not mask.any():
             mask[:] = before

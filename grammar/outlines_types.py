@@ -33,14 +33,14 @@ _TEXTS: dict[type, str] = {
     datetime.time: CLOCK,
     datetime.datetime: f"{DATE} {CLOCK}",
 }
-"""Types whose terms in outlines match what Python does not read: 30 February, 24 o'clock, 10,000 digits. Read only."""
+"""Patterns for types whose terms in outlines match what Python refuses: 30 February, 24 o'clock, 10,000 digits."""
 _FIXED: dict[Any, Any] = {dsl.KleeneStar: (0, None), dsl.KleenePlus: (1, None), dsl.Optional: (0, 1)}
-"""Repetitions whose bounds their class says. Read only."""
+"""Bounds of the repetitions whose class determines them. Read only."""
 _REPEATS = (*_FIXED, dsl.QuantifyExact, dsl.QuantifyMinimum, dsl.QuantifyMaximum, dsl.QuantifyBetween)
 
 
 class _Expression(NamedTuple):
-    """A term as a pattern, None if there is a schema or a grammar in it, and as a Lark expression."""
+    """A term as a pattern (None if it contains a schema or a grammar) and as a Lark expression."""
 
     pattern: str | None
     lark: str
@@ -53,7 +53,7 @@ class _Expression(NamedTuple):
 def term_grammar(term: Any) -> Grammar:
     """The grammar of an outlines term (or of a class of outlines, such as an `Enum` of airports).
 
-    Raises `GrammarUnsupported` for patterns with look-around (`types.isbn`), `GrammarError` for what is no term.
+    Raises `GrammarUnsupported` for patterns with look-around (`types.isbn`), `GrammarError` for any other object.
     """
     if not isinstance(term, dsl.Term):
         raise GrammarError("grammar", f"{type(term).__name__} is not an output type of outlines.types")
@@ -66,8 +66,8 @@ def term_grammar(term: Any) -> Grammar:
     strings = [str(member.value) for member in members if isinstance(member, dsl.String)]
     if strings and len(strings) == len(members):
         return Grammar.choice(strings)
-    part = _part(term, 0)
-    return Grammar.lark(f"start: {part.lark}\n") if part.pattern is None else Grammar("regex", part.pattern)
+    whole = _part(term, 0)
+    return Grammar.lark(f"start: {whole.lark}\n") if whole.pattern is None else Grammar("regex", whole.pattern)
 
 
 def type_term(spec: Any) -> Any:
@@ -90,7 +90,7 @@ def type_term(spec: Any) -> Any:
 
 
 def _chosen(term: Any) -> Any:
-    """A `Choice` as the alternatives that it stands for; any other term itself."""
+    """A `Choice` as `Alternatives` of its items; any other term itself."""
     if not isinstance(term, dsl.Choice):
         return term
     if not isinstance(term.items, (list, tuple)) or not term.items:
@@ -116,12 +116,12 @@ def _part(term: Any, depth: int) -> _Expression:
                 raise GrammarError("grammar", "an outlines alternative needs at least one member")
             return _joined([_part(member, depth + 1) for member in terms], "|", " | ")
         case dsl.Sequence():
-            # neighbouring regular parts are one terminal, or the first would eat the second
+            # neighbouring regular terms are one terminal: as two, the lexer would give all it can to the first
             parts = list[_Expression]()
             members = (_part(member, depth + 1) for member in _flat(term))
             for regular, run in itertools.groupby(members, key=lambda part: part.pattern is not None):
-                found = [*run]
-                parts += [_joined(found, "", "")] if regular and len(found) > 1 else found
+                run_parts = [*run]
+                parts += [_joined(run_parts, "", "")] if regular and len(run_parts) > 1 else run_parts
             return _joined(parts, "", " ")
     if not isinstance(term, _REPEATS):
         raise GrammarError("grammar", f"{type(term).__name__} is not an output type of outlines.types")
@@ -136,7 +136,7 @@ def _part(term: Any, depth: int) -> _Expression:
 
 
 def _flat(term: Any) -> Iterator[Any]:
-    """The members of a sequence, and of those in it."""
+    """The members of a sequence, nested sequences flattened."""
     for member in term.terms:
         yield from _flat(member) if isinstance(member, dsl.Sequence) else (member,)
 

@@ -54,13 +54,13 @@ class Pattern(NamedTuple):
             for text, start, end, ahead in self.parts
             if ahead is None
         ]
-        found = [regex(f"{self.flags}{opening}(?:{'|'.join(plain)}){closing}")] if plain else []
+        alternatives = [regex(f"{self.flags}{opening}(?:{'|'.join(plain)}){closing}")] if plain else []
         for text, start, _, ahead in self.parts:
             if ahead is not None:
-                before = f"{opening}{'' if start else anything}(?:{text})"
-                sign, inner, rest = ahead[0], *(one.lark("", anything, closing) for one in ahead[1:])
-                found.append(f"({regex(self.flags + before)} ({rest} & {sign}{inner}))")
-        return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+                prefix = f"{opening}{'' if start else anything}(?:{text})"
+                sign, inner, rest = ahead[0], *(pattern.lark("", anything, closing) for pattern in ahead[1:])
+                alternatives.append(f"({regex(self.flags + prefix)} ({rest} & {sign}{inner}))")
+        return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
 
 
 def look_ahead(tokens: list[Token], *, whole: bool) -> Pattern:
@@ -89,7 +89,7 @@ class _Reader:
         while not opening and before[-1:] and before[-1][0] == "end":
             before, end = before[:-1], True
         if any(kind in ("start", "end") for kind, _ in before) or any(
-            each[0][0] == "quant" for each in (before, rest) if each
+            tokens[0][0] == "quant" for tokens in (before, rest) if tokens
         ):
             raise _unsupported(branch)
         text = "".join(text for _, text in before)
@@ -109,15 +109,15 @@ class _Reader:
             return
         quant = rest[0][1] if rest and rest[0][0] == "quant" else ""
         if quant and quant[0] != "?":
-            found = [_tempered(inner, rest, whole)]
+            options = [_tempered(inner, rest, whole)]
         elif opening.endswith(":") and opening != "(?:":  # its flags hold in it alone
-            found = [[]]
+            options = [[]]
         else:
-            found = [[*option, *rest[bool(quant) :]] for option in [*_branches(inner), *([[]] if quant else [])]]
-        if found == [[]]:
+            options = [[*option, *rest[bool(quant) :]] for option in [*_branches(inner), *([[]] if quant else [])]]
+        if options == [[]]:
             raise _unsupported(branch)
-        self._spend(len(found), branch)
-        for tokens in found:
+        self._spend(len(options), branch)
+        for tokens in options:
             yield from self._apart([*before, *tokens], whole)
 
     def _spend(self, amount: int, tokens: list[Token]) -> None:
@@ -128,14 +128,14 @@ class _Reader:
 
 def _tempered(inner: list[Token], rest: list[Token], whole: bool) -> list[Token]:
     """`((?!A)X)*` at the end of a pattern, X being one atom, as `(?!X*(?=X)A)X*`; nothing for any other group."""
-    found: list[Token] = []
-    last = inner[-1:]
+    tokens: list[Token] = []
+    atom = inner[-1:]
     while inner[:1] == [("open", "(?!")]:
-        _, _, wrong, inner = _cut(inner)
-        look = [("open", "(?="), *last, ("close", ")"), ("open", "(?:"), *wrong, ("close", ")")]
-        found += [("open", "(?!"), *last, ("quant", "*"), *look, ("close", ")")]
+        _, _, forbidden, inner = _cut(inner)
+        lookahead = [("open", "(?="), *atom, ("close", ")"), ("open", "(?:"), *forbidden, ("close", ")")]
+        tokens += [("open", "(?!"), *atom, ("quant", "*"), *lookahead, ("close", ")")]
     at_end = all(kind == "end" for kind, _ in rest[1:]) and (whole or len(rest) > 1)
-    return [*found, *last, *rest] if at_end and found and len(inner) == 1 and inner[0][0] == "atom" else []
+    return [*tokens, *atom, *rest] if at_end and tokens and len(inner) == 1 and inner[0][0] == "atom" else []
 
 
 def _cut(tokens: list[Token]) -> tuple[list[Token], str, list[Token], list[Token]]:
@@ -143,27 +143,27 @@ def _cut(tokens: list[Token]) -> tuple[list[Token], str, list[Token], list[Token
     begins, what is in it, and what follows. Without any: all, and nothing."""
     depth = begin = 0
     special = False
-    for at, (kind, text) in enumerate(tokens):
+    for index, (kind, text) in enumerate(tokens):
         if kind == "open" and not depth:
-            begin, special = at, False
+            begin, special = index, False
         depth += (kind == "open") - (kind == "close")
         special = special or kind in ("start", "end") or text in AHEAD
         if kind == "close" and not depth and special:
-            return tokens[:begin], tokens[begin][1], tokens[begin + 1 : at], tokens[at + 1 :]
+            return tokens[:begin], tokens[begin][1], tokens[begin + 1 : index], tokens[index + 1 :]
     return tokens, "", [], []
 
 
 def _branches(tokens: list[Token]) -> list[list[Token]]:
     """The alternatives of a pattern."""
-    found: list[list[Token]] = [[]]
+    branches: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:
         depth += (token[0] == "open") - (token[0] == "close")
         if token[0] == "bar" and not depth:
-            found.append([])
+            branches.append([])
         else:
-            found[-1].append(token)
-    return found
+            branches[-1].append(token)
+    return branches
 
 
 def _unsupported(tokens: list[Token]) -> GrammarError:
@@ -214,8 +214,8 @@ def portable(given: object) -> str:
     if len(pattern) > MAX_CONSTRUCT_PATTERN:
         raise GrammarTooLarge("grammar", f"a pattern must not exceed {MAX_CONSTRUCT_PATTERN} characters", len(pattern))
     tokens = _tokens(pattern)
-    found = look_ahead(tokens, whole=True)
-    return "".join(text for _, text in tokens) if (text := found.plain) is None else text
+    parsed = look_ahead(tokens, whole=True)
+    return "".join(text for _, text in tokens) if (text := parsed.plain) is None else text
 
 
 def expression(pattern: str) -> str:
@@ -319,11 +319,11 @@ def _set(text: str) -> str:
     if len(text) < 2 or not text.endswith("]") or text in ("[]", "[^]"):
         raise GrammarError("grammar", "a character set of the pattern is not closed")
     head = "[^" if text.startswith("[^") else "["
-    items = _IN_SET.sub(lambda m: _letter(m[1]) + (f"-{_letter(m[2])}" if m[2] else ""), text[len(head) : -1])
+    items = _IN_SET.sub(lambda m: _set_item(m[1]) + (f"-{_set_item(m[2])}" if m[2] else ""), text[len(head) : -1])
     return f"{head}{items}]"
 
 
-def _letter(item: str) -> str:
+def _set_item(item: str) -> str:
     if item == "\\b":
         return "\\x08"
     if len(item) == 1:

@@ -76,9 +76,9 @@ def pydantic_schema(source: Any) -> dict[str, Any]:
     """The schema of a model class or a `TypeAdapter` of pydantic, with formats that say which of its dates and times
     have a time zone: what pydantic writes itself asks for one everywhere."""
     ask: Any = getattr(source, "model_json_schema", None) or source.json_schema
-    taken = inspect.signature(ask).parameters.values()  # of a class that has its own it may take nothing
-    own = any(each.name == "schema_generator" or each.kind is each.VAR_KEYWORD for each in taken)
-    return dict(ask(schema_generator=_generator()) if own else ask())
+    parameters = inspect.signature(ask).parameters.values()  # of a class that has its own it may take nothing
+    takes_generator = any(one.name == "schema_generator" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return dict(ask(schema_generator=_generator()) if takes_generator else ask())
 
 
 @functools.cache
@@ -151,9 +151,9 @@ def as_meant(schema: dict[str, Any]) -> dict[str, Any]:
     """A class's schema as the class means it, in place: a union's discriminator is always written, even where it has a
     default, and formats of pydantic's own types are what they read."""
     for _, node in list(subschemas(schema)):
-        if (own := TABLES["classes"].get(str(node.get("format")))) is not None:
+        if (replacement := TABLES["classes"].get(str(node.get("format")))) is not None:
             del node["format"]
-            node.update(own)
+            node.update(replacement)
         discriminator = node.get("discriminator")
         if isinstance(discriminator, dict) and isinstance(node.get("oneOf"), list):
             name = discriminator.get("propertyName")
@@ -173,38 +173,38 @@ def resolve(root: Any, node: Any) -> Any:
 
 def pointed(root: Any, pointer: str) -> Any:
     """The value that a JSON pointer (RFC 6901) leads to; None where there is none."""
-    here = root if not pointer or pointer[0] == "/" else None
-    for part in pointer.split("/")[1:]:
-        name = unescape(part)
-        if isinstance(here, dict):
-            here = here.get(name)
-        elif isinstance(here, list) and name.isdecimal() and int(name[:9]) < len(here):
-            here = here[int(name[:9])]
+    value = root if not pointer or pointer[0] == "/" else None
+    for token in pointer.split("/")[1:]:
+        name = unescape(token)
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isdecimal() and int(name[:9]) < len(value):
+            value = value[int(name[:9])]
         else:
             return None
-    return here
+    return value
 
 
-def take_formats(schema: dict[str, Any], own: Any, root: dict[str, Any]) -> None:
-    """Put the formats of `own`, a part of `root` as `pydantic_schema` has it, into `schema`, in which another library
+def take_formats(schema: dict[str, Any], typed: Any, root: dict[str, Any]) -> None:
+    """Put the formats of `typed`, a part of `root` as `pydantic_schema` has it, into `schema`, in which another library
     has written the same part, perhaps with its references resolved."""
-    own = resolve(root, own)
-    if "format" in schema and isinstance(own, dict):
+    typed = resolve(root, typed)
+    if "format" in schema and isinstance(typed, dict):
         del schema["format"]
-        schema |= {key: own[key] for key in [key for key in ("anyOf", "format", "pattern") if key in own][:1]}
+        schema |= {key: typed[key] for key in [key for key in ("anyOf", "format", "pattern") if key in typed][:1]}
         return
     for step, child in children(schema):
-        take_formats(child, pointed(own, step), root)
+        take_formats(child, pointed(typed, step), root)
 
 
-def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A copy whose local references stay right when it is put at the reference `place` of another document."""
+def moved(schema: dict[str, Any], base: str) -> dict[str, Any]:
+    """A copy whose local references stay right when it is put at the reference `base` of another document."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     copy.pop("$schema", None)
     for _, node in subschemas(copy):
         target = node.get("$ref")
         if isinstance(target, str) and target.startswith("#"):
-            node["$ref"] = place + target[1:]
+            node["$ref"] = base + target[1:]
     return copy
 
 
@@ -220,22 +220,22 @@ def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:
         return schema
     root: dict[str, Any] = json.loads(text)
     resources: dict[str, str] = {}
-    named: dict[tuple[str, str], str] = {}
+    anchors: dict[tuple[str, str], str] = {}
     dynamic = [node["$dynamicAnchor"] for _, node in subschemas(root) if "$dynamicAnchor" in node]
-    found: list[tuple[str, dict[str, Any]]] = []  # (base address, schema)
+    nodes: list[tuple[str, dict[str, Any]]] = []  # (base address, schema)
     stack = [("", root, "")]
     while stack:
         pointer, node, base = stack.pop()
-        own = node.pop(key, None)
-        address, _, fragment = own.partition("#") if isinstance(own, str) else ("", "", "")
+        identifier = node.pop(key, None)
+        address, _, fragment = identifier.partition("#") if isinstance(identifier, str) else ("", "", "")
         base = _joined(base, address)
         resources.setdefault(base, pointer)
         for name in (fragment, *(node.pop(name, None) for name in _ANCHORS)):
             if isinstance(name, str) and name:
-                named.setdefault((base, name), pointer)
-        found.append((base, node))
+                anchors.setdefault((base, name), pointer)
+        nodes.append((base, node))
         stack.extend((pointer + step, child, base) for step, child in children(node))
-    for base, node in found:
+    for base, node in nodes:
         dynamic_name = str(node.get("$dynamicRef")).rpartition("#")[2]
         if "$dynamicRef" in node and "$ref" not in node and dynamic.count(dynamic_name) <= 1:  # one meaning everywhere
             node["$ref"] = node.pop("$dynamicRef")
@@ -243,11 +243,11 @@ def with_local_references(schema: dict[str, Any], text: str) -> dict[str, Any]:
             address, _, fragment = reference.partition("#")
             target = _joined(base, address)
             if fragment.startswith("/") and target in resources:
-                place: str | None = resources[target] + unquote(fragment)
+                pointer_in_root: str | None = resources[target] + unquote(fragment)
             else:
-                place = named.get((target, fragment)) if fragment else resources.get(target)
+                pointer_in_root = anchors.get((target, fragment)) if fragment else resources.get(target)
             outside = reference if not target else f"{target}#{fragment}"
-            node["$ref"] = outside if place is None else "#" + quote(place, safe="/~!$&'()*+,;=:@")
+            node["$ref"] = outside if pointer_in_root is None else "#" + quote(pointer_in_root, safe="/~!$&'()*+,;=:@")
     return root
 
 
@@ -264,9 +264,9 @@ def escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def unescape(part: str) -> str:
+def unescape(token: str) -> str:
     """The key that a part of a JSON pointer names."""
-    return part.replace("~1", "/").replace("~0", "~")
+    return token.replace("~1", "/").replace("~0", "~")
 
 
 def children(node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,9 +1,9 @@
-"""The grammar queue's worker: compiles each grammar once, off the event loop, for everybody who waits for it.
+"""The grammar queue's workers: compile each grammar once, off the event loop, for all requests that wait for it.
 
-One shared job per grammar, no polling, no sleeping. Requests that wait for the same grammar share its job; the last
-one to leave gives it up, whether a worker has begun with it or not, so that grammars that take too long hold no worker
-from others for longer than they are waited for. Each request has its own clock, which starts as it arrives: the wait
-for a worker counts. Nothing is remembered about a timeout.
+One job per grammar, no polling, no sleeping. Requests for the same grammar share its job; when the last one leaves, the
+job is given up, whether a worker has begun with it or not, so that a slow grammar keeps a worker from others no longer
+than some request waits for it. Each request has its own timeout, which starts when it arrives and so includes the wait
+for a worker. Timeouts are not cached.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class TemplateCache:
-    """Compiled grammars by key, bounded in bytes: the least recently used goes first. Not thread-safe: the service
-    holds its lock.
+    """Least-recently-used cache of compiled grammars by key, bounded in bytes. Not thread-safe: the service holds its
+    lock.
 
-    Only errors that the grammar itself causes are remembered, never timeouts and never a full queue: trying those
-    again may succeed (SGLang once remembered a timeout as "invalid" for ever).
+    Errors that the grammar itself causes are cached, but no timeouts and no full queue: trying those again may succeed
+    (SGLang once kept a timeout as "invalid" for ever).
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -46,12 +46,12 @@ class TemplateCache:
         self.nbytes = 0
 
     def get(self, key: str) -> LlgTemplate | GrammarError | None:
-        """The template, or the error that compiling it gives each time."""
-        found = self._known.get(key)
-        if found is None:
+        """The template, or the error that compiling it always gives; None if neither is cached."""
+        entry = self._known.get(key)
+        if entry is None:
             return None
         self._known.move_to_end(key)
-        return found[0]
+        return entry[0]
 
     def put(self, key: str, outcome: LlgTemplate | Exception) -> None:
         """Keep `outcome`, unless it alone is larger than the cache."""
@@ -66,19 +66,19 @@ class TemplateCache:
             self.nbytes -= size
 
     def drop(self, key: str) -> None:
-        """Forget a template (it broke). Idempotent."""
-        found = self._known.pop(key, None)
-        if found is not None:
-            self.nbytes -= found[1]
+        """Remove a template that broke. Idempotent."""
+        entry = self._known.pop(key, None)
+        if entry is not None:
+            self.nbytes -= entry[1]
 
 
 ERROR_BYTES = 4096
-"""Memory of an error with its texts, at most."""
+"""Most memory of an error with its texts."""
 MAX_MESSAGE = 500
-"""Characters of what is wrong with a finished text."""
+"""Most characters of the message that a finished text is invalid."""
 STACK_BYTES = 64 << 20
-"""Stack of a thread that compiles: llguidance recurses, 3 kB for each of the rules and groups that `check_limits`
-lets a grammar have at most. Only what is used takes memory."""
+"""Stack of a compiling thread: llguidance recurses, with 3 kB for each rule and group, of which `check_limits` allows
+16,000 (`limits.MAX_LEVELS`). Only what is used takes memory."""
 
 
 @dataclass(slots=True)
@@ -104,16 +104,16 @@ class _Job:
             self.future.cancel()
 
     def checkpoint(self) -> None:
-        """Raise `GrammarTimeout` once the job is given up. Called now and then by the compiler."""
+        """Raise `GrammarTimeout` once the job is given up. Called regularly by the compiler."""
         if self.given_up:
-            raise GrammarTimeout("grammar", "nobody waits for it any more")
+            raise GrammarTimeout("grammar", "no request waits for it any more")
 
 
 class GrammarService:
     """A `GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
 
     def __init__(self, make: Callable[[], LlguidanceBackend], config: GrammarSettings) -> None:
-        """`make` returns the grammar library; it is called at first use."""
+        """`make` returns the backend; it is called at first use, for that loads the library."""
         self.make = make
         self.config = config
         self._backend: LlguidanceBackend | None = None
@@ -133,16 +133,16 @@ class GrammarService:
         spec = Grammar.of(grammar)
         key = spec.key
         with self._lock:
-            known = self.cache.get(key)
-        if known is None:  # what is in the cache has been checked: a request with a known grammar does not pay again
+            compiled = self.cache.get(key)
+        if compiled is None:  # what is in the cache has been checked before
             check_limits(spec, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_grammar_depth)
         with self._lock:
-            if known is None and key not in self._jobs and len(self._jobs) >= self.config.max_pending_grammars:
+            if compiled is None and key not in self._jobs and len(self._jobs) >= self.config.max_pending_grammars:
                 raise QueueFull("max_pending_grammars", self.config.max_pending_grammars)
-        if isinstance(known, GrammarError):
-            raise again(known)
-        if known is not None and budget > known.far:
-            _check_budget(known, budget, on_budget)
+        if isinstance(compiled, GrammarError):
+            raise again(compiled)
+        if compiled is not None and budget > compiled.far:
+            _check_budget(compiled, budget, on_budget)
         return spec
 
     def text_check(self, grammar: Grammar | None) -> Callable[[str], str | None] | None:
@@ -157,46 +157,46 @@ class GrammarService:
     # ---------------------------------------------------------------- the queue
 
     def start(self, ticket: int, order: GrammarOrder, done: Callable[[int, Any], None]) -> None:
-        if isinstance(around := order.grammar, Narrowing):
-            done = partial(self._around, around, done)
-            if around.grammar is None:
+        if isinstance(constraint := order.grammar, Narrowing):
+            done = partial(self._around, constraint, done)
+            if constraint.grammar is None:
                 done(ticket, None)
             else:
-                self.start(ticket, order._replace(grammar=around.grammar), done)
+                self.start(ticket, order._replace(grammar=constraint.grammar), done)
             return
         spec: Grammar = order.grammar
         key = spec.key
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
-            known = self.cache.get(key)
-            ready = isinstance(known, GrammarError) or (known is not None and order.budget > known.far)
-            outcome = _outcome(known, order) if known is not None and ready else None
-            broken = isinstance(outcome, GrammarError) and not isinstance(known, GrammarError)
-            if broken:  # under somebody's output: compile it again
+            compiled = self.cache.get(key)
+            ready = isinstance(compiled, GrammarError) or (compiled is not None and order.budget > compiled.far)
+            outcome = _outcome(compiled, order) if compiled is not None and ready else None
+            is_broken = isinstance(outcome, GrammarError) and not isinstance(compiled, GrammarError)
+            if is_broken:  # an output hit a limit of the library, which breaks the template too: compile it again
                 self.cache.drop(key)
-            if outcome is None or broken:
+            if outcome is None or is_broken:
                 self._wait(ticket, key, spec, order, done)
                 return
         done(ticket, outcome)
 
-    def _around(self, around: Narrowing, done: GrammarDone, ticket: int, outcome: Any) -> None:
-        """Hand on the matcher of a constraint around a compiled grammar, or around none."""
+    def _around(self, constraint: Narrowing, done: GrammarDone, ticket: int, outcome: Any) -> None:
+        """Finish with the matcher of a constraint around that of a compiled grammar, or around none."""
         failed = isinstance(outcome, Exception)
-        done(ticket, outcome if failed else around.matcher(around, self._library().vocabulary, outcome))
+        done(ticket, outcome if failed else constraint.matcher(constraint, self._library().vocabulary, outcome))
 
     def _wait(self, ticket: int, key: str, spec: Grammar, order: GrammarOrder, done: GrammarDone) -> None:
-        """Join or begin the job of `key`. Holds the lock."""
+        """Join or begin the job of `key`. The caller holds the lock."""
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _Job(key)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.config.grammar_workers, thread_name_prefix="asyncengine-grammar")
-            usual = threading.stack_size(STACK_BYTES)
+            stack_size = threading.stack_size(STACK_BYTES)
             try:
-                job.future = self._pool.submit(self._run, job, spec)  # may start a thread
+                job.future = self._pool.submit(self._run, job, spec)  # may start a thread, with the stack set above
             finally:
-                threading.stack_size(usual)
+                threading.stack_size(stack_size)
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(self.config.grammar_timeout, self._time_out, ticket)
         job.waiters[ticket] = _Waiter(order, done, loop, alarm)
@@ -206,7 +206,7 @@ class GrammarService:
         self._leave(ticket)
 
     def _leave(self, ticket: int) -> _Waiter | None:
-        """Take `ticket` out of its job; give up a job that nobody waits for."""
+        """Remove `ticket` from its job, and give up a job without waiters. None if it waits for none."""
         with self._lock:
             job = self.waiting.pop(ticket, None)
             if job is None:
@@ -228,14 +228,14 @@ class GrammarService:
 
     def _run(self, job: _Job, spec: Grammar) -> None:
         with self._lock:
-            known = self.cache.get(job.key)
+            compiled = self.cache.get(job.key)
         outcome: LlgTemplate | Exception
         try:
-            if known is None or isinstance(known, GrammarError):
-                known = self._library().compile(spec, job.checkpoint)
+            if compiled is None or isinstance(compiled, GrammarError):
+                compiled = self._library().compile(spec, job.checkpoint)
                 self.compiled += 1
-            outcome = known
-        except Exception as error:  # a library's fault is the fault of those who use this grammar
+            outcome = compiled
+        except Exception as error:  # an error of the library ends the requests with this grammar and no others
             outcome = (
                 error if isinstance(error, GrammarError) else GrammarError("grammar", f"did not compile: {error!r}")
             )
@@ -259,7 +259,7 @@ class GrammarService:
             return self._backend
 
     def close(self) -> None:
-        """Give up all that is being compiled. Idempotent."""
+        """Give up all jobs. Idempotent."""
         with self._lock:
             self._closed = True
             pool, self._pool = self._pool, None
@@ -278,23 +278,23 @@ class GrammarService:
 
 
 def _outcome(compiled: LlgTemplate | Exception, order: GrammarOrder) -> GrammarMatcher | Exception:
-    """The result of a compilation for one of its waiters."""
+    """The result of a compilation for one waiter: a matcher, or an error of its own (`again`)."""
     if isinstance(compiled, Exception):
         return again(compiled)
     try:
         _check_budget(compiled, order.budget, order.on_budget)
         return Matcher(compiled, order.budget, order.on_budget)
-    except Exception as error:  # must reach the waiter, whatever it is
+    except Exception as error:  # raised on a worker thread it would be lost, and the request would wait for ever
         return error
 
 
 def _check_budget(template: LlgTemplate, budget: int, on_budget: OnBudget) -> None:
     needed = 0 if on_budget == "truncate" or budget > template.far > 0 else template.min_tokens
     if budget < needed:
-        raise BudgetTooSmall(
-            "max_tokens",
-            f"the shortest output known for this grammar takes {needed} tokens, and {budget} are left for the output",
+        limit = (
+            f"the shortest output known for this grammar takes {needed} tokens, and {budget} are left for the output"
         )
+        raise BudgetTooSmall("max_tokens", limit)
 
 
 def _broken_by(schema: Any, text: str) -> str | None:

@@ -1,9 +1,9 @@
-"""Masks that outputs at the same position of a grammar share, as long as memory for them lasts.
+"""A cache of masks by the position of an output in its grammar, bounded in bytes.
 
-What may come next depends on the position alone (`closing.Closing.position`), not on how an output got there. So
-of many requests under one grammar few need a mask of their own: in a string of a vocabulary of 150,000 a mask takes a
-tenth of a millisecond, a copy of it a fiftieth of that. Where text is forced, the library allows one token, as the
-tokenizer itself would cut the text: that depends on the token before, too.
+The allowed tokens depend on the position alone (`closing.Closing.position`), not on how an output got there. So of many
+requests with one grammar few compute a mask: inside a string, with a vocabulary of 150,000, that takes a tenth of a
+millisecond, a copy a fiftieth of it. Where text is forced the library allows one token, by which the tokenizer would
+continue it: that depends on the token before, too.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from asyncengine.grammar.closing.recognizer import Position
 Mask = NDArray[np.int32]
 """Packed bitmask of allowed tokens, shape [ceil(vocab / 32)], lowest bit first."""
 JointFill = Callable[[Mask, Mapping[int, Any]], set[int]]
-"""(masks [masks, words], mask -> state) -> those that were filled. `fill` of a state says what is wrong with others."""
-
-
+"""(masks [rows, words], row -> state) -> rows that were filled. `fill` of the state of another row raises its error."""
 Key = tuple[Position, int | None]
-"""A position, and where text is forced, the token before."""
+"""A position, and where text is forced the token before."""
 KEY_BYTES, READING_BYTES = 300, 40
-"""Memory of a key beside its mask, and of each reading in it."""
+"""Memory of a key, and of each reading in it."""
 
 
 class SharedMasks:
-    """The masks of one vocabulary by position, those used last kept longest. Thread-safe."""
+    """Least-recently-used cache of one vocabulary's masks by position. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        """`nbytes` of masks and keys at most."""
+        """`nbytes`: most memory of masks and keys."""
         self._room = nbytes
         self._known: OrderedDict[Key, Mask | None] = OrderedDict()
-        """None: text is forced there."""
+        """None marks a position where text is forced: its masks have keys with the token before."""
         self._lock = threading.Lock()
 
     def find(self, position: Position, before: int) -> tuple[Key, Mask | None]:
-        """(what to keep the mask under, the mask; None: not known so far). `before`: the token before."""
+        """(key to `keep` the mask under, the mask or None if it is not cached). `before`: the token before."""
         key: Key = (position, None)
         with self._lock:
             mask = self._known.get(key)
@@ -53,9 +51,10 @@ class SharedMasks:
         return key, mask
 
     def keep(self, key: Key, mask: Mask) -> bool:
-        """Remember `mask`. False: it is of forced text, and the position was not known to be so."""
-        words = mask[mask != 0].view(np.uint32)
-        forced = key[1] is None and len(words) == 1 and int(words[0]).bit_count() == 1
+        """Add `mask`. False if it shows that text is forced at a position that was not marked so: then it holds for
+        outputs with the same token before only, and was not kept."""
+        nonzero = mask[mask != 0].view(np.uint32)
+        forced = key[1] is None and len(nonzero) == 1 and int(nonzero[0]).bit_count() == 1
         with self._lock:
             if key in self._known:
                 self._room += _size(key, self._known[key])

@@ -261,12 +261,8 @@ class Grammar:
         if isinstance(spec, Grammar):
             return spec
         if isinstance(spec, str):
-            raise GrammarError(
-                "grammar",
-                "a str could be a pattern, a schema or a grammar: use Grammar.regex, Grammar.json_schema, "
-                "Grammar.ebnf, Grammar.lark or Grammar.choice",
-                spec,
-            )
+            limit = "a str could be a pattern, a schema or a grammar: use Grammar.regex, .json_schema, .ebnf, .lark"
+            raise GrammarError("grammar", f"{limit} or .choice", spec)
         if isinstance(spec, Mapping):
             return _mapping(spec)
         if type(spec).__module__.startswith("genson"):
@@ -309,19 +305,18 @@ def check_text(text: object, what: str = "") -> str:
 
 def _mapping(spec: Mapping[Any, Any]) -> Grammar:
     """A JSON schema, or OpenAI's `response_format`: told apart by "type"."""
-    kind = spec.get("type")
-    if kind == "json_object" and "properties" not in spec:
+    type_name = spec.get("type")
+    if type_name == "json_object" and "properties" not in spec:
         return Grammar.json_object()
-    if kind == "json_schema":
+    if type_name == "json_schema":
         inner = spec.get("json_schema")
         if not isinstance(inner, Mapping) or (schema := inner.get("schema")) is None:
-            raise GrammarError(
-                "grammar", 'a response_format of type "json_schema" needs {"json_schema": {"schema": ...}}'
-            )
+            limit = 'a response_format of type "json_schema" needs {"json_schema": {"schema": ...}}'
+            raise GrammarError("grammar", limit)
         return Grammar.json_schema(schema, key_order=inner.get("key_order") or "schema")
-    if kind == "text":
+    if type_name == "text":
         raise GrammarError("grammar", 'response_format {"type": "text"} asks for no grammar: pass None')
-    if kind == "structural_tag":
+    if type_name == "structural_tag":
         if "structures" in spec:
             return Grammar.structural_tags(spec)
         raise GrammarError("grammar", 'a structural tag needs "structures" and "triggers"; "format" is not supported')

@@ -1,8 +1,7 @@
-"""A budget of thoughts: after so many tokens of them their end mark is written, and the answer follows.
+"""A budget for reasoning: after `max_tokens` tokens of it the end mark is written, and the answer follows.
 
-The mark is forced as a grammar forces text that leaves no choice: behind the last token that fits where tokens may come
-unsampled, else as the only token that its masks allow. A grammar of the whole output, thoughts included, stays in force
-under it.
+The mark is forced as a grammar forces text: appended behind the last token where jump-forward is on, else as the only
+token that the masks allow. A grammar of the whole output, reasoning included, stays in force under it.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ if TYPE_CHECKING:
     from asyncengine.seams import GrammarMatcher
 
 
-class _Place(NamedTuple):
-    """A place of an output before, in or behind its thoughts."""
+class _State(NamedTuple):
+    """The state of an output before, in or behind its reasoning."""
 
     stage: str
-    """"before" thoughts that may come, "open", or "over"."""
+    """"before" reasoning that may come, "open" in it, or "over" behind it."""
     tail: bytes = b""
     """The end of the text, as far as it may be a part of the next mark."""
     thoughts: int = 0
-    """Tokens of these so far."""
+    """Tokens of reasoning so far."""
     forced: tuple[int, ...] = ()
     """Tokens that must come next."""
     last: int = -1
 
 
 class ThinkingMatcher(NarrowingMatcher):
-    """A matcher that forces the end of thoughts."""
+    """A matcher that forces the end of reasoning."""
 
     def __init__(self, budget: ThinkingBudget, vocabulary: Vocabulary, inner: GrammarMatcher | None) -> None:
         super().__init__(budget, vocabulary, inner)
@@ -44,29 +43,29 @@ class ThinkingMatcher(NarrowingMatcher):
         self._closing = tuple(vocabulary.tokenize(budget.closing))
         head = vocabulary.tokenize(budget.start) if budget.channels else []
         self._barred = (head[0], head[1]) if {*head[:1]} & vocabulary.special_ids else None
-        """The token that begins a message's header, and the one that would make more thoughts of it."""
-        self.place = self._due(_Place("open" if budget.is_open else "before"))
+        """The token that begins a message's header, and the one behind it that would begin more reasoning."""
+        self.state = self._due(_State("open" if budget.is_open else "before"))
 
     def accept(self, token: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
         tokens = super().accept(token, jump, others)
-        while jump and self.place.forced and not self.is_terminated():
+        while jump and self.state.forced and not self.is_terminated():
             self.fill_mask(mask := np.zeros(self.vocabulary.mask_words, np.int32))
-            if not allows(mask, self.place.forced[0]):
-                break  # within a character, which a grammar holds together
-            tokens += super().accept(self.place.forced[0], jump)
+            if not allows(mask, self.state.forced[0]):
+                break  # inside a character of several tokens, which the grammar has to complete first
+            tokens += super().accept(self.state.forced[0], jump)
         return tokens
 
-    def narrow(self, mask: Mask, place: _Place) -> None:
-        if place.forced and allows(mask, place.forced[0]):
+    def narrow(self, mask: Mask, state: _State) -> None:
+        if state.forced and allows(mask, state.forced[0]):
             mask[:] = 0
-            mask.view(np.uint32)[place.forced[0] >> 5] = 1 << (place.forced[0] & 31)
-        elif self._barred is not None and place.last == self._barred[0] and place.thoughts >= self.spec.max_tokens:
+            mask.view(np.uint32)[state.forced[0] >> 5] = 1 << (state.forced[0] & 31)
+        elif self._barred is not None and state.last == self._barred[0] and state.thoughts >= self.spec.max_tokens:
             forbid(mask, self._barred[1])
 
-    def after(self, place: _Place, token: int) -> _Place:
-        stage, tail, thoughts, forced, _ = place
+    def after(self, state: _State, token: int) -> _State:
+        stage, tail, thoughts, forced, _ = state
         if stage == "over" and not forced:
-            return place
+            return state
         forced = forced[1:] if forced and forced[0] == token else ()
         table = self.vocabulary.token_bytes
         tail += table[token] if token < len(table) else b""
@@ -82,21 +81,21 @@ class ThinkingMatcher(NarrowingMatcher):
                 tail = tail[-len(self._start) :]
             elif not self._start.startswith(tail.lstrip()):
                 stage = "over"
-        return self._due(_Place(stage, tail, thoughts, forced, token))
+        return self._due(_State(stage, tail, thoughts, forced, token))
 
-    def _due(self, place: _Place) -> _Place:
-        """`place`, with what must come next if the budget is spent there: of the mark what is not yet written."""
-        if place.stage != "open" or place.forced or place.thoughts < self.spec.max_tokens:
-            return place
-        spelled = [self.vocabulary.token_bytes[token] for token in self._closing]
-        begun = range(len(spelled) - 1, 0, -1)
-        first = next((count for count in begun if place.tail.endswith(b"".join(spelled[:count]))), 0)
-        return place._replace(forced=self._closing[first:])
+    def _due(self, state: _State) -> _State:
+        """`state`, and once the budget is spent the tokens to force: those of the end mark that are not yet written."""
+        if state.stage != "open" or state.forced or state.thoughts < self.spec.max_tokens:
+            return state
+        mark_bytes = [self.vocabulary.token_bytes[token] for token in self._closing]
+        begun = range(len(mark_bytes) - 1, 0, -1)
+        first = next((count for count in begun if state.tail.endswith(b"".join(mark_bytes[:count]))), 0)
+        return state._replace(forced=self._closing[first:])
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget(Narrowing):
-    """The budget of one output's thoughts, and how these begin and end."""
+    """The budget of one output's reasoning, and the marks around that."""
 
     matcher = ThinkingMatcher
     max_tokens: int
@@ -106,6 +105,6 @@ class ThinkingBudget(Narrowing):
     closing: str
     """The text that is forced; it begins with `end`."""
     is_open: bool = False
-    """The prompt has begun the thoughts. Else the output may, at its beginning."""
+    """The prompt ends inside the reasoning. Else the output may begin with its start mark."""
     channels: bool = False
-    """Thoughts are messages of a channel: more may follow, all of which share the budget, until it is spent."""
+    """Reasoning is messages of a channel (gpt-oss): several may come, which share the budget."""

@@ -1,7 +1,7 @@
 """One engine's tokens as grammars see them: bytes, special tokens, ends of sequence. Built once, off the event loop.
 
-llguidance wants a tokenizer of its own. Handing it our table of bytes takes a quarter of the time and three quarters
-of the memory of letting it read the tokenizer's file, with the same masks; it holds the interpreter lock for half a
+llguidance needs a tokenizer of its own. Made of our table of bytes it takes a quarter of the time and three quarters of
+the memory of one read from the tokenizer's file, with the same masks. Making it holds the interpreter lock for half a
 second at 150,000 tokens, so an engine does it while it loads and never while it serves.
 """
 
@@ -16,9 +16,9 @@ import llguidance
 import numpy as np
 
 MAX_TOKEN_BYTES = 32
-"""Longer tokens (runs of blanks and dashes, mostly) are not looked for when a text is cut into few tokens."""
+"""Longer tokens (mostly runs of blanks and dashes) are ignored when a text is cut into the fewest tokens."""
 ANCHOR = "\n"
-"""A text put before another where a tokenizer changes the beginning of what it encodes."""
+"""Encoded in front of a text, and then cut off, where a tokenizer changes the beginning of a text."""
 
 
 class Vocabulary:
@@ -45,7 +45,7 @@ class Vocabulary:
         return -(-self.vocab_size // 32)
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens that spell exactly `text`, as the tokenizer itself would cut it wherever it can be asked to."""
+        """Tokens that spell exactly `text`: the tokenizer's own, or the longest if those spell something else."""
         wanted = text.encode("utf-8", "surrogatepass")
         if self._encode is not None:
             ids = self._encode(text)
@@ -61,14 +61,14 @@ class Vocabulary:
 
     def _greedy(self, data: bytes) -> list[int]:
         ids: list[int] = []
-        at = 0
-        while at < len(data):
-            ends = range(min(len(data), at + MAX_TOKEN_BYTES), at, -1)
-            end = next((end for end in ends if data[at:end] in self.by_bytes), None)
+        offset = 0
+        while offset < len(data):
+            ends = range(min(len(data), offset + MAX_TOKEN_BYTES), offset, -1)
+            end = next((end for end in ends if data[offset:end] in self.by_bytes), None)
             if end is None:
-                break  # bytes that no token spells: what there is, is a prefix
-            ids.append(self.by_bytes[data[at:end]])
-            at = end
+                break  # bytes that no token spells: the tokens so far spell a prefix
+            ids.append(self.by_bytes[data[offset:end]])
+            offset = end
         return ids
 
     @cached_property
@@ -82,8 +82,7 @@ class Vocabulary:
 
     @cached_property
     def lengths(self) -> dict[bytes, tuple[int, ...]]:
-        """Lengths of the tokens in `by_bytes` that begin with these two bytes, ascending; the one for single bytes is
-        in none of them."""
+        """Lengths of the tokens in `by_bytes` of two bytes or more, ascending, by their first two bytes."""
         table: dict[bytes, set[int]] = {}
         for data in self.by_bytes:
             if len(data) > 1:
@@ -92,10 +91,10 @@ class Vocabulary:
 
     @cached_property
     def _ascii_tokens(self) -> tuple[Any, Any, Any]:
-        """Tokens in `by_bytes` of several ASCII bytes, the longest first and of one length the lowest, their lengths,
-        and the sets of their bytes as two rows of 64 bits each (bit b: byte b is in it)."""
-        found = sorted((-len(data), token) for data, token in self.by_bytes.items() if len(data) > 1 and data.isascii())
-        tokens, lengths = [token for _, token in found], np.array([-length for length, _ in found], np.int64)
+        """(tokens, lengths, sets) of the tokens in `by_bytes` of several ASCII bytes, longest first, then by id. The
+        sets of their bytes have shape [2, tokens], uint64: bit b of row r is byte 64 * r + b."""
+        keys = sorted((-len(data), token) for data, token in self.by_bytes.items() if len(data) > 1 and data.isascii())
+        tokens, lengths = [token for _, token in keys], np.array([-length for length, _ in keys], np.int64)
         letters = np.frombuffer(b"".join(self.token_bytes[token] for token in tokens), np.uint8)
         bits = np.zeros((len(letters), 2), np.uint64)
         bits[np.arange(len(letters)), letters // 64] = np.uint64(1) << (letters % 64).astype(np.uint64)
@@ -103,8 +102,8 @@ class Vocabulary:
         return np.array(tokens, np.int64), lengths, np.ascontiguousarray(sets.T)
 
     def within(self, letters: int) -> dict[int, int]:
-        """{bytes of it: the lowest token} of those made of several of these ASCII letters alone (bit b: byte b),
-        longest first."""
+        """{length: lowest id} of the tokens of two bytes or more that contain only bytes of the set `letters` (bit b:
+        byte b), longest first."""
         tokens, lengths, sets = self._ascii_tokens
         low, high = (np.uint64(~letters >> shift & (1 << 64) - 1) for shift in (0, 64))
         fitting = np.flatnonzero((sets[0] & low | sets[1] & high) == 0)
@@ -114,8 +113,8 @@ class Vocabulary:
 
     @cached_property
     def filler(self) -> int:
-        """The byte of which the most fit into one token: text that only has to be long is cheapest made of it."""
-        fit = {*range(33, 127)} - {*b'"\\{}[]()<>'}  # those mean something to whoever looks for an end
+        """The byte of which one token holds the most: text that only has to be long is cheapest made of it."""
+        fit = {*range(33, 127)} - {*b'"\\{}[]()<>'}  # these could end a string or a call
         runs = [data for data in self.by_bytes if data[0] in fit and data == data[:1] * len(data)]
         return max(runs, key=lambda data: (len(data), data[0]))[0] if runs else ord("a")
 
@@ -150,7 +149,7 @@ class Vocabulary:
 
 
 class _Source:
-    """A vocabulary for `llguidance.TokenizerWrapper`."""
+    """A vocabulary with the attributes that `llguidance.TokenizerWrapper` reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.eos_ids[0]
@@ -158,8 +157,8 @@ class _Source:
         padding = [b""] * (vocabulary.vocab_size - len(vocabulary.token_bytes))  # never allowed by any mask
         self.tokens = [*vocabulary.token_bytes, *padding]
         self.special_token_ids = sorted(i for i in vocabulary.special_ids if i < len(self.tokens))
-        # weak, for the library's objects are none that the garbage collector looks into: a vocabulary that they
-        # referred to would stay for ever, with its tokenizer and chat template, as it refers to them
+        # weak, for the garbage collector cannot look into the library's objects: the cycle from the vocabulary to its
+        # `ll_tokenizer` and back would keep it, its tokenizer and chat template for ever
         self._tokenize = WeakMethod(vocabulary.tokenize)
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -175,18 +174,18 @@ UNREACHABLE = 1 << 60
 
 
 def cut(text: bytes, vocabulary: Vocabulary) -> list[tuple[int, int]]:
-    """(fewest tokens to the end, the first of them) for each position in `text` and its end; `UNREACHABLE` or more
-    where the vocabulary cannot spell it."""
+    """(fewest tokens to the end, the first of them) at each position of `text` and behind it, by dynamic programming
+    from the end; `UNREACHABLE` or more where no tokens spell the rest."""
     table, lengths = vocabulary.by_bytes, vocabulary.lengths
-    found = [(UNREACHABLE, -1)] * len(text) + [(0, -1)]
-    for at in range(len(text) - 1, -1, -1):
-        first = table.get(text[at : at + 1], -1)
-        best = UNREACHABLE if first < 0 else min(found[at + 1][0] + 1, UNREACHABLE)
-        for length in lengths.get(text[at : at + 2], ()):
-            end = at + length
+    spelling = [(UNREACHABLE, -1)] * len(text) + [(0, -1)]
+    for offset in range(len(text) - 1, -1, -1):
+        first = table.get(text[offset : offset + 1], -1)
+        best = UNREACHABLE if first < 0 else min(spelling[offset + 1][0] + 1, UNREACHABLE)
+        for length in lengths.get(text[offset : offset + 2], ()):
+            end = offset + length
             if end > len(text):
                 break
-            if found[end][0] + 1 < best and (token := table.get(text[at:end])) is not None:
-                best, first = found[end][0] + 1, token
-        found[at] = best, first
-    return found
+            if spelling[end][0] + 1 < best and (token := table.get(text[offset:end])) is not None:
+                best, first = spelling[end][0] + 1, token
+        spelling[offset] = best, first
+    return spelling

@@ -31,7 +31,7 @@ from asyncengine.grammar import Grammar, check_limits
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.lower import FLEXIBLE
 from asyncengine.grammar.vocabulary import Vocabulary
-from benchmarks.grammar_setup import WIDTHS, spread, vocabulary
+from benchmarks.grammar_setup import WIDTHS, library_matcher, spread, vocabulary
 
 PASSED, NOT_TAKEN, TOO_MUCH = "passed", "a valid instance is not taken", "an invalid instance is taken"
 
@@ -123,12 +123,12 @@ class Runner:
             text = llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_pattern": FLEXIBLE}
             )
-            made = self.backend.matcher(_LIBRARY, text, self.backend.vocabulary.ll_tokenizer)
-            return made, self.backend.matcher(_LIBRARY, text, _BYTES)
+            made = library_matcher(_LIBRARY, text, self.backend.vocabulary.ll_tokenizer)
+            return made, library_matcher(_LIBRARY, text, _BYTES)
         grammar = Grammar.json_schema(schema, key_order=self._key_order)  # type: ignore[arg-type]
         check_limits(grammar)
         template = self.backend.compile(grammar)
-        return template, self.backend.matcher(grammar, template.text, _BYTES)
+        return template, library_matcher(grammar, template.text, _BYTES)
 
     def _walk(self, made: Any, text: str) -> None:
         """Measure masks and steps along a text; a step of ours includes the way to the end."""

@@ -15,7 +15,7 @@ import functools
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
@@ -33,6 +33,8 @@ SHAPE_BYTES = 450
 MAX_KEPT = 4096
 """Texts whose tokens are kept."""
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Segment = tuple[list[int], int]
 """Tokens, and how many times they come in a row."""
 Piece = bytes | Segment
@@ -45,6 +47,18 @@ BLANK = b"\xff"
 
 def token_count(segments: Iterable[Segment]) -> int:
     return sum(len(tokens) * times for tokens, times in segments)
+
+
+class Memo(dict[Key, Value]):
+    """A table of results that is emptied when it is full."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 class Unit(NamedTuple):
@@ -60,16 +74,14 @@ class Speller:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.spellings: dict[bytes, list[tuple[int, int]]] = {}
+        self.spellings = Memo[bytes, list[tuple[int, int]]](MAX_KEPT)
         """The results of `cut` by text."""
-        self._cost_tables: dict[nodes.Shape, CostTable] = {}
-        self._units: dict[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None] = {}
+        self._cost_tables = Memo[nodes.Shape, CostTable](MAX_KEPT)
+        self._units = Memo[tuple[tuple[bytes, ...], tuple[int, ...]], Unit | None](MAX_KEPT // 4)
 
     def cost_table(self, shape: nodes.Shape) -> CostTable:
         """The costs of a shape that occurs in many grammars."""
         if shape not in self._cost_tables:
-            if len(self._cost_tables) >= MAX_KEPT:
-                self._cost_tables.clear()
             self._cost_tables[shape] = CostTable(shape, self)
         return self._cost_tables[shape]
 
@@ -94,8 +106,6 @@ class Speller:
     def _spelling(self, text: bytes) -> list[tuple[int, int]]:
         spelling = self.spellings.get(text)
         if spelling is None:
-            if len(self.spellings) >= MAX_KEPT:
-                self.spellings.clear()
             cuts = [cut(variant, self.vocabulary) for variant in _with_blanks(text)]
             spelling = self.spellings[text] = min(cuts, key=lambda positions: positions[0][0])
         return spelling
@@ -119,8 +129,6 @@ class Speller:
         key = tuple(texts), tuple(sets)
         if key in self._units:
             return self._units.get(key)
-        if len(self._units) >= MAX_KEPT // 4:
-            self._units.clear()
         pairs = [[first, second] for first in texts[:MAX_PAIRED] for second in texts[:MAX_PAIRED] if first != second]
         units = (*map(self._unit, [*([text] for text in texts), *pairs]), *map(self._dense, sets))
         possible = (unit for unit in units if unit is not None)
@@ -183,9 +191,6 @@ class CostTable:
         self._units: dict[nodes.Shape, Unit | None] = {}
         """The units of repetitions by their bodies."""
         self._settle(root)
-
-    def shapes(self) -> Iterable[nodes.Shape]:
-        return self._costs.keys()
 
     def cost(self, shape: nodes.Shape) -> int:
         """Tokens of the cheapest text; `UNREACHABLE` if there is none, or the fixpoint has not come to it."""

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from asyncengine.grammar.closing.costs import BLANK, CostTable, Piece, Segment, token_count
+from asyncengine.grammar.closing.costs import BLANK, CostTable, Memo, Piece, Segment, token_count
 from asyncengine.grammar.shapes import nodes
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.vocabulary import UNREACHABLE
@@ -165,11 +165,11 @@ class Recognizer:
         """`lexed`: the grammar has lexemes, which a lexer takes as long as it can."""
         self._costs = costs
         self._frames: dict[tuple[int, Any, int], Frame] = {}
-        self._continuations_of: dict[tuple[nodes.Shape, Any], Continuations] = {}
-        self._stepped: dict[tuple[Frames, Sequence[int]], Frames] = {}
+        self._continuations_of = Memo[tuple[nodes.Shape, Any], Continuations](MAX_FRAMES)
+        self._stepped = Memo[tuple[Frames, Sequence[int]], Frames](MAX_FRAMES)
         self._lexed = lexed
-        self._viable_of: dict[Frames, Frames] = {}
-        self._has_lazy = lexed and any(isinstance(shape, nodes.Lexeme) and shape.lazy for shape in costs.shapes())
+        self._viable_of = Memo[Frames, Frames](MAX_FRAMES)
+        self._has_lazy = lexed and any(isinstance(shape, nodes.Lexeme) and shape.lazy for shape in costs.children)
         self._bottom = Frame(nodes.Concat(()), 0, None, costs)
         self.begin: Frames = (self._interned(nodes.Concat([root]), -1, self._bottom),)
 
@@ -191,8 +191,6 @@ class Recognizer:
             return frames
         viable = self._viable_of.get(frames)
         if viable is None:
-            if len(self._viable_of) >= MAX_FRAMES:
-                self._viable_of.clear()
             cheapest = sorted(frames, key=lambda frame: frame.rest)[:MAX_SPELLED]
             viable = self._viable_of[frames] = tuple(frame for frame in cheapest if self._is_viable(frames, frame))
         return viable
@@ -260,8 +258,6 @@ class Recognizer:
             next_frames = self._scan_all(frames, symbols, fuel)
             if next_frames is None:
                 return None
-            if len(self._stepped) >= MAX_FRAMES:
-                self._stepped.clear()
             self._stepped[frames, symbols] = next_frames
         return next_frames
 
@@ -370,8 +366,6 @@ class Recognizer:
     def _continuations(self, shape: nodes.Shape, index: Any, fuel: Fuel) -> Continuations:
         continuations = self._continuations_of.get((shape, index))
         if continuations is None:
-            if len(self._continuations_of) >= MAX_FRAMES:
-                self._continuations_of.clear()
             try:
                 continuations = self._continuations_of[shape, index] = Continuations(shape, index, MAX_STEPS)
             except nodes.Unmodelled as error:
@@ -400,7 +394,8 @@ class Recognizer:
 
     def _forget(self) -> None:
         """Drop all frames but those on the stacks of outputs that go on: transitions would keep the others alive."""
-        dropped, self._frames, self._viable_of, self._stepped = self._frames, {}, {}, {}
+        dropped, self._frames = self._frames, {}
+        self._viable_of, self._stepped = Memo(MAX_FRAMES), Memo(MAX_FRAMES)
         for frame in (*dropped.values(), *self.begin):
             frame.transitions = None
 

@@ -1,4 +1,4 @@
-"""Arguments that a format writes one by one: their rules are those of JSON, but for how keys and values are written."""
+"""Arguments of tool calls that are not one JSON object: the rules of JSON with other spellings of keys and values."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from asyncengine.grammar.schemas import escape
 from asyncengine.grammar.shapes.nodes import Rule
 
 CDATA = ("<![CDATA[", "]]>")
-"""XML's marks around text in which nothing but the second means anything."""
+"""XML's marks around text in which only the second has a meaning."""
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 SCALARS = {"number": NUMBER.pattern, "boolean": "(true|false)", "null": "null"}
 STARTS = {"array": r"\[", "object": r"\{"}
 BLANK = r"[ \t\r\n]*"
 BARE_KEY = r"[^\x00-\x20\x7f:={}\[\]<>,\"'()|]+"
-"""A key that needs no quotes, in the dialect of grammars."""
+"""A key that needs no quotes, as a Lark pattern."""
 _ESCAPE = r"\\(?:[\"'\\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})|x[0-9a-fA-F]{2})"
-"""An escape of Python's. Half a character cannot be said: none of surrogates."""
+"""An escape of Python's, surrogates excluded: one alone is no character."""
 _QUOTED = [f"/{quote}(?:[^{quote}\\\\\\x00-\\x1f]|{_ESCAPE})*{quote}/" for quote in "\"'"]
 _PYTHON = {"true": "True", "false": "False", "null": "None"}
 
@@ -48,14 +48,14 @@ class Members:
     separator: str = ", "
     values: Literal["raw", "python", "bare"] = "python"
     string_key_close: str = ""
-    """In place of `key_close` where the value is a string; empty: the same."""
+    """Replaces `key_close` where the value is a string; empty: it does not."""
     quote: str = ""
     cdata: bool = False
-    """A raw string may stand between the two of `CDATA`, and does if it has characters of XML's or newlines."""
+    """A raw string may stand between the marks `CDATA`, and does if it contains XML's characters or newlines."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Texts that end a raw value: its close or, where that stands in a line of its own, the next key too."""
+        """Texts that end a raw value: its close and, where that is on a line of its own, the next key."""
         close = self.value_close.strip()
         return (close, f"\n{self.key_open}") if self.value_close.startswith("\n") else (close,)
 
@@ -66,7 +66,7 @@ class Members:
 
 
 def member_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """The JSON types of each declared argument of a tool ("number" for integers too), as far as they can be told."""
+    """The JSON types of each declared argument of a tool ("number" for integers, too), as far as they can be told."""
     alternatives, types_of = Alternatives(dict(schema)), dict[str, frozenset[str]]()
     try:
         for term in alternatives.of((Entry("", schema),)):
@@ -75,7 +75,7 @@ def member_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
                 value = [child for entry in entries for child in demands.property_of(entry, key)]
                 names = (name for branch in alternatives.of(value) for name in branch.types)
                 types_of[key] = types_of.get(key, frozenset()) | {_json_type(name) for name in names}
-    except GrammarError:  # whoever compiles it says so
+    except GrammarError:  # compiling the grammar raises it again, with the request to answer
         pass
     return types_of
 
@@ -92,7 +92,7 @@ class ArgumentBuilder(Builder):
         self._members = Members(**options["members"])
         self._markers = Markers(options["marks"])
         self._outer = True
-        """The arguments themselves are made, and not what is in them."""
+        """The rules of the arguments themselves are made, and not yet those of nested values."""
 
     def build(self) -> tuple[Rules, Rule]:
         start, comma = self.rules.new(), self._comma
@@ -108,7 +108,7 @@ class ArgumentBuilder(Builder):
         return self._members.values == "raw" and not self._outer
 
     def _symbols(self, text: str) -> Symbols:
-        """A format's text, with its special tokens."""
+        """The symbols of a format's text, in which special tokens may stand."""
         return [self.rules.terminal(part) for part in self._markers.parts(text)]
 
     def _around(self, brackets: str, *inside: Any) -> Symbols:
@@ -133,7 +133,7 @@ class ArgumentBuilder(Builder):
             super()._string(rule, term)
 
     def _quoted(self, text: str) -> list[Symbols]:
-        """A string, in each of its spellings."""
+        """The spellings of a string, each an alternative."""
         if self._members.values == "bare":
             mark = self._symbols(self._members.quote)
             return [[*mark, *([self._literal(text)] if text else []), *mark]]
@@ -142,7 +142,7 @@ class ArgumentBuilder(Builder):
         return [[self._literal(double)], [self._literal(single)]]
 
     def _strings(self, texts: demands.Texts, close: str, beside: str = "") -> list[Symbols]:
-        """Strings as they are, up to and with `close`. `beside`: a pattern of texts that mean something else."""
+        """Raw strings, up to and with `close`. `beside`: a pattern of texts that would be read as another type."""
         ends = self._members.ends if close == self._members.value_close else (close.strip(),)
         if (listed := texts.listed) is not None:
             pattern = re.compile(beside or r"(?!)")
@@ -157,12 +157,12 @@ class ArgumentBuilder(Builder):
         return [self._until([*inside, *excluded, f"~/{escaped(begin)}(?s:.*)/"], close), marked]
 
     def _until(self, expressions: Iterable[str], close: str) -> Symbols:
-        """Texts of which all `expressions` hold, without `close`, and `close`."""
+        """The texts that match all `expressions`, then `close`."""
         text = " & ".join(expressions)
         before, special, _ = self._markers.split(close)
         if not special:
             return [self.rules.terminal(text, literal(close))]
-        # what stands before a special token belongs to the longest text before it
+        # the lexer takes the longest text before a special token, so the close's own text must be part of it
         text = f"({text}) {literal(before)}" if before else text
         return [self.rules.terminal(text), *self._symbols(close[len(before) :])]
 
@@ -211,8 +211,8 @@ class ArgumentBuilder(Builder):
         return self.rules.new(*self._values_behind(heads, value))
 
     def _values_behind(self, heads: list[Symbols], value: Conjunction) -> list[Symbols]:
-        """Head and value: raw strings as they are, the rest as JSON. With a head of its own, the second, a string may
-        look like anything; else what reads as JSON of an allowed type is that."""
+        """Alternatives of a head and a value: raw strings, all else as JSON. Strings with a head of their own (the
+        second) may look like anything; otherwise a text that reads as JSON of an allowed type is read so."""
         head, close = heads[0], self._members.value_close
         if self._members.values != "raw":
             return [[*head, self.node(value)]]
@@ -230,7 +230,7 @@ class ArgumentBuilder(Builder):
         return alternatives
 
     def _scalars(self, term: Term, close: str) -> list[Symbols]:
-        """JSON that a string could begin like: text for the lexer, up to the close."""
+        """Scalars of JSON, each one lexeme up to the close: a raw string may begin alike."""
         texts = [text for name in ("null", "boolean") for text in self._constants(term, name)]
         alternatives = [self._until([words(texts)], close)] if texts else []
         if (number := self._number(term)) is not None:
@@ -240,11 +240,11 @@ class ArgumentBuilder(Builder):
 
 
 def _beside(names: Iterable[str]) -> str:
-    """A pattern of all texts that read as JSON of these types; empty for none."""
+    """A pattern of the texts that read as JSON of these types; empty for no types."""
     patterns = [rf"{BLANK}{SCALARS[name]}{BLANK}" for name in sorted(names) if name in SCALARS]
     return "|".join([*patterns, *(rf"{BLANK}{STARTS[name]}(?s:.*)" for name in sorted(names) if name in STARTS)])
 
 
 def _containing(text: str) -> str:
-    """An expression of all texts but those that contain `text`."""
+    """A Lark expression of the texts that do not contain `text`."""
     return f"~/(?s:.*){escaped(text)}(?s:.*)/"

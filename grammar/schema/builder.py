@@ -1,12 +1,12 @@
-"""A JSON schema as Lark, whose numbers and nesting llguidance would not hold to.
+"""Compiles a JSON schema to context-free rules (`rules`), which are printed as Lark.
 
-llguidance 1.9.1 counts in doubles: bounds beyond 2**53 are rounded, exclusive decimal bounds are not kept, and the
-least int64 makes it recurse without end. Numbers without bounds and values inside one another have no end with it. Its
-JSON compiler takes no pattern for a number, so what surrounds the numbers is written here as well: objects, arrays,
-choices, references. Strings stay `%json`.
+llguidance's own JSON compiler (1.9.1) computes in doubles: bounds beyond 2**53 are rounded, exclusive decimal bounds
+are not kept, and the least int64 makes it recurse without end. Digits and nesting are unbounded with it. It takes no
+pattern for a number, so what surrounds numbers is written here as well: objects, arrays, choices, references. Strings
+stay `%json`.
 
-As in its own compiler, properties come in the order of the schema, undeclared keys after them (they may repeat).
-What it refuses is counted by rules here (`contains`, numbers of members), or is a grammar with a parameter (sets).
+As in its compiler, properties come in the order of the schema, undeclared keys behind them (these may repeat).
+Keywords that it refuses are counted by rules here (`contains`, numbers of members), or by a parameter (sets).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from asyncengine.grammar.shapes.nodes import Repeat, Rule, Shape, Terminal, Unor
 from asyncengine.grammar.spec import canonical_json
 
 MAX_PREFIX = 500
-"""Items with a schema of their own."""
+"""Most items with schemas of their own (`prefixItems`)."""
 MAX_STATES = 4096
-"""Places in a list or an object times what has been counted there."""
+"""Rules of one list or object that is counted: one for each position and count."""
 MAX_TOGETHER = 3
-"""Patterns of names that may hold together."""
+"""With more patterns of names than this, no name may match two: there would be a rule for each subset of them."""
 Member = tuple[Rule, bool]
-"""(rule of one member, or of all undeclared ones; needed)"""
+"""(rule of one member, or of all undeclared ones; whether it is required)."""
 
 
 class Builder:
-    """The rules of the JSON values valid under one schema. Who inherits writes the same values in another notation."""
+    """The rules of the JSON values valid under one schema. Subclasses write the same values in another notation."""
 
     def __init__(self, root: dict[str, Any], options: dict[str, Any], checkpoint: Checkpoint = proceed) -> None:
-        """`options`: as llguidance's JSON compiler takes them."""
+        """`options`: those of llguidance's JSON compiler, and `key_order`. `checkpoint`: called during long work."""
         self.root = root
         self._any_order = options.get("key_order") == "any"
         self.rules = Rules(checkpoint)
@@ -50,11 +50,12 @@ class Builder:
         self._known: dict[tuple[str, ...], Rule] = {}
         self._pending: list[tuple[Rule, Conjunction]] = []
         self._tails: dict[tuple[Rule, int, int | None], Rule] = {}
-        """Lists of undeclared members. A repetition stands in one rule only: llguidance 1.9.1 panics where two pass a
-        parameter on to the same."""
+        """Rules of repeated undeclared members by (member, least, most). Each repetition is in one rule only, for
+        llguidance 1.9.1 panics where two rules pass a parameter on to the same one."""
         self._empty: list[str] = []
+        """Sets of numbers that the schema asks for and that have no member, for the message."""
         leaf_options = {key: options[key] for key in demands.LEAF_OPTIONS if options.get(key)}
-        # without that, llguidance 1.9.1 takes any blanks before some of them
+        # without it llguidance 1.9.1 allows any blanks before some strings
         self._leaf_options = {"whitespace_flexible": False, **leaf_options}
         default = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = default if (pattern := options.get("whitespace_pattern")) is None else pattern
@@ -67,15 +68,15 @@ class Builder:
         )
 
     def build(self) -> tuple[Rules, Rule]:
-        """The rules, and the name of the one for the whole value.
+        """(the rules, the one for the whole value).
 
-        Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be
-        written, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
+        Raises `GrammarImpossible` naming bounds that no number keeps, `GrammarUnsupported` for keywords that cannot be
+        enforced, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
         """
         return self._complete(self.node((Entry("", self.root),)))
 
     def _complete(self, start: Rule) -> tuple[Rules, Rule]:
-        """Make what is left to be made, and rid the rules of what leads nowhere."""
+        """Make the rules that are still pending, then drop those that derive no text."""
         while self._pending:
             rule, conjunction = self._pending.pop()
             for term in self._alternatives.of(conjunction):
@@ -88,7 +89,7 @@ class Builder:
         return self.rules, start
 
     def _around(self, brackets: str, *inside: Shape) -> Symbols:
-        """A list or an object of what is `inside`."""
+        """The symbols of a list or an object around those `inside`."""
         first, last = (self.rules.terminal(f'"{bracket}"') for bracket in brackets)
         return [first, *self._blank, *inside, *(self._blank if inside else ()), last]
 
@@ -96,7 +97,8 @@ class Builder:
         return self.rules.terminal(literal(text))
 
     def node(self, conjunction: Conjunction) -> Rule:
-        """The rule of what must satisfy all of `conjunction`."""
+        """The rule of the values that satisfy all of `conjunction`; one for the same schemas. It gets its alternatives
+        later, by a work list, so that schemas may refer to themselves."""
         followed = map(self._alternatives.followed, conjunction)
         entries = {entry.pointer: entry for entry in followed if entry.schema is not True}
         key = tuple(entries)
@@ -128,11 +130,11 @@ class Builder:
         return self.rules.terminal("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
 
     def _keyword(self, text: str) -> list[Symbols]:
-        """The spellings of "null", "true" or "false"."""
+        """The spellings of "null", "true" or "false", each an alternative."""
         return [[self._literal(text)]]
 
     def _constants(self, term: Term, name: str) -> list[str]:
-        """The texts of "null" or a boolean that are left."""
+        """The texts among "null", or "true" and "false", that `term` allows."""
         if name not in term.types:
             return []
         if name == "null":
@@ -145,7 +147,7 @@ class Builder:
     # ---------------------------------------------------------------- scalars
 
     def _number(self, term: Term) -> Terminal | None:
-        """None: there is none."""
+        """The terminal of the numbers that `term` allows; None if it allows none."""
         if not {"integer", "fraction"}.intersection(term.types):
             return None
         numbers = term.numbers()
@@ -171,7 +173,8 @@ class Builder:
         elif several and (listed := texts.listed) is not None:
             if listed:
                 self.rules.add(rule, [self._json({"type": "string", "enum": listed})])
-        elif apart or "Unable to determine" in texts.complaint:  # whether any text is left: in Lark it does not ask
+        elif apart or "Unable to determine" in texts.complaint:
+            # its JSON compiler gives up where it cannot tell whether any text is left; its Lark compiler does not ask
             self.rules.add(rule, [self.rules.terminal(texts.terminal([], [], []))])
         elif "Unsatisfiable" not in texts.complaint:
             self.rules.add(rule, [self._json(texts.schema)])
@@ -216,7 +219,8 @@ class Builder:
     def _containing(
         self, rule: Rule, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
-        """A list of which some items are counted: a rule for each place and count, up to where they matter."""
+        """A list some items of which are counted (`contains`): an automaton with a state for each position and count,
+        both up to where they matter."""
         entry, *more = term.having("contains")
         low, high = demands.count_of(entry, "minContains"), demands.count_of(entry, "maxContains")
         low = 1 if low is None else low
@@ -249,7 +253,7 @@ class Builder:
     def _set(
         self, rule: Rule, term: Term, items: list[Conjunction], rest: Conjunction, least: int, most: int | None
     ) -> None:
-        """A list of different values out of few: what are members in any order for an object."""
+        """A list of distinct values out of few (`uniqueItems`), written as the members of an object in any order."""
         location = next(entry.location for entry in term.having("uniqueItems"))
         values = None if items or term.having("contains") else self._values(rest)
         if values is None or len(values) > MAX_KEYS:
@@ -264,7 +268,7 @@ class Builder:
         self._in_any_order(rule, members, None, brackets="[]", bounds=(least, largest))
 
     def _values(self, conjunction: Conjunction) -> list[str] | None:
-        """All values as they are written, if they are few scalars; else None."""
+        """The texts of all values, if these are listed scalars; else None."""
         values: dict[str, None] = {}
         for term in self._alternatives.of(conjunction):
             for name in term.types:
@@ -308,7 +312,8 @@ class Builder:
     def _objects(
         self, rule: Rule, members: list[Member], free: Rule | None, bounds: tuple[int, int | None], extra: bool
     ) -> None:
-        """An object of these members and undeclared ones, with so many in all; `extra`: one undeclared at least."""
+        """An object of these members and undeclared ones (`free`), the number of all within `bounds`; `extra`: with at
+        least one undeclared."""
         least, most = bounds
         needed = sum(needed for _, needed in members)
         if most is not None and max(least, needed + extra) > most:
@@ -341,7 +346,7 @@ class Builder:
         self, rule: Rule, members: list[Member], free: Rule | None, extra: bool = False, brackets: str = "{}",
         bounds: tuple[int, int | None] = (1, None),
     ) -> None:  # fmt: skip
-        """At least one of the members, those needed always."""
+        """At least one of the members, and all required ones, in any order."""
         pairs = [pair for pair, _ in sorted(members, key=lambda member: not member[1])]
         needed = [*range(sum(needed for _, needed in members)), *([len(pairs)] if extra else [])]
         choices: list[Symbols] = [[member] for member in (*pairs, *([free] if free else []))]
@@ -351,7 +356,7 @@ class Builder:
         self.rules.add(rule, self._around(brackets, unordered))
 
     def _counted(self, members: list[Member], free: Rule | None, bounds: tuple[int, int | None], extra: bool) -> Rule:
-        """At least one member, and so many in all: a rule for each place and count, up to where they matter."""
+        """At least one member, the number of all within `bounds`: a rule for each position and count."""
         least, most = bounds
         max_count = max(1, least) if most is None else most
         if (len(members) + 1) * (max_count + 1) > MAX_STATES:
@@ -382,7 +387,7 @@ class Builder:
         return next_states[0]
 
     def _some(self, members: list[Member]) -> Rule:
-        """At least one of the members, those needed always, in order. Halves, so that rules do not nest deeply."""
+        """At least one of the members, and all required ones, in order. Split in halves: rules nest logarithmically."""
         if len(members) == 1:
             return members[0][0]
         half = len(members) // 2
@@ -390,12 +395,12 @@ class Builder:
         first, second = self._some(left), self._some(right)
         follows: Symbols = [*self._comma, second]
         if not any(needed for _, needed in right):
-            follows = [self.rules.shared([], follows)]  # no alternative of its own: those that may begin are limited
+            follows = [self.rules.shared([], follows)]  # inlined, too many for the library could begin here
         more: list[Symbols] = [] if any(needed for _, needed in left) else [[second]]
         return self.rules.shared([first, *follows], *more)
 
     def _names(self, entries: list[Entry]) -> list[tuple[Term, demands.Texts]] | None:
-        """The names that `propertyNames` allow; None if there are none."""
+        """The strings that `propertyNames` allow as names; None if no schema has it."""
         key = "propertyNames"
         schemas = [Entry(f"{entry.pointer}/{key}", entry.schema[key]) for entry in entries if key in entry.schema]
         terms = self._alternatives.of(schemas) if schemas else []
@@ -404,7 +409,8 @@ class Builder:
     def _undeclared(
         self, entries: list[Entry], declared: list[str], name_schemas: list[tuple[Term, demands.Texts]] | None
     ) -> Rule | None:
-        """The rule of one undeclared member."""
+        """The rule of one undeclared member, an alternative for each set of patterns that its name may match; None if
+        there can be none."""
         keyword = "patternProperties"
         patterns = {
             pattern: demands.written(pattern, keyword, f"{entry.location}/{keyword}/{escape(pattern)}")
@@ -433,4 +439,5 @@ class Builder:
         return rule if rule.alternatives else None
 
 
+# with none of these, and no alternative made of a reference to itself, a term allows any value
 _RESTRICTING = (*KEYWORDS, *demands.STRING, *demands.ARRAY, *demands.OBJECT, "type")

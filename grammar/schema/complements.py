@@ -1,7 +1,7 @@
-"""Schemas that hold where another does not: what `not`, `else`, `oneOf` and counted items need.
+"""Negations of schemas, for `not`, `else`, `oneOf` and counted items.
 
-A schema is a conjunction of keywords, so what it excludes is a choice: one alternative for each keyword that may fail.
-Only one level is written out; below it stands `not` again, so that a recursive schema comes to an end.
+A schema is a conjunction of keywords, so by De Morgan its negation is a choice: one alternative for each keyword that
+may fail. Only one level is written out; below it stands `not` again, so that a recursive schema comes to an end.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from asyncengine.grammar.schemas import TABLES
 
 ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
-"""JSON's types, "fraction" being a number that is not whole."""
+"""JSON's types; "fraction" is a number that is not whole."""
 MAX_GAPS = 64
-"""Numbers of one list that are excluded: what is left are the ranges between them."""
+"""Most numbers of one excluded list: the ranges between them are the alternatives."""
 Schema = dict[str, Any]
 Opposite = tuple[Schema, bool]
 """(schema, whether it is plain: without applicators, its "enum" or "not" of strings taken as it is)"""
 
 
 class NoOpposite(Exception):
-    """The opposite of a keyword cannot be written as a schema. Never leaves the package."""
+    """The negation of a keyword cannot be written as a schema. Never leaves the package."""
 
 
 def opposites(schema: Schema) -> Iterator[Opposite]:
-    """Schemas of which at least one holds for each value that is not valid under `schema`, and none for any other.
-    `$ref` is left to the caller. Raises `NoOpposite` with the keyword."""
+    """Schemas whose union is the values that are not valid under `schema`. `$ref` is left to the caller. Raises
+    `NoOpposite` with the keyword."""
     for key, value in schema.items():
         match key:
             case "type" | "enum" | "const" | "pattern":
@@ -74,7 +74,7 @@ def _of_values(key: str, value: Any) -> Iterator[Opposite]:
             if not (python_type := python_types.get(name))
             or (isinstance(python_type, type) and not any(isinstance(item, python_type) for item in values))
         ]
-        # one alternative for all that need no more than a list, so that many of these multiply nothing
+        # one alternative for all types that need only a list: several `not`s multiply their alternatives
         yield {"type": types, "not": {"enum": [value for value in values if isinstance(value, (str, bool))]}}, True
         for name, python_type in (("array", list), ("object", dict)):
             if negated := [{"not": structure(value)} for value in values if isinstance(value, python_type)]:
@@ -143,12 +143,12 @@ def _of_applicators(key: str, value: Any, schema: Schema) -> Iterator[Schema]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether JSON Schema takes a value for a number: true is none."""
+    """Whether a value is a number to JSON Schema. In Python `True` is an int."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def structure(value: list[Any] | Schema) -> Schema:
-    """A schema that only `value` satisfies, one level deep; below it says `const`."""
+    """A schema that only `value` satisfies, written out for one level; its children are `const`."""
     if isinstance(value, list):
         items = [{"const": item} for item in value]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}

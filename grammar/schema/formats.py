@@ -1,4 +1,4 @@
-"""Formats of strings: those of JSON Schema as patterns, where the library lacks them or means something else."""
+"""The formats of JSON Schema as patterns of our own, for the library lacks some and reads others differently."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _NAME = re.compile(r"<([a-z0-9_-]+)>")
 
 
 def _written_out(text: str) -> str:
-    """A text with the parts that it names in their places."""
+    """`text` with each `<name>` replaced by the pattern of that name."""
     return _NAME.sub(lambda name: _written_out(_KNOWN[name[1]]), text)
 
 
 DATE, CLOCK = _written_out("<date>"), _written_out("<clock>")
 PATTERNS = {name: f"^{_written_out(text)}$" for name, text in _FORMATS.items()}
-"""The formats that are enforced, by a pattern each. No pattern says which idn-email or idn-hostname is one. Read
-only."""
+"""The patterns of the formats that are enforced. No pattern can tell an idn-email or idn-hostname. Read only."""
 MAX_HOSTNAME = 253
 
 

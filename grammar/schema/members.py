@@ -21,16 +21,16 @@ from asyncengine.grammar.spec import canonical_json
 LENGTHS = ("minLength", "maxLength")
 STRING, ARRAY, OBJECT = (TABLES["about"][kind] for kind in ("strings", "arrays", "objects"))
 LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
-"""Options of llguidance that say something about a string."""
+"""Options of llguidance's JSON compiler that concern strings."""
 
 MAX_EXCLUDED = 10_000
-"""Strings that a string must not be: the library takes 0.8 s for so many, 37 s for eight times as many."""
+"""Most texts excluded from a string: the library takes 0.8 s for this many, 37 s for eight times as many."""
 MAX_HITTING = 256
-"""Sets of members of which an object must have one, where undeclared ones must not all be missing."""
+"""Most sets of `hitting_sets`, each of which becomes an alternative of its object."""
 KEY = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
-"""An undeclared key: one spelling for each, so that no declared key passes for one."""
+"""An undeclared key, in its one spelling: otherwise an escaped declared key would pass for an undeclared one."""
 TEXT = r'"(?:[^"\\\x00-\x1f\x7f]|\\(?:["\\bfnrt]|u00(?:[01][0-9A-Fa-f]|7[Ff])))*"'
-"""A JSON string as llguidance 1.9.1 writes it where `json_allowed_escapes` and the like say nothing."""
+"""A JSON string as llguidance 1.9.1 writes it without options such as `json_allowed_escapes`."""
 PLAIN_KEY = r'"[^"\\\x00-\x1f\x7f]*"'
 """A key that a pattern is matched against: no escapes."""
 
@@ -45,13 +45,13 @@ def count_of(entry: Entry, key: str) -> int | None:
 
 
 def bounds_of(entries: Iterable[Entry], low: str, high: str) -> tuple[int, int | None]:
-    """The least and the most that several schemas allow."""
+    """(largest lower bound, smallest upper bound or None) of several schemas."""
     tops = [top for entry in entries if (top := count_of(entry, high)) is not None]
     return max((count_of(entry, low) or 0 for entry in entries), default=0), min(tops, default=None)
 
 
 def items_of(entry: Entry) -> tuple[list[Entry], Entry | None]:
-    """(schemas of the first items, schema of the others). A list of `items` is draft 7's `prefixItems`."""
+    """(schemas of the first items, schema of the others or None). A list of `items` is draft 7's `prefixItems`."""
     pointer, schema = entry.pointer, entry.schema
     key = "items" if isinstance(schema.get("items"), list) else "prefixItems"
     prefix = [Entry(f"{pointer}/{key}/{index}", item) for index, item in enumerate(schema.get(key, ()))]
@@ -80,7 +80,7 @@ def property_of(entry: Entry, key: str) -> list[Entry]:
 
 
 def of_patterns(entry: Entry, matching: Collection[str]) -> list[Entry]:
-    """Demands on an undeclared property in whose name the patterns `matching` are found, and no others."""
+    """Demands of one schema on an undeclared property whose name matches the patterns `matching` and no others."""
     schemas = entry.schema.get("patternProperties", {})
     base = f"{entry.pointer}/patternProperties/"
     return [Entry(base + escape(key), schemas[key]) for key in matching if key in schemas] or [additional(entry)]
@@ -91,8 +91,8 @@ def additional(entry: Entry) -> Entry:
 
 
 def written(pattern: str, keyword: str, pointer: str, write: Callable[[str], str] = quoted) -> str:
-    """A Lark expression of JSON strings without escapes in which `pattern` is found, or as `write` makes it. Raises
-    `GrammarUnsupported`."""
+    """The Lark expression that `write` makes of `pattern`; by default of JSON strings without escapes that match it
+    somewhere. Raises `GrammarUnsupported` naming `keyword` and `pointer`."""
     try:
         return write(pattern)
     except GrammarUnsupported:
@@ -105,7 +105,8 @@ def no_pattern(keyword: str, pointer: str) -> GrammarUnsupported:
 
 @dataclass(frozen=True)
 class Texts:
-    """Strings: all that several schemas say of them, and what they must not be."""
+    """A set of strings: those valid under all of `schemas` (keywords on strings) and none of `excluded` (`pattern` or
+    `enum`). `location`: the pointer of the first, for messages."""
 
     schemas: list[dict[str, Any]]
     excluded: list[dict[str, Any]]
@@ -132,13 +133,13 @@ class Texts:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """A JSON schema of all but what they must not be."""
+        """A JSON schema of the strings, without what is excluded."""
         schemas = [{"type": "string", **schema} for schema in self.schemas or [{}]]
         return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
     @cached_property
     def complaint(self) -> str:
-        """The library's complaint about `schema`; empty where it takes it, as it does a pattern alone."""
+        """The library's complaint about `schema`; empty if it has none, which needs no asking for a pattern alone."""
         patterns = ["pattern" in schema for schema in self.schemas]
         is_simple = not any(patterns) or (len(patterns) == 1 and len(self.schemas[0]) == 1)
         return "" if is_simple else _complaint(canonical_json(self.schema))
@@ -151,7 +152,7 @@ class Texts:
 
     @cached_property
     def _allowed(self) -> list[frozenset[str]]:
-        """The values of each list: a list itself would be searched once for each of its values."""
+        """The values of each `enum`, as sets: lists would be searched once for each value, in quadratic time."""
         return [frozenset(schema["enum"]) for schema in self.schemas if "enum" in schema]
 
     @cached_property
@@ -160,12 +161,12 @@ class Texts:
 
     @property
     def listed(self) -> list[str] | None:
-        """The values, where they are listed."""
+        """The strings, if an `enum` lists them; else None."""
         lists = [schema["enum"] for schema in self.schemas if "enum" in schema]
         return [value for value in dict.fromkeys(lists[0]) if self.holds(value)] if lists else None
 
     def holds(self, text: str) -> bool:
-        """`text` is one of them, as Python reads patterns."""
+        """Whether `text` is in the set, by Python's regular expressions. Raises `GrammarUnsupported`."""
         low, high = self.bounds
         try:
             matches = [re.search(schema["pattern"], text) is not None for schema in self.schemas if "pattern" in schema]
@@ -177,8 +178,7 @@ class Texts:
 
     @property
     def plain(self) -> str | None:
-        """A Lark expression for strings of which nothing is said but their length or, without a pattern, their values;
-        None for others, and where there is none."""
+        """A Lark expression, if there are no patterns and nothing is excluded; None otherwise, and for no strings."""
         if self.excluded or any("pattern" in schema for schema in self.schemas):
             return None
         if (listed := self.listed) is not None:
@@ -191,8 +191,8 @@ class Texts:
         return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
 
     def terminal(self, patterns: list[str], failing: list[str], names: list[str]) -> str:
-        """A Lark expression for them that also match all Lark patterns `patterns`, none of `failing`, and are none of
-        `names`. Raises `GrammarUnsupported` for patterns that cannot be written."""
+        """A Lark expression of those strings that also match all of `patterns`, match none of `failing` (both Lark) and
+        are none of `names`. Raises `GrammarUnsupported` for patterns that cannot be written."""
         required, forbidden = [*patterns, *self._written(self.schemas)], [*failing, *self._written(self.excluded)]
         texts = dict.fromkeys([*names, *(value for schema in self.excluded for value in schema.get("enum", ()))])
         if len(texts) > MAX_EXCLUDED:
@@ -206,7 +206,7 @@ class Texts:
         return [written(schema["pattern"], "pattern", pointer, write) for schema in schemas if "pattern" in schema]
 
     def raw(self) -> list[str]:
-        """Lark expressions that the texts match all where they stand as they are. Raises as `terminal`."""
+        """Lark expressions whose intersection is the strings as they are, without quotes. Raises as `terminal`."""
         low, high = self.bounds
         expressions = [f"/(?s:.{{{low},{'' if high is None else high}}})/"]
         expressions += self._written(self.schemas, searched)
@@ -220,8 +220,8 @@ def _complaint(schema: str) -> str:
 
 
 def hitting_sets(choices: Iterable[Sequence[str | None]]) -> list[frozenset[str | None]]:
-    """The sets that have one of each of `choices`, but those that have another such set in them. Raises
-    `GrammarTooLarge` for more than `MAX_HITTING`."""
+    """The minimal sets with an element of each of `choices` (hitting sets). Raises `GrammarTooLarge` for more than
+    `MAX_HITTING`."""
     sets: list[frozenset[str | None]] = [frozenset()]
     for choice in choices:
         grown = dict.fromkeys(old if not old.isdisjoint(choice) else old | {key} for old in sets for key in choice)

@@ -44,8 +44,8 @@ def listed_pattern(numbers: Iterable[int], places: int) -> str:
 
 
 def ending_pattern(unit: int, places: int, most: int) -> str | None:
-    """Matches every spelling of a multiple of `unit` and no spelling of anything else; it does not mind leading zeros.
-    None if that takes more than `most` endings: only divisors of a power of ten have few."""
+    """Matches the spellings of the multiples of `unit`, with leading zeros too, and of no other number. None if that
+    takes more than `most` endings: only divisors of a power of ten have few."""
     branches = []
     count = 0
     for decimals in range(places + 1):
@@ -69,7 +69,7 @@ def ending_pattern(unit: int, places: int, most: int) -> str | None:
 
 
 def spelled(number: int, places: int) -> str:
-    """In full, without zeros at the end of the fraction."""
+    """`number` units of the last place in decimal notation, without zeros at the end of the fraction."""
     digits = str(abs(number)).zfill(places + 1)
     whole, fraction = (digits[:-places], digits[-places:].rstrip("0")) if places else (digits, "")
     return ("-" if number < 0 else "") + whole + ("." + fraction if fraction else "")
@@ -80,7 +80,7 @@ def _with_point(digits: str, decimals: int) -> str:
 
 
 def _positive(low: int, high: int, places: int) -> str:
-    """Numbers that are not negative."""
+    """A pattern of the numbers from `low` to `high`, none of them negative."""
     scale = 10**places
     (first, low_fraction), (last, high_fraction) = divmod(low, scale), divmod(high, scale)
     if not places:
@@ -97,7 +97,7 @@ def _positive(low: int, high: int, places: int) -> str:
 
 
 def _fraction(low: str, high: str) -> str:
-    """The end of a number: a point and digits from `low` to `high`, or nothing if that is as good as `low`."""
+    """A pattern of a fraction: a point and digits from `low` to `high`, or nothing if `low` is all zeros."""
     if not low:
         return ""
     digits = f"\\.{_digits(low, high, short=True)}"
@@ -105,7 +105,7 @@ def _fraction(low: str, high: str) -> str:
 
 
 def _integers(low: int, high: int) -> str:
-    """Whole numbers without leading zeros."""
+    """A pattern of the whole numbers from `low` to `high`, without leading zeros."""
     branches = []
     max_size = len(str(high)) - 1
     while (size := len(str(low))) <= max_size:
@@ -119,8 +119,8 @@ def _integers(low: int, high: int) -> str:
 
 
 def _digits(low: str, high: str, short: bool = False) -> str:
-    """Digit strings from `low` to `high`, of one length. `short`: zeros at the end may be left out, but for the first
-    digit."""
+    """A pattern of the digit strings from `low` to `high`, which have one length. `short`: zeros at the end may be left
+    out, except the first digit."""
     size, least = len(low), 1 if short else len(low)
     if not high.strip("0"):
         return _times("0", least, size)
@@ -164,28 +164,28 @@ KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 MAX_DIGITS = 400
 """Digits of a bound, before or after the point; a double has 324 at most."""
 FRACTION_DIGITS = 15
-"""Digits after the point of a number with bounds that are exclusive or below zero, unless they have more. A double near
-1 keeps so many."""
+"""Digits after the point of a number whose bounds are exclusive or negative, unless these have more. A double near 1
+is exact to this many."""
 MAX_LISTED = 1000
 """Multiples within bounds that are listed one by one."""
 MAX_ENDINGS = 1000
 """Last digits that make a number a multiple."""
 FRACTION = r"-?(?:0|[1-9][0-9]{0,7})\.[0-9]{0,6}[1-9]"
-"""Numbers that are not whole, nor are they as doubles."""
+"""A pattern of numbers that are not whole, even when they are rounded to doubles."""
 SAFE = 2**53
-"""Integers up to here reach the grammar library as they are."""
+"""Largest integer that reaches the grammar library unchanged, which reads it as a double."""
 LIBRARY_END = 10**18
-"""The end of multiples that the library counts and that have none: a double, and less than its 64 bits."""
+"""Bound of multiples that the library counts where the schema sets none: exact as a double, and within its 64 bits."""
 WRITTEN_DIGITS = 308
-"""Digits before and after the point that are written where a schema says nothing. A whole number of so many is a finite
-double; Python reads 4,300, and a chat's history takes 1,233 (`MAX_INTEGER_BITS`)."""
+"""Most digits before and after the point where a schema sets no bound. A whole number of this many is a finite double;
+Python reads 4,300, and a chat's history takes 1,233 (`MAX_INTEGER_BITS`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """All numbers (whole ones if `integer`) between the bounds that are multiples of `step` and in `listed`.
+    """The numbers (whole ones if `integer`) between the bounds that are multiples of `step` and in `listed`.
 
-    `listed`: pairs of a value and how the schema writes it.
+    `listed`: pairs of a value and its text in the schema.
     """
 
     low: Fraction | None = None
@@ -198,7 +198,7 @@ class Numbers:
 
     @property
     def free(self) -> bool:
-        """Nothing but the type is asked for."""
+        """Only the type is restricted."""
         return self.low is None and self.high is None and self.step is None and self.listed is None
 
     def meet(self, other: Numbers) -> Numbers:
@@ -216,7 +216,7 @@ class Numbers:
         return self._within(value) and (self.listed is None or any(value == item for item, _ in self.listed))
 
     def _within(self, value: Fraction) -> bool:
-        """It keeps the bounds."""
+        """Whether `value` satisfies everything but `listed`."""
         return (
             (self.low is None or value > self.low or (value == self.low and not self.low_open))
             and (self.high is None or value < self.high or (value == self.high and not self.high_open))
@@ -239,21 +239,21 @@ class Numbers:
         return max(WRITTEN_DIGITS if is_plain else FRACTION_DIGITS, fraction)
 
     def ends(self) -> tuple[int | None, int | None]:
-        """First and last number, counted in units of the last place (`places`) and at multiples of `step`."""
+        """(first, last) number in units of the last place (`places`), multiples of `step`; None without a bound."""
         low = None if self.low is None else self._first(self.low, self.low_open)
         high = None if self.high is None else -self._first(-self.high, self.high_open)
         return low, high
 
     def _first(self, bound: Fraction, is_open: bool) -> int:
-        """The first number above a bound, counted so."""
+        """The first number above a lower bound, in the same units."""
         scale, unit = 10**self.places, self.unit
         bound, is_open = self._inside(bound, is_open)
         first = math.ceil(bound * scale / unit)
         return (first + (is_open and first * unit == bound * scale)) * unit
 
     def _ranges(self) -> list[Numbers]:
-        """Whole numbers, and apart from them fractions, which a double has up to 2**53 only: 2**53 + 2.9 is read as
-        2**53 + 2 or 2**53 + 4. Itself alone where no bound is beyond."""
+        """The whole numbers, and separately those with fractions, up to 2**53: a double beyond has no fraction, so that
+        2**53 + 2.9 is read as 2**53 + 2 or 2**53 + 4. Itself alone where no bound is beyond."""
         bounds = [bound for bound in (self.low, self.high) if bound is not None and abs(bound) > SAFE]
         if self.integer or self.step is not None or not bounds:
             return [self]
@@ -270,7 +270,8 @@ class Numbers:
         return int((_lcm(self.step, Fraction(1)) if self.integer else self.step) * 10**self.places)
 
     def _inside(self, bound: Fraction, is_open: bool) -> tuple[Fraction, bool]:
-        """An open lower bound that our digits tell apart from its neighbours and a double does not: the next double."""
+        """(bound, is_open) of a lower bound. An open one that more digits than a double has would tell apart from its
+        neighbours becomes the next double, closed: readers round to doubles."""
         if not is_open or not self.places or abs(bound) > 10**300:
             return bound, is_open
         near = float(bound)
@@ -288,8 +289,8 @@ class Numbers:
         return low is not None and high is not None and low > high
 
     def spelling(self, pointer: str) -> tuple[str, ...] | dict[str, Any]:
-        """Patterns that the text of each number matches all, or a schema that takes these, for a set that is not empty.
-        Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of the schema that has it)."""
+        """Patterns whose intersection is the texts of a non-empty set, or a JSON schema for the library. Raises
+        `GrammarUnsupported` for a step that cannot be combined with the bounds (`pointer`: its schema's)."""
         if self.free:
             return (_any_number(self.integer),)
         if self.listed is not None:
@@ -314,7 +315,7 @@ class Numbers:
         if not self.places and all(end is None or abs(end) <= SAFE for end in (low, high)) and self.unit < 2**32:
             low, high = -LIBRARY_END if low is None else low, LIBRARY_END if high is None else high
             halves = [half for half in ((low, min(high, -self.unit)), (max(low, 0), high)) if half[0] <= half[1]]
-            # below zero and above it apart, or there would be a -0
+            # negative numbers apart from the others, or the library would allow -0
             return {"anyOf": [_whole(first, last, self.unit) for first, last in halves]}
         if low is None and high is None and self.step is not None and _survives(self.step):
             ends = {"minimum": -LIBRARY_END, "maximum": LIBRARY_END}
@@ -361,7 +362,7 @@ def of_schema(node: dict[str, Any], pointer: str, *, integer: bool = False) -> N
 
 
 def exact(value: Any, pointer: str = "") -> Fraction:
-    """A number as it is written: 0.1 is a tenth."""
+    """A number by its decimal text: 0.1 is a tenth, and not the nearest double."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise GrammarError("grammar", f"{pointer} must be a number", value)
     if abs(value) >= 10**MAX_DIGITS:
@@ -370,7 +371,7 @@ def exact(value: Any, pointer: str = "") -> Fraction:
 
 
 def number_text(value: int | float) -> str:
-    """A listed number as it is written: whole ones without a fraction."""
+    """The text of a listed number; a whole one has no fraction."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     return json.dumps(value)
@@ -382,7 +383,7 @@ def places(value: Fraction) -> int:
 
 
 def text_of(value: Fraction | None) -> str:
-    """In full; shortened in the middle where that is long. For messages."""
+    """A number in decimal notation for messages, with the middle left out if it is long."""
     if value is None:
         return "any"
     digits = places(value)
@@ -399,7 +400,7 @@ def _any_number(integer: bool) -> str:
 
 
 def _ended(low: int | None, high: int | None, digits: int) -> tuple[int, int]:
-    """Both ends, one that is missing at `WRITTEN_DIGITS` before the point, or at `MAX_DIGITS` behind a bound beyond."""
+    """(low, high). A missing one has `WRITTEN_DIGITS` before the point, or `MAX_DIGITS` if the other has too many."""
     end = max(abs(low or 0), abs(high or 0)) * 10
     end = 10 ** ((WRITTEN_DIGITS if end <= 10 ** (WRITTEN_DIGITS + digits) else MAX_DIGITS) + digits) - 1
     return -end if low is None else low, end if high is None else high

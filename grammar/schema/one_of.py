@@ -1,4 +1,4 @@
-"""The branches of a `oneOf` as those of an `anyOf`: without what others allow, unless a proof shows that to be none."""
+"""The branches of a `oneOf`, made exclusive: each without what others allow too, unless it provably allows no such."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from asyncengine.grammar.schema.numbers import Numbers
 from asyncengine.grammar.schema.terms import DERIVED, Alternatives, Conjunction, Entry, Term
 
 MAX_DEPTH = 16
-"""Values inside one another that are looked into."""
+"""Levels of nested values that a proof looks into."""
 MAX_PROOFS = 4_000
-"""Conjunctions that are looked at in one document; each takes a tenth of a millisecond."""
+"""Conjunctions that are examined in one document; each takes a tenth of a millisecond."""
 OVERLAP = "branches {} and {} may both hold; anyOf, or a required const of its own in each, can be enforced"
 MAX_OTHERS = 12
-"""Branches that may hold beside one and are subtracted from it."""
+"""Most branches that may overlap with one and are subtracted from it."""
 
 
 class Branches:
-    """The remains of the branches of one document's `oneOf`s when no two of them hold.
+    """Makes the branches of one document's `oneOf`s exclusive.
 
-    Proves that no value satisfies several schemas at once. What it does not prove may be so all the same: such a branch
-    is taken without the others.
+    It proves, where it can, that no value satisfies two of them. A proof may be missing for branches that exclude one
+    another: then each is combined with the negation of the other, which costs alternatives and changes nothing.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ class Branches:
         self._known: dict[tuple[str, ...], bool] = {}
 
     def of(self, entry: Entry) -> list[Entry]:
-        """The choice. Raises `GrammarUnsupported` where more than `MAX_OTHERS` may hold beside one."""
+        """The exclusive branches. Raises `GrammarUnsupported` where more than `MAX_OTHERS` may overlap with one."""
         pointer, branches = f"{entry.pointer}/oneOf", entry.schema["oneOf"]
         if not isinstance(branches, list) or not branches:
             raise GrammarError("grammar", f"oneOf at {entry.location or '/'} must be a list with at least one schema")
@@ -54,18 +54,18 @@ class Branches:
     def is_empty(self, conjunction: Conjunction, depth: int = 0) -> bool:
         key = tuple(entry.pointer for entry in conjunction)
         if key not in self._known:
-            self._known[key] = False  # until it is proved: a recursion may end somewhere
+            self._known[key] = False  # for a recursive schema, which meets itself: some value of it may be finite
             try:
                 terms = [Term(())]
                 if depth < MAX_DEPTH and len(self._known) <= MAX_PROOFS:
                     terms = [] if self._is_tagged(conjunction) else self._alternatives.of(conjunction)
                 self._known[key] = all(self._has_none(name, term, depth) for term in terms for name in term.types)
-            except (GrammarError, TypeError, AttributeError):  # too large, or malformed: whoever compiles it says so
+            except (GrammarError, TypeError, AttributeError):  # too large or malformed: compiling it raises the error
                 pass
         return self._known[key]
 
     def _is_tagged(self, conjunction: Conjunction) -> bool:
-        """Whether two ask for other strings under the same name: what mostly tells branches apart, found at once."""
+        """Whether two require different strings under the same name: the usual way to tag branches, proved at once."""
         tags: dict[str, set[str]] = {}
         for schema in (self._alternatives.followed(entry).schema for entry in conjunction):
             is_object = isinstance(schema, dict) and schema.get("type") == "object"
@@ -77,7 +77,7 @@ class Branches:
         return not all(tags.values())
 
     def _has_none(self, name: str, term: Term, depth: int) -> bool:
-        """No value of a type satisfies `term`."""
+        """Whether `term` provably allows no value of the type `name`."""
         match name:
             case "boolean" | "string":
                 lists = [entry.schema["enum"] for entry in term.having("enum") if entry.plain]
@@ -105,13 +105,13 @@ class Branches:
 
 
 def _crossed(term: Term, low: str, high: str, applies: bool = True) -> bool:
-    """The bounds of a count leave none."""
+    """Whether the lower bound of a count exceeds the upper one."""
     least, most = bounds_of(term.entries, low, high)
     return applies and most is not None and most < least
 
 
 def _no_number(numbers: Numbers) -> bool:
-    """No number at all, of however many digits."""
+    """Whether the set is empty with any number of digits, which `Numbers.empty` limits."""
     if numbers.listed is not None or numbers.integer:
         return numbers.empty
     if numbers.low is None or numbers.high is None:

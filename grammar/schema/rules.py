@@ -1,4 +1,4 @@
-"""Context-free rules: shapes and names for them, made in any order, rid of what leads nowhere, printed as Lark."""
+"""Context-free rules, made in any order, then pruned of unproductive ones, simplified, and printed as Lark."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MAX_NESTING = 62
 """Brackets open at once where a schema would let them nest without end. A chat's history takes 64 (`MAX_DEPTH` of
 `text/chat_messages.py`), some of which are the call's around the value; pydantic reads 200."""
 MAX_KEYS = 58
-"""Bits of a parameter that are left beside those that count open brackets."""
+"""Bits of a 64-bit parameter that are left beside those that count open brackets."""
 _DEPTH_BITS = 6
 MAX_INLINED = 32
-"""Symbols of a rule that is written in place of its name."""
+"""Most symbols of a rule that replaces its only mention."""
 
 Symbols = list[Shape]
-"""A sequence of names, terminals and repetitions of these; `Unordered` is the whole of its rule."""
+"""The right side of a production: rules, terminals and repetitions of these. `Unordered` is always the only one."""
 Checkpoint = Callable[[], None]
-"""Called now and then by long work; raises when the work is to be given up."""
+"""Called regularly during long work; it raises to give the work up."""
 
 
 def proceed() -> None:
-    """The `Checkpoint` of work that nobody gives up."""
+    """A `Checkpoint` that never raises."""
 
 
 class Rules:
-    """Names with their alternatives, and terminals, each text once."""
+    """The rules of one grammar, and its terminals, each text once."""
 
     def __init__(self, checkpoint: Checkpoint = proceed) -> None:
         self.all: list[Rule] = []
@@ -41,7 +41,7 @@ class Rules:
         self._checkpoint = checkpoint
 
     def add(self, rule: Rule, *alternatives: Symbols) -> Rule:
-        """Raises `GrammarTooLarge` beyond `MAX_RULES` and `MAX_ALTERNATIVES`."""
+        """Add productions to `rule` and return it. Raises `GrammarTooLarge` beyond `MAX_RULES`, `MAX_ALTERNATIVES`."""
         self._checkpoint()
         rule.alternatives += alternatives
         self._size += len(alternatives)
@@ -55,18 +55,18 @@ class Rules:
         return self.add(rule, *alternatives)
 
     def shared(self, *alternatives: Symbols) -> Rule:
-        """The same for what gets no further alternatives: one name for the same ones."""
+        """A rule that gets no further alternatives; one rule for equal ones."""
         key = tuple(map(tuple, alternatives))
         if key not in self._shared:
             self._shared[key] = self.new(*alternatives)
         return self._shared[key]
 
     def terminal(self, text: str, end: str = "") -> Terminal:
-        """A literal, a special token, an expression over patterns, or `%json {...}`; the same one for the same text."""
+        """The terminal of a literal, a special token, an expression of patterns or `%json {...}`; one for a text."""
         return self._terminals.setdefault((text, end), Terminal(text, end))
 
     def prune(self) -> None:
-        """Drop alternatives that never end in a text, and rules without any. Linear."""
+        """Drop unproductive alternatives, which derive no text, and rules with no other. Linear (Dowling & Gallier)."""
         parents: dict[Shape, list[tuple[Rule, int]]] = {}
         missing: dict[tuple[Rule, int], int] = {}
         ready: list[Rule] = []
@@ -94,12 +94,12 @@ class Rules:
             rule.alternatives = [[symbol for symbol in symbols if _prune(symbol, productive)] for symbols in possible]
 
     def inline(self, start: Rule) -> None:
-        """Write rules of one alternative in place of their names where those are but a name or used once, and one rule
-        for all with the same alternatives. What the library reads, and what is counted, becomes half as long. After
-        `prune`; rules that `start` does not lead to are dropped."""
+        """Replace rules of one alternative by it where it is a single symbol or mentioned once, and rules with equal
+        alternatives by one of them. What the library reads, and what is counted, becomes half as long. After `prune`;
+        rules that `start` does not lead to are dropped."""
         uses = {start: 1}
         order: dict[Rule, list[Rule]] = {}
-        """The rules that each leads to. One comes after those that it mentions, but for those that lead back to it."""
+        """The rules that each mentions, in postorder of a depth-first walk: behind those, except on cycles."""
         cyclic = {start: True}
         stack = [(start, iter(mentioned := _mentioned(start)), mentioned)]
         while stack:
@@ -144,14 +144,14 @@ class Rules:
 
 
 def _required(symbol: Shape) -> Sequence[Shape]:
-    """The shapes without which there is no text of one."""
+    """The shapes that must be productive for `symbol` to be."""
     if isinstance(symbol, Unordered):
         return [*(symbol.members[index] for index in symbol.needed), symbol.one]
     return ([symbol.body] if symbol.least else []) if isinstance(symbol, Repeat) else [symbol]
 
 
 def _prune(symbol: Shape, productive: Container[Shape]) -> bool:
-    """Whether a symbol is left when only names in `productive` are possible; members that are not are taken out."""
+    """Whether a symbol is left when only rules in `productive` are. Other members of an `Unordered` are removed."""
     if isinstance(symbol, Unordered):
         free = symbol.free if symbol.free in productive else None
         symbol.put([pair for pair in symbol.pairs if pair in productive], free, symbol.comma)
@@ -159,7 +159,7 @@ def _prune(symbol: Shape, productive: Container[Shape]) -> bool:
 
 
 def _mentioned(rule: Rule) -> list[tuple[Rule, int]]:
-    """The rules in a rule, and for each the times it may be written there in place of its name: once, or not."""
+    """(mentioned rule, weight) in a rule; the weight of those that must not be inlined makes them count as many."""
     mentions: list[tuple[Rule, int]] = []
     for symbol in itertools.chain.from_iterable(rule.alternatives):
         inner = (*symbol.members, *symbol.comma) if isinstance(symbol, Unordered) else ()
@@ -176,7 +176,7 @@ def _unordered(rule: Rule) -> Unordered | None:
 
 
 def _opens(symbols: Symbols) -> bool:
-    """A sequence begins with a bracket, so that its rule counts how many are open."""
+    """Whether a production begins with a bracket, so that it counts one more open."""
     return bool(symbols) and isinstance(symbols[0], Terminal) and symbols[0].text in ('"["', '"{"')
 
 
@@ -198,7 +198,7 @@ def _spliced(symbols: Symbols, inlined: Mapping[Shape, Symbols]) -> Symbols:
 
 
 def _recursive(mentions: Mapping[Rule, Sequence[Rule]]) -> dict[Rule, bool]:
-    """The names whose texts may nest without end, given those that each leads to."""
+    """The rules whose texts may nest without end: those that lead into a cycle of `mentions`."""
     parents: dict[Rule, list[Rule]] = {rule: [] for rule in mentions}
     for rule, rules in mentions.items():
         for other in rules:
@@ -208,13 +208,13 @@ def _recursive(mentions: Mapping[Rule, Sequence[Rule]]) -> dict[Rule, bool]:
 
 
 def repeat(rule: Rule, least: int, most: int | None, taken: int) -> Symbols:
-    """`rule` from `least` times on, `most` being the limit of a list that has `taken` already."""
+    """`rule`, `least` times or more, in a list of at most `most` items that has `taken` of them already."""
     top = None if most is None else most - taken
     return [] if top is not None and top <= 0 else [Repeat(rule, least, top)]
 
 
 class _Printer:
-    """Writes rules as Lark. Those in `deep` get a parameter: how many brackets are open, which one more raises."""
+    """Writes rules as Lark. Those in `deep` get a parameter that counts the open brackets."""
 
     def __init__(self, rules: Sequence[Rule], deep: Container[Shape]) -> None:
         self._rules: dict[Shape, str] = {rule: f"r{index}" for index, rule in enumerate(rules)}
@@ -252,14 +252,14 @@ class _Printer:
         if isinstance(symbol, Terminal):
             if symbol.text[0] in '"<':  # a literal or a special token itself
                 return symbol.text
-            prefix = "t" if symbol.end or symbol.text[0] == "%" else "T"  # a rule's name begins with a small letter
+            prefix = "t" if symbol.end or symbol.text[0] == "%" else "T"  # lazy texts and %json are rules to Lark
             return self._terminals.setdefault(symbol, f"{prefix}{len(self._terminals)}")
         passed = self._passing.get(symbol, "")
         return self._rules[symbol] + (f"::{'incr(_)' if bracket and passed == '_' else passed}" if passed else "")
 
     def _in_any_order(self, name: str, members: Unordered) -> list[str]:
-        """Two Lark rules: one more member, and what may follow one. Their parameter has how many brackets are open in
-        its low bits, which the members get alone, then a bit for each member that was there."""
+        """Two Lark rules: one for a member, one for what may follow it. Their parameter counts the open brackets in its
+        low bits, which alone are passed on to members, and has a bit for each member that came."""
         offset, count, free = _DEPTH_BITS, len(members.pairs), members.free
         all_of_them = f"[{offset}:{offset + count}]"
 
@@ -279,7 +279,7 @@ class _Printer:
             conditions += [f"bit_set({offset + count})"] if extra else []
         conditions += [f"bit_count_ge({all_of_them}, {members.least})"] if members.least > 1 else []
         end = f'"" %if and({", ".join([*conditions, "true", "true"][:2])})'
-        # llguidance does not look ahead
+        # a comma is allowed only where a member can follow: llguidance would notice too late, behind it
         most = count if members.most is None else members.most
         more = "true" if free else f"bit_count_lt({all_of_them}, {most})"
         comma = " ".join(map(self._written, members.comma))

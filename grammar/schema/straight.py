@@ -1,7 +1,7 @@
-"""Schemas that llguidance's own JSON compiler reads as we do, in a third of the time that our rules take: these are
-made where an output comes near to its budget. How near is a bound on bytes, found here.
+"""Schemas that llguidance's own JSON compiler reads as we do, in a third of the time that our rules take. Our rules for
+them are made only when an output comes near to its budget; how near is a bound on bytes, computed here.
 
-What the compiler sets no end to, digits and brackets, `json_limits` takes out of its masks.
+That compiler does not limit digits and brackets: `json_limits` takes those beyond a limit out of its masks.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from asyncengine.grammar.shapes.nodes import span
 from asyncengine.grammar.vocabulary import UNREACHABLE
 
 MAX_LEAST = 1000
-"""Largest minimum of lengths and items, and most letters of a pattern: what may be too large for the library is left to
-the rules, of which masks are made at once."""
+"""Largest minimum of lengths and items, and most characters of a pattern's shortest match. Beyond it a schema may be
+too large for the library, which shows at the masks that are made when rules are compiled, and not here."""
 MAX_SIZE, MAX_WIDTH = 4000, 200
-"""Schemas and properties in one document: their rules, which may be made once outputs have begun, keep far within the
-limits of `rules.Rules`. And those that may come at one place: the library follows 2,000 items, about four of each."""
+"""Most schemas and properties in one document, whose rules, perhaps made after outputs have begun, then stay far within
+the limits of `rules.Rules`; and most that may come at one position: the library follows 2,000 Earley items, about four
+for each."""
 _LETTER, _SEPARATORS, _KEY = 6, 4, 12
-"""Most bytes that are left of a letter or an escape, around a key or an item, and of an undeclared key."""
+"""Most bytes left of a character or an escape, around a key or an item, and of an undeclared key."""
 _ASCII = re.compile(r"(?:[ -Z^-~\]]|\[(?!\^)|\\[^0-9cfnprtuvxP])*")
-"""Patterns of which each class has a printable letter of ASCII."""
+"""Patterns each class of which has a printable character of ASCII."""
 _USUAL = span(32, 126) | span(0x80, 0xBF)
-"""Bytes (bit b: byte b) that may have to complete an output: in ASCII, or of a letter that was begun."""
+"""Bytes (bit b: byte b) that completing an output may need: printable ASCII, and the rest of a character that has
+begun."""
 _ALL = _USUAL | span(0xC2, 0xF0)
-"""The same with the first bytes of letters, for which a text of the schema or a pattern may ask. No letter is assigned
-that begins with F1 or F2."""
+"""The same with the first bytes of characters, for schemas whose texts or patterns have others than ASCII. Unicode
+assigns no character that begins with F1 or F2."""
 _TAKEN = frozenset(TABLES["straight"]["taken"])
 _RESTRICTING = frozenset([*_TAKEN, *TABLES["straight"]["others"], *KEYWORDS]).union(
     *TABLES["about"].values(), *TABLES["schemas"].values()
 ) - {*TABLES["about"]["nothing"], "$defs", "definitions"}
-"""Keywords that restrict something."""
+"""Keywords that restrict a value."""
 
 
 class NotStraight(Exception):
@@ -52,12 +54,12 @@ class NotStraight(Exception):
 
 
 class Bounds(NamedTuple):
-    """Bounds on a value's bytes: of its shortest text, and of what completes a text that was begun."""
+    """Bounds on bytes: of a value's shortest text, and of what completes one that has begun."""
 
     least: int
     left: int
     width: int = 1
-    """Members and alternatives that may come at one place, at most."""
+    """Most members and alternatives that may come at one position."""
 
     @property
     def most(self) -> int:
@@ -65,17 +67,17 @@ class Bounds(NamedTuple):
 
 
 _LOOP = Bounds(UNREACHABLE, 0)
-"""The bounds of a schema inside itself, whose own are not known yet."""
+"""The bounds of a schema that is met inside itself, while its own are being computed."""
 _ANY = Bounds(1, MAX_NESTING + _KEY + _LETTER, 7)
 
 
 def straight(schema: dict[str, Any], options: dict[str, Any], letters: int) -> tuple[str, int]:
-    """The text that `LLMatcher` takes for a schema, and the tokens that complete any output at most, `UNREACHABLE`
-    where no bound is known. `schema`: as `schema_object` makes it; `letters`: the bytes that are tokens (bit b: byte
-    b). Raises `NotStraight`, `RecursionError` and `GrammarTooLarge`."""
+    """(text for `LLMatcher`, most tokens that complete any output, or `UNREACHABLE`). `schema`: from `schema_object`;
+    `letters`: the set of bytes that are tokens (bit b: byte b). Raises `NotStraight`, `RecursionError` and
+    `GrammarTooLarge`."""
     reader = _Reader(schema)
     most = reader.of(schema).most
-    if reader.loops:  # behind each open bracket as much may be missing
+    if reader.loops:  # each of the open brackets may lack as much
         known = [bounds for bounds in reader.known.values() if bounds is not _LOOP]
         most = (MAX_NESTING + 1) * max(map(max, known or [_LOOP]))
     text = json.dumps(schema)
@@ -92,7 +94,7 @@ class _Reader:
         self._branches = Branches(root)
         self.known: dict[int, Bounds] = {}
         self.loops = False
-        """A schema may stand inside itself."""
+        """Some schema refers to itself."""
         self._size = 0
 
     def of(self, schema: Any) -> Bounds:
@@ -193,7 +195,7 @@ def _string(schema: dict[str, Any]) -> Bounds:
 
 @functools.lru_cache(1024)
 def _pattern_bounds(pattern: Any) -> tuple[int, int]:
-    """Letters that lead from anywhere in a pattern to its end, at most, and the bytes that each needs."""
+    """(most characters from any position in a pattern to its end, most bytes of each)."""
     if not isinstance(pattern, str) or looks_ahead(pattern):
         raise NotStraight
     if (letters := PatternLimits(len(pattern), len(pattern)).pattern(pattern, fewest=1)) > MAX_LEAST:

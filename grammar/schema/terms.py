@@ -1,7 +1,7 @@
-"""A schema, or several that must all hold, as alternatives without applicators: references followed, choices spread.
+"""A schema, or a conjunction of several, in disjunctive normal form: references followed, choices spread.
 
-Schemas are addressed by JSON pointer, so that what must hold of a child (one pointer for each schema that speaks of it)
-has a name, and a recursive schema comes to an end.
+Schemas are addressed by JSON pointer, so that the conjunction that holds for a child (one pointer for each schema that
+mentions it) has a key, and a recursive schema comes to an end.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from asyncengine.grammar.schemas import TABLES, escape, resolve
 
 _BOUNDS = frozenset(KEYWORDS)
 MAX_TERMS = 4096
-"""Alternatives of one place: a conjunction of choices multiplies them."""
+"""Most alternatives of one conjunction: its choices multiply them."""
 MAX_WORK = 200_000
 """Schemas looked at in one document, counted again in every alternative that they are part of; three
 seconds at worst."""
 DERIVED = "\0"
-"""Behind it in a pointer stands what was made of the schema that it leads to. No name in a schema has it."""
+"""Separates, in a pointer, the schema in the document from what was derived of it. No name in a schema has it."""
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "an object": (dict,),
     "a schema": (dict, bool),
@@ -32,19 +32,19 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "a string": (str,),
 }
 _VALUE_TYPES = {key: kind for kind, keys in TABLES["values"].items() for key in keys}
-"""The kinds of keywords' values. Read only."""
+"""The type that each keyword's value must have, a key of `_PYTHON_TYPES`. Read only."""
 
 
 class Entry(NamedTuple):
-    """One schema that must hold, and where it stands."""
+    """One schema that must hold, with its JSON pointer."""
 
     pointer: str
     schema: Any
     numbers: Numbers | None = None
     """A list of numbers in place of a schema."""
     plain: bool = False
-    """Made here, without applicators: its "enum" holds strings or Booleans and is taken as it is, and its "not" has a
-    "pattern" or "enum" of strings."""
+    """Derived here, without applicators: its "enum" lists strings or Booleans and is not expanded, and its "not" has a
+    "pattern" or an "enum" of strings."""
 
     @property
     def location(self) -> str:
@@ -56,13 +56,13 @@ Conjunction = tuple[Entry, ...]
 
 
 class Term(NamedTuple):
-    """Schemas that must all hold, their applicators already dealt with."""
+    """A conjunction of schemas whose applicators have been expanded."""
 
     entries: Conjunction
     loops: bool = False
-    """They lead to one of themselves."""
+    """One of them applies one of them again."""
     types: tuple[str, ...] = ALL_TYPES
-    """Types that are left: "fraction" are numbers that are not whole."""
+    """The JSON types that are left; "fraction" is a number that is not whole."""
 
     def also(self, entry: Entry) -> Term:
         names = _types(entry) if "type" in entry.schema else self.types
@@ -70,7 +70,7 @@ class Term(NamedTuple):
         return Term((*self.entries, entry), self.loops, types)
 
     def numbers(self) -> Numbers:
-        """Numbers that all of them allow."""
+        """The numbers that all of them allow."""
         numbers = Numbers(integer="fraction" not in self.types)
         for entry in self.entries:
             if entry.numbers is not None or not _BOUNDS.isdisjoint(entry.schema):
@@ -80,7 +80,7 @@ class Term(NamedTuple):
         return numbers
 
     def where(self) -> str:
-        """The pointer of the schema that speaks of numbers last."""
+        """The pointer of the last schema with a keyword for numbers."""
         return next((e.pointer for e in reversed(self.entries) if not _BOUNDS.isdisjoint(e.schema)), "")
 
     def having(self, *keywords: str) -> list[Entry]:
@@ -89,15 +89,15 @@ class Term(NamedTuple):
 
 
 class Unevaluated(NamedTuple):
-    """An `unevaluatedItems` or `unevaluatedProperties` on its way behind all that its schema applies: `entry`, which is
-    number `begin` of those done."""
+    """The `unevaluatedItems` or `unevaluatedProperties` of `entry`, to be expanded after all that its schema applies,
+    which are the entries from number `begin` on."""
 
     entry: Entry
     begin: int
 
     def entries(self, done: Conjunction) -> Iterator[Entry]:
-        """The demands on the rest, given all that evaluates items and properties. Branches that may hold besides the
-        one taken are not looked at: a little less is allowed than might be."""
+        """The schemas of unevaluated items and properties, given the entries that evaluate the others. Branches that
+        may hold besides the chosen one are not looked at, so that a little less is allowed than might be."""
         applied = [one for one in done[self.begin :] if "/not" not in one.pointer.removeprefix(self.entry.pointer)]
         width = max(len(one.schema.get("prefixItems", ())) for one in applied)
         names = {keyword: {key: True for one in applied for key in one.schema.get(keyword, ())} for keyword in _NAMED}
@@ -115,11 +115,10 @@ Pending = list["Entry | list[Entry] | Unevaluated"]
 
 
 class Alternatives:
-    """Spreads the choices of one document's schemas, with a bound on the work that all of them together may be.
+    """Spreads the choices of one document's schemas, with a bound on the work of all of them together.
 
-    `branches`: what of a schema's `oneOf` remains when no two of its branches hold; None: it is read as `anyOf`, and
-    what has no opposite is left out, so that more is allowed. `is_empty`: proves that no value is valid under several
-    schemas.
+    `branches`: the branches of a schema's `oneOf`, made exclusive; None: `oneOf` is read as `anyOf`, and a `not` that
+    cannot be written is left out: more is allowed. `is_empty`: proves that no value is valid under several schemas.
     """
 
     def __init__(
@@ -130,15 +129,15 @@ class Alternatives:
         self._branches = branches
         self._is_empty = is_empty
         self._plain_parts: dict[str, Entry] = {}
-        """The parts of schemas that no applicator adds, by their pointers."""
+        """Schemas without their applicators, by the pointer of the whole schema."""
         self._work = 0
         self._checkpoint = checkpoint
 
     def of(self, conjunction: Sequence[Entry]) -> list[Term]:
-        """In the order of the schema; together they mean what `conjunction` does.
+        """The terms whose union is what `conjunction` allows, in the order of the schema.
 
         Raises `GrammarTooLarge` beyond `MAX_TERMS` and `MAX_WORK`, `GrammarUnsupported` for a reference that leads out
-        of the document and what has no opposite, `GrammarError` for a malformed schema.
+        of the document and a negation that cannot be written, `GrammarError` for a malformed schema.
         """
         terms: list[Term] = []
         stack: list[tuple[Pending, Term]] = [(list(conjunction), Term(()))]
@@ -173,7 +172,7 @@ class Alternatives:
         return terms
 
     def followed(self, entry: Entry) -> Entry:
-        """The schema that one stands for which is but a reference."""
+        """The target of a schema that is nothing but a reference; any other schema itself."""
         seen: list[str] = []
         while isinstance(entry.schema, dict) and "$ref" in entry.schema and entry.pointer not in seen:
             if any(key not in TABLES["about"]["nothing"] for key in entry.schema if key != "$ref"):
@@ -192,7 +191,7 @@ class Alternatives:
             _check(item)
 
     def _contradicts(self, term: Term) -> bool:
-        """No value is valid under the last entry and those before, as far as can be told at once."""
+        """Whether a quick check proves that no value is valid under all entries. Only the last is new to it."""
         entries, last = term.entries, term.entries[-1]
         if DERIVED in last.pointer and not {*term.types} - {"integer", "fraction"}:
             numbers = term.numbers()
@@ -215,7 +214,7 @@ class Alternatives:
         return False
 
     def _is_excluded_already(self, entries: Conjunction, entry: Entry) -> bool:
-        """Whether what `entry` excludes is proved to be excluded by the others."""
+        """Whether the others provably exclude what the `not` of `entry` does: then that needs no alternatives."""
         if self._is_empty is None:
             return False
         for prior in entries:
@@ -227,7 +226,7 @@ class Alternatives:
         return self._is_empty((*plain_parts, self.followed(Entry(f"{entry.pointer}/not", entry.schema["not"]))))
 
     def _applied(self, entry: Entry) -> Iterator[Entry | list[Entry]]:
-        """Schemas that the applicators of a schema add: those that must hold too, and choices among schemas."""
+        """The schemas that a schema applies: an entry must hold as well, of a list of entries one."""
         pointer, schema = entry.pointer, entry.schema
         for key, value in schema.items():
             if key == "$ref":
@@ -263,7 +262,7 @@ class Alternatives:
         return Entry(unquote(schema["$ref"].removeprefix("#")), target)
 
     def _excluding(self, pointer: str, schema: Any) -> Iterator[list[Entry]]:
-        """The choice of what is not valid under `schema`."""
+        """A choice that covers the values which are not valid under `schema`."""
         if isinstance(schema, bool):
             yield [Entry(pointer, not schema)]
             return
@@ -298,7 +297,7 @@ def _members(pointer: str, key: str, value: Any) -> list[Entry]:
 
 
 def _check(entry: Entry) -> None:
-    """Refuse what is no schema, or has a keyword of another kind than JSON Schema says."""
+    """Raise `GrammarError` for a value that is no schema, or has a keyword with a value of the wrong type."""
     schema, location = entry.schema, entry.location or "/"
     if not isinstance(schema, dict):
         raise GrammarError("grammar", f"the schema at {location} must be an object", schema)
@@ -312,7 +311,7 @@ def _check(entry: Entry) -> None:
 
 
 def _values(pointer: str, values: list[Any]) -> list[Entry]:
-    """A choice: the strings together, the numbers together, anything else one by one."""
+    """The choice that `enum` or `const` is: an entry for all strings, one for all numbers, one for each other value."""
     strings = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if is_number(value)]
     entries = []

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from asyncengine.grammar.closing.costs import MAX_SHAPES, CostTable, Speller
+from asyncengine.grammar.closing.costs import MAX_SHAPES, CostTable, Memo, Speller
 from asyncengine.grammar.closing.recognizer import Fuel, Recognizer, TooAmbiguous
 from asyncengine.grammar.shapes.automata import Words
 from asyncengine.grammar.shapes.nodes import CharSet, Lexeme, Literal, Repeat, Shape, Unmodelled, reachable, span
@@ -54,7 +54,7 @@ class Product(Words):
         """Tried alone at first: characters of several bytes lead through many more states to longer texts."""
         self._wanted, self._wrong = ([*map(_recognizer, group)] for group in (parts, wrong))
         self._begin: State = tuple(frozenset(recognizer.begin) for recognizer in (*self._wanted, *self._wrong))
-        self._endings: dict[State, list[bytes] | None] = {}
+        self._endings = Memo[State, list[bytes] | None](MAX_STATES)
         """The results of `_ending`."""
         self._max_steps = MAX_STEPS
         super().__init__([b""] if self._rest(self._begin) == 0 else [])
@@ -90,8 +90,6 @@ class Product(Words):
         """[a text to an end], [] where there is none; None: the search ran out of steps."""
         with contextlib.suppress(KeyError):
             return self._endings[state]
-        if len(self._endings) >= MAX_STATES:
-            self._endings.clear()
         text = b"" if self._rest(state) == 0 else self._shortest_of_one(state)
         endings = self._search(state, self._ascii) if text is None else [text]
         if endings == []:

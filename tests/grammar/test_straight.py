@@ -14,7 +14,7 @@ from support.grammar_walks import allowed, text_of
 
 from asyncengine.errors import GrammarTooLarge
 from asyncengine.grammar import Grammar
-from asyncengine.grammar.json_limits import behind
+from asyncengine.grammar.json_limits import end_behind
 from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.schema.straight import MAX_SIZE, MAX_WIDTH
@@ -200,10 +200,10 @@ def test_limits_of_numbers_and_keys(text: bytes, token: bytes, keeps: bool) -> N
     end: bytes | None = b""
     for byte in text:
         assert end is not None
-        end = behind(end, bytes([byte]))
+        end = end_behind(end, bytes([byte]))
     assert end is not None
-    assert behind(b"", text) == end
-    assert (behind(end, token) is not None) == keeps
+    assert end_behind(b"", text) == end
+    assert (end_behind(end, token) is not None) == keeps
 
 
 def test_no_bracket_is_opened_beyond_those_of_a_schema(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:

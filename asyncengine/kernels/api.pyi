@@ -20,7 +20,7 @@ from asyncengine.kernels.cpu import quantize as quantize
 from asyncengine.kernels.cpu import quantized_panels as quantized_panels
 from asyncengine.kernels.cpu import routing as routing
 from asyncengine.kernels.cpu import team as team
-from asyncengine.kernels.cpu.causal_conv import SegmentPlaces as SegmentPlaces
+from asyncengine.kernels.cpu.causal_conv import SegmentAddresses as SegmentAddresses
 from asyncengine.kernels.cpu.causal_conv import ShortConvKernel as ShortConvKernel
 from asyncengine.kernels.cpu.causal_conv import convolve_segments as convolve_segments
 from asyncengine.kernels.cpu.experts import LinearWeights as LinearWeights

@@ -121,11 +121,11 @@ class RecordedLayers:
 
     def _with_symbols(self, step: StepContext, values: list[int], adapters: AdapterRecords | None) -> StepContext:
         """The step with symbols for what its states and adapters are."""
-        from asyncengine.kernels.api import SegmentPlaces, recording
+        from asyncengine.kernels.api import SegmentAddresses, recording
 
         symbols = [recording.Symbol.at(place, value) for place, value in enumerate(values)]
         if step.states is not None:
-            made: Any = SegmentPlaces(*symbols[-_SEGMENTS - _ADAPTERS : -_ADAPTERS])
+            made: Any = SegmentAddresses(*symbols[-_SEGMENTS - _ADAPTERS : -_ADAPTERS])
             step = replace(step, states=replace(step.states, segments=made))
         if adapters is None:
             return step
@@ -153,10 +153,10 @@ class _RecordedAdapters:
 
 def _values(inputs: Sequence[torch.Tensor], step: StepContext, adapters: AdapterRecords | None) -> list[int]:
     """The step's values by place: the team, addresses of its inputs, segments, adapters."""
-    from asyncengine.kernels.api import SegmentPlaces, team
+    from asyncengine.kernels.api import SegmentAddresses, team
 
     values = [team.use_team(), *(own.data_ptr() for own in inputs)]
-    values += [0] * _SEGMENTS if step.states is None else SegmentPlaces.of(step.states.segments)
+    values += [0] * _SEGMENTS if step.states is None else SegmentAddresses.of(step.states.segments)
     return [*values, *(adapters or (0,) * _ADAPTERS)]
 
 

@@ -175,7 +175,7 @@ def _add_values(
 
 MOST_DIM = 1024 + LANES
 """The most dimensions of a query or value where keys and values are bytes: room for them is on the stack."""
-_WHOLE, _SINGLE, _PAGE, _SHORT = np.int64(0), np.float32(0), np.int32(0), np.int16(0)
+_I64, _F32, _I32, _I16 = np.int64(0), np.float32(0), np.int32(0), np.int16(0)
 
 
 @serial_in_order
@@ -189,11 +189,11 @@ def gather(
     gathered = array(pointer(out, operand), (rows, width))
     for row in range(rows):
         source = query + row // group * token_size + row % group * head_size
-        values, scale = array(pointer(source, dtype), (dim,)), array(pointer(scales + row * 4, _SINGLE), (1,))
+        values, scale = array(pointer(source, dtype), (dim,)), array(pointer(scales + row * 4, _F32), (1,))
         scale[0] = np.float32(1)
         if stored_size(dtype, operand) == 1:
             arguments = source, out + row * width * 2, dim, scales + row * 4, dtype
-            call_where(_gather_quantized, arguments, operand, _SHORT)
+            call_where(_gather_quantized, arguments, operand, _I16)
         elif size_of(operand) == size_of(dtype):
             for index in range(dim):
                 gathered[row, index] = values[index]
@@ -207,7 +207,7 @@ def gather(
 @serial_in_order
 def _gather_quantized(source: int, out: int, dim: int, scale_address: int, dtype: Any) -> None:
     """Quantize a query, for keys in bytes, to int16; its scale, float32, goes to `scale_address`."""
-    values, scale = room(MOST_DIM, _SINGLE), array(pointer(scale_address, _SINGLE), (1,))
+    values, scale = room(MOST_DIM, _F32), array(pointer(scale_address, _F32), (1,))
     quantized = array(pointer(out, np.int16(0)), (dim,))
     scale[0] = apply_hadamard(source, values, dim, True, dtype)
     scale[0] *= quantize_vector(values, dim, np.float32(min(32767, 2**31 // 128 // dim)))  # sums must fit int32
@@ -257,8 +257,8 @@ def attend_block(
 ) -> None:  # fmt: skip
     """Attend to keys from the item's first, or `block`, up to `last` or the end of the block. `keys` and `values`:
     addresses of the lists of their tiles (`list_tiles`)."""
-    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
-    entry = array(pointer(item, _WHOLE), (fields.ITEM_FIELDS,))
+    spec = array(pointer(layer, _I64), (fields.LAYER_FIELDS,))
+    entry = array(pointer(item, _I64), (fields.ITEM_FIELDS,))
     offsets = fields.scratch_offsets(rows, spec[fields.KEY_DIM], spec[fields.VALUE_DIM])
     scores, weights = scratch + offsets[fields.SCORE_ROWS], scratch + offsets[fields.WEIGHT_ROWS]
     sums, state = scratch + offsets[fields.SUMS], scratch + offsets[fields.STATE]
@@ -273,11 +273,11 @@ def attend_block(
         score_block_by_unit(rows, scratch, query_size, keys, end - begin, spec[fields.KEY_DIM], target)
     else:
         _score_block(rows, scratch, query_size, keys, end - begin, steps, target, span, dtype, lanes, operand)
-    constants = array(pointer(spec[fields.NUMBERS], _SINGLE), (2,))
+    constants = array(pointer(spec[fields.NUMBERS], _F32), (2,))
     stride = BLOCK * 2 if size_of(operand) == 2 else SCORES * 4
     target = weights if size_of(operand) == 2 else scores
     key_count = min(last, block + BLOCK) - block
-    query_scales = array(pointer(state + rows * 6 * 4, _SINGLE), (rows,))
+    query_scales = array(pointer(state + rows * 6 * 4, _F32), (rows,))
     for row in range(rows):
         score_row = scores + row * (SCORES * 4)
         scale = constants[fields.SCALE] * query_scales[row] * np.float32(LOG2E)
@@ -310,9 +310,9 @@ def attend_block(
 def _transpose_values(keys: int, values: int, count: int, rest: int, layer: int, target: int, dtype: Any) -> None:
     """Write tiles of values, the last numbers of the keys in `count` tiles, from `target` on, and their addresses to
     `values`. The last tile has `rest` keys. For latent attention, whose pool has no values of its own."""
-    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
+    spec = array(pointer(layer, _I64), (fields.LAYER_FIELDS,))
     lanes, dim, size = spec[fields.LANES], spec[fields.VALUE_DIM], size_of(dtype)
-    key_tiles, tiles = array(pointer(keys, _WHOLE), (count,)), array(pointer(values, _WHOLE), (count + AHEAD,))
+    key_tiles, tiles = array(pointer(keys, _I64), (count,)), array(pointer(values, _I64), (count + AHEAD,))
     for index in range(count + AHEAD):  # entries behind the last one are read for prefetches
         tiles[index] = target + index % count * lanes * dim * size
     for index in range(count):
@@ -345,12 +345,12 @@ def list_tiles(
 ) -> int:
     """List the addresses of the tiles, of numbers of `size` bytes, that hold keys [begin, end) of a row of the page
     table and their values, at `keys` and `values`, and return their number."""
-    spec = array(pointer(layer, _WHOLE), (fields.LAYER_FIELDS,))
-    steps = array(pointer(step, _WHOLE), (fields.STEP_FIELDS,))
-    table = array(pointer(steps[fields.TABLE] + row * steps[fields.WIDTH] * 4, _PAGE), (steps[fields.WIDTH],))
+    spec = array(pointer(layer, _I64), (fields.LAYER_FIELDS,))
+    steps = array(pointer(step, _I64), (fields.STEP_FIELDS,))
+    table = array(pointer(steps[fields.TABLE] + row * steps[fields.WIDTH] * 4, _I32), (steps[fields.WIDTH],))
     lanes, page_size = spec[fields.LANES], spec[fields.PAGE_SIZE]
     first, count = begin // lanes, (end - 1) // lanes - begin // lanes + 1
-    key_tiles, value_tiles = array(pointer(keys, _WHOLE), (count,)), array(pointer(values, _WHOLE), (count,))
+    key_tiles, value_tiles = array(pointer(keys, _I64), (count,)), array(pointer(values, _I64), (count,))
     key_size, value_size = fields.bytes_of_tiles(spec[fields.KEY_DIM], spec[fields.VALUE_DIM], lanes, size)
     for index in range(count):
         position = (first + index) * lanes

@@ -1,7 +1,7 @@
 """Depthwise causal convolution of a step's tokens, with the windows of inputs that their sequences remember.
 
-A result is bias + w0 x0 + w1 x1 ..., oldest input first, each product and sum rounded to float32: the same bits
-whatever part of a sequence a step has. Work is shared out by rows and by blocks of channels.
+A result is bias + w0 x0 + w1 x1 ..., oldest input first, each product and sum rounded to float32: the same bits however
+a sequence is cut into steps. Work is shared out by rows and by blocks of channels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Segments(Protocol):
     def targets(self) -> NDArray[np.int64]: ...
 
 
-class SegmentPlaces(NamedTuple):
+class SegmentAddresses(NamedTuple):
     """Segments by address, as kernels take them."""
 
     rows: int
@@ -48,65 +48,66 @@ class SegmentPlaces(NamedTuple):
     targets: int
 
     @classmethod
-    def of(cls, segments: Segments | SegmentPlaces) -> SegmentPlaces:
-        """(rows, addresses of the bounds of rows, of begins, ends, sources and targets). `segments` holds their
-        memory."""
-        if isinstance(segments, SegmentPlaces):
+    def of(cls, segments: Segments | SegmentAddresses) -> SegmentAddresses:
+        """The number of rows, and addresses of arrays that `segments` must keep alive."""
+        if isinstance(segments, SegmentAddresses):
             return segments
-        parts = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
-        return cls(len(segments.rows) - 1, *(part.ctypes.data for part in parts))
+        arrays = (segments.rows, segments.begins, segments.ends, segments.sources, segments.targets)
+        return cls(len(segments.rows) - 1, *(values.ctypes.data for values in arrays))
 
 
 class StateKernel:
-    """One layer whose sequences have states, by address. `record`: what is known of it, int64 by place."""
+    """One layer whose sequences have states, by address. `record`: its sizes and addresses, int64."""
 
-    def __init__(self, run: Any, outputs: int, record: Sequence[int], held: object) -> None:
-        """`run`: the kernel by address; `held`: all whose addresses are in the record."""
-        self._run, self.outputs, self._held = run, outputs, held  # an address keeps nothing where it is
+    def __init__(self, run: Any, outputs: int, record: Sequence[int], owners: object) -> None:
+        """`run`: the kernel by address; `owners`: the tensors and arrays whose addresses are in the record."""
+        self._run, self.outputs, self._owners = run, outputs, owners  # an address does not keep memory alive
         self.record = np.array(record, dtype=np.int64)
         self.address: int = self.record.ctypes.data
 
     def __call__(
         self, projected: torch.Tensor, states: torch.Tensor | None, windows: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
-        """[T, outputs] of the projections [T, width], contiguous; `states` and `windows` are the layer's pools."""
+        """Results [T, outputs] for projections [T, width], contiguous. `states` and `windows`, the layer's pools, are
+        advanced."""
         out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
         self._run(
             self.address, 0 if states is None else states.data_ptr(), windows.data_ptr(), projected.data_ptr(),
-            out.data_ptr(), *SegmentPlaces.of(segments), len(projected), tag_of(projected.dtype), use_team(),
+            out.data_ptr(), *SegmentAddresses.of(segments), len(projected), tag_of(projected.dtype), use_team(),
         )  # fmt: skip
         return out
 
 
 @inline
 def segment_arrays(rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int) -> Any:
-    """Arrays at `SegmentPlaces`."""
-    bound = array(pointer(bounds, _WHOLE), (rows + 1,))
+    """The arrays at `SegmentAddresses`."""
+    bound = array(pointer(bounds, _I64), (rows + 1,))
     count = bound[rows]
-    begin, end = array(pointer(begins, _WHOLE), (count,)), array(pointer(ends, _WHOLE), (count,))
-    return bound, begin, end, array(pointer(sources, _WHOLE), (count,)), array(pointer(targets, _WHOLE), (count,))
+    begin, end = array(pointer(begins, _I64), (count,)), array(pointer(ends, _I64), (count,))
+    return bound, begin, end, array(pointer(sources, _I64), (count,)), array(pointer(targets, _I64), (count,))
 
 
 CHANNELS = 256
 """Channels of a block."""
 _WORK = 16
 """Bytes that could be read while a result is computed."""
-_WHOLE, _SINGLE = np.int64(0), np.float32(0)
+_I64, _F32 = np.int64(0), np.float32(0)
 
 
 def convolve_segments(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, windows: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:  # fmt: skip
-    """[T, channels] of x [T, channels], whose rows may be part of longer ones. weight float32 [taps, channels], bias
-    float32 [channels]; windows [slots, taps - 1, channels] of x's dtype are moved on. `silu`: results go through it."""
+    """Convolve x [T, channels], whose rows may be slices of longer ones; returns [T, channels]. weight float32 [taps,
+    channels], bias float32 [channels]; `windows` [slots, taps - 1, channels] of x's dtype are advanced. `silu`: apply
+    it to the results."""
     if x.stride(1) != 1:
         x = x.contiguous()
     taps, channels = weight.shape
     out = torch.empty((len(x), channels), dtype=x.dtype)
     _convolve(
         x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), windows.data_ptr(),
-        out.data_ptr(), channels, taps, silu, *SegmentPlaces.of(segments), len(x), tag_of(x.dtype), use_team(),
+        out.data_ptr(), channels, taps, silu, *SegmentAddresses.of(segments), len(x), tag_of(x.dtype), use_team(),
     )  # fmt: skip
     return out
 
@@ -117,23 +118,23 @@ def convolve_segments(
 def _convolve(
     first: int, last: int, x: int, stride: int, weight: int, bias: int, windows: int, out: int, channels: int,
     taps: int, silu: bool, rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int,
-    kind: np.generic,
+    dtype: np.generic,
 ) -> None:  # fmt: skip
     blocks = (channels + CHANNELS - 1) // CHANNELS
     bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
-    size = size_of(kind)
+    size = size_of(dtype)
     slot = (taps - 1) * channels * size
     sums = np.empty(CHANNELS, dtype=np.float32)
     for unit in range(first, last):
         channel, row = unit % blocks * CHANNELS, unit // blocks
         lanes = min(CHANNELS, channels - channel)
         for index in range(bound[row], bound[row + 1]):
-            own, place = begin[index], windows + channel * size
+            token, pool = begin[index], windows + channel * size
             convolve_tokens(
-                x + (own * stride + channel) * size, stride, weight + channel * 4, channels,
-                0 if bias == 0 else bias + channel * 4, place + source[index] * slot, place + target[index] * slot,
-                channels, out + (own * channels + channel) * size, channels, end[index] - own, lanes, taps, silu, sums,
-                kind,
+                x + (token * stride + channel) * size, stride, weight + channel * 4, channels,
+                0 if bias == 0 else bias + channel * 4, pool + source[index] * slot, pool + target[index] * slot,
+                channels, out + (token * channels + channel) * size, channels, end[index] - token, lanes, taps, silu,
+                sums, dtype,
             )  # fmt: skip
 
 
@@ -141,62 +142,63 @@ def _convolve(
 def convolve_tokens(
     x: int, stride: int, weight: int, weight_stride: int, bias: int, source: int, target: int, window_stride: int,
     out: int, out_stride: int, tokens: int, channels: int, taps: int, silu: bool, sums: NDArray[np.float32],
-    kind: np.generic,
+    dtype: np.generic,
 ) -> None:  # fmt: skip
-    """A few channels of one sequence's next tokens: results to `out`, the window `source` moved on to `target`.
+    """Convolve a few channels of one sequence's next tokens: writes results to `out`, and the window after them, which
+    was at `source` before, to `target`.
 
     Every address is that of the first of these channels in its row; strides are in numbers. `target` may be `source`.
-    `sums` are `CHANNELS` numbers to work with.
+    `sums`: scratch memory for `CHANNELS` numbers.
     """
-    size = size_of(kind)
+    size = size_of(dtype)
     for token in range(tokens):
         _add_taps(
             sums, x, stride, weight, weight_stride, bias, source, window_stride, out + token * out_stride * size, token,
-            channels, taps, silu, kind,
+            channels, taps, silu, dtype,
         )  # fmt: skip
     if tokens == 0 and source == target:
         return
-    kept = taps - 1
-    for index in range(kept):  # ascending: what is read is not yet written
-        after = index + tokens - kept
-        place = x + after * stride * size if after >= 0 else source + (index + tokens) * window_stride * size
-        known = array(pointer(place, kind), (channels,))
-        moved = array(pointer(target + index * window_stride * size, kind), (channels,))
+    length = taps - 1
+    for index in range(length):  # ascending: in one window (source is target), inputs move to lower indices
+        position = index + tokens - length
+        address = x + position * stride * size if position >= 0 else source + (index + tokens) * window_stride * size
+        values = array(pointer(address, dtype), (channels,))
+        window = array(pointer(target + index * window_stride * size, dtype), (channels,))
         for channel in range(channels):
-            moved[channel] = known[channel]
+            window[channel] = values[channel]
 
 
 @serial_in_order
 def _add_taps(
     sums: NDArray[np.float32], x: int, stride: int, weight: int, weight_stride: int, bias: int, window: int,
-    window_stride: int, out: int, token: int, channels: int, taps: int, silu: bool, kind: np.generic,
+    window_stride: int, out: int, token: int, channels: int, taps: int, silu: bool, dtype: np.generic,
 ) -> None:  # fmt: skip
-    """One token's results. `sums` are those of a block of channels, to which one tap after the other is added."""
-    size = size_of(kind)
-    results = array(pointer(out, kind), (channels,))
+    """Write one token's results. `sums`: scratch memory for a block of channels, to which taps are added in turn."""
+    size = size_of(dtype)
+    results = array(pointer(out, dtype), (channels,))
     for first in range(0, channels, CHANNELS):
         lanes = min(CHANNELS, channels - first)
         if bias != 0:
-            known = array(pointer(bias + first * 4, _SINGLE), (lanes,))
+            biases = array(pointer(bias + first * 4, _F32), (lanes,))
             for lane in range(lanes):
-                sums[lane] = known[lane]
+                sums[lane] = biases[lane]
         else:
             for lane in range(lanes):
                 sums[lane] = np.float32(0)
         for tap in range(taps):
-            after = token + tap - taps + 1
-            place = x + after * stride * size if after >= 0 else window + (after + taps - 1) * window_stride * size
-            inputs = array(pointer(place + first * size, kind), (lanes,))
-            weights = array(pointer(weight + (tap * weight_stride + first) * 4, _SINGLE), (lanes,))
+            index = token + tap - taps + 1
+            address = x + index * stride * size if index >= 0 else window + (index + taps - 1) * window_stride * size
+            inputs = array(pointer(address + first * size, dtype), (lanes,))
+            weights = array(pointer(weight + (tap * weight_stride + first) * 4, _F32), (lanes,))
             for lane in range(lanes):
                 sums[lane] += weights[lane] * widen(inputs[lane])
         if silu:
             for lane in range(lanes):
                 total = sums[lane]
-                results[first + lane] = narrow(total / (np.float32(1) + exponential(-total)), kind)
+                results[first + lane] = narrow(total / (np.float32(1) + exponential(-total)), dtype)
         else:
             for lane in range(lanes):
-                results[first + lane] = narrow(sums[lane], kind)
+                results[first + lane] = narrow(sums[lane], dtype)
 
 
 # A gated short convolution between its projections: C * conv(B * x), by rows and blocks of channels.
@@ -205,25 +207,25 @@ _GATED_TOKENS = 64
 """Most tokens that are taken at a time."""
 _GATED_WORK = 24
 """Bytes that could be read while a result is computed."""
-# What is known of a layer: int64 by place. Sizes, and addresses (0: there is none).
+# Indices of a layer's record of int64: sizes, and addresses (0: there is none).
 WIDTH, TAPS, WEIGHT, BIAS = range(4)
 _FIELDS = 4
 
 
 class ShortConvKernel(StateKernel):
-    """One layer's: [T, width] of B, C and x [T, 3 * width], without other states than windows.
+    """One gated short convolution: [T, width] of B, C and x [T, 3 * width]; its only states are windows.
 
-    weight float32 [taps, width], bias float32 [width]; they must stay where they are.
+    weight float32 [taps, width], bias float32 [width]; they must not be moved.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         taps, width = weight.shape
-        places = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        super().__init__(run_short_conv, width, (width, taps, *places), (weight, bias))
+        addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        super().__init__(run_short_conv, width, (width, taps, *addresses), (weight, bias))
 
 
 def _short_conv_sizes(record: int, rows: int, tokens: int) -> tuple[int, int]:
-    width = array(pointer(record, _WHOLE), (_FIELDS,))[WIDTH]
+    width = array(pointer(record, _I64), (_FIELDS,))[WIDTH]
     return rows * ((width + CHANNELS - 1) // CHANNELS), tokens * width * _GATED_WORK
 
 
@@ -232,10 +234,10 @@ def _short_conv_sizes(record: int, rows: int, tokens: int) -> tuple[int, int]:
 @allocates
 def run_short_conv(
     first_unit: int, last_unit: int, record: int, states: int, windows: int, projected: int, out: int, rows: int,
-    bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int, kind: np.generic,
+    bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int, dtype: np.generic,
 ) -> None:  # fmt: skip
-    """A `ShortConvKernel` by address; the numbers of segments are `SegmentPlaces`."""
-    fields, size = array(pointer(record, _WHOLE), (_FIELDS,)), size_of(kind)
+    """A `ShortConvKernel` by address; the numbers of segments are `SegmentAddresses`."""
+    fields, size = array(pointer(record, _I64), (_FIELDS,)), size_of(dtype)
     width, taps, bias = fields[WIDTH], fields[TAPS], fields[BIAS]
     bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
     memory = np.empty(_GATED_TOKENS * CHANNELS * size, np.uint8)
@@ -245,20 +247,20 @@ def run_short_conv(
         channel = unit % blocks * CHANNELS
         lanes = min(CHANNELS, width - channel)
         for index in range(bound[unit // blocks], bound[unit // blocks + 1]):
-            known, after = windows + source[index] * slot, windows + target[index] * slot
+            before, after = windows + source[index] * slot, windows + target[index] * slot
             first = begin[index]
             while True:
                 count = min(_GATED_TOKENS, end[index] - first)
                 row, result = projected + first * 3 * width * size, out + (first * width + channel) * size
                 inputs, column = memory.ctypes.data, channel * size
-                _multiply(row + column, row + 2 * width * size + column, 3 * width, inputs, lanes, count, lanes, kind)
+                _multiply(row + column, row + 2 * width * size + column, 3 * width, inputs, lanes, count, lanes, dtype)
                 convolve_tokens(
                     inputs, lanes, fields[WEIGHT] + channel * 4, width, 0 if bias == 0 else bias + channel * 4,
-                    known + channel * size, after + channel * size, width, result, width, count, lanes, taps, False,
-                    sums, kind,
+                    before + channel * size, after + channel * size, width, result, width, count, lanes, taps, False,
+                    sums, dtype,
                 )  # fmt: skip
-                _multiply_into(row + (width + channel) * size, 3 * width, result, width, count, lanes, kind)
-                known, first = after, first + count
+                _multiply_into(row + (width + channel) * size, 3 * width, result, width, count, lanes, dtype)
+                before, first = after, first + count
                 if first >= end[index]:
                     break
     keep(memory)
@@ -266,23 +268,23 @@ def run_short_conv(
 
 @serial_in_order
 def _multiply(
-    left: int, right: int, stride: int, out: int, out_stride: int, tokens: int, lanes: int, kind: np.generic
+    left: int, right: int, stride: int, out: int, out_stride: int, tokens: int, lanes: int, dtype: np.generic
 ) -> None:
-    """Multiply rows `stride` numbers apart, into rows `out_stride` apart."""
+    """Multiply rows that are `stride` numbers apart; write the products to rows `out_stride` apart."""
     for token in range(tokens):
-        shift = token * stride * size_of(kind)
-        first, second = array(pointer(left + shift, kind), (lanes,)), array(pointer(right + shift, kind), (lanes,))
-        results = array(pointer(out + token * out_stride * size_of(kind), kind), (lanes,))
+        shift = token * stride * size_of(dtype)
+        first, second = array(pointer(left + shift, dtype), (lanes,)), array(pointer(right + shift, dtype), (lanes,))
+        results = array(pointer(out + token * out_stride * size_of(dtype), dtype), (lanes,))
         for lane in range(lanes):
-            results[lane] = narrow(widen(first[lane]) * widen(second[lane]), kind)
+            results[lane] = narrow(widen(first[lane]) * widen(second[lane]), dtype)
 
 
 @serial_in_order
 def _multiply_into(
-    factors: int, stride: int, out: int, out_stride: int, tokens: int, lanes: int, kind: np.generic
+    factors: int, stride: int, out: int, out_stride: int, tokens: int, lanes: int, dtype: np.generic
 ) -> None:
     for token in range(tokens):
-        known = array(pointer(factors + token * stride * size_of(kind), kind), (lanes,))
-        results = array(pointer(out + token * out_stride * size_of(kind), kind), (lanes,))
+        row_factors = array(pointer(factors + token * stride * size_of(dtype), dtype), (lanes,))
+        results = array(pointer(out + token * out_stride * size_of(dtype), dtype), (lanes,))
         for lane in range(lanes):
-            results[lane] = narrow(widen(results[lane]) * widen(known[lane]), kind)
+            results[lane] = narrow(widen(results[lane]) * widen(row_factors[lane]), dtype)

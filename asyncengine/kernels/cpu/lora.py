@@ -1,11 +1,11 @@
-"""Low-rank deltas: y += (x A^T) B of each row's own adapter (LoRA, Hu et al. 2021), for a product of one or more parts.
+"""Low-rank deltas: y += (x A^T) B of each row's own adapter (LoRA, Hu et al. 2021), for one or more merged matrices.
 
 A decoding step has a row, or a few, of each adapter, so that the time is that of reading A and B: each is read once for
-all rows of its adapter, as it lies in memory, and asked for ahead. Rows without an adapter cost nothing. Numbers are
+all rows of its adapter, as it lies in memory, and prefetched. Rows without an adapter cost nothing. Numbers are
 float32 between the two products. Every sum is made in one order: a row's result depends neither on the rows beside it
 nor on the number of threads (S-LoRA's and Punica's kernels do the same work on a GPU).
 
-Memory: A [slots, parts, rank, inputs]; B [slots, rank, outputs], with the parts' outputs side by side.
+Memory: A [slots, matrices, rank, inputs]; B [slots, rank, outputs], with the matrices' outputs side by side.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LINE, LONG, WORD, WORDS, load, size_of
 
-# What is known of a product: int64 by place. A, B: addresses; RANKS: address of int64 [slots, parts], the rank of each
-# factor that there is and 0 for the others; ENDS: address of int64 [parts + 1], where each part's outputs begin.
-A, B, RANKS, ENDS, PARTS, RANK, INPUTS = range(7)
+# Indices of a product's record of int64. A, B: addresses; RANKS: address of int64 [slots, matrices], the rank of each
+# factor, 0 where an adapter has none; ENDS: address of int64 [matrices + 1], where each matrix's outputs begin.
+A, B, RANKS, ENDS, MATRICES, RANK, INPUTS = range(7)
 PRODUCT_FIELDS = 7
-# What is known of a step. GROUPS: address of int64 [NUM_GROUPS, 3], the rows of one adapter each: where they begin in
-# the list of rows, how many, slot; ROWS: address of that list, int64 [NUM_ROWS].
+# Indices of a step's record of int64. GROUPS: address of int64 [NUM_GROUPS, 3], the rows of one adapter each: where
+# they begin in the list of rows, their number, the adapter's slot; ROWS: address of that list, int64 [NUM_ROWS].
 GROUPS, NUM_GROUPS, ROWS, NUM_ROWS = range(4)
 STEP_FIELDS = 4
 _FIRST, _COUNT, _SLOT = range(3)
@@ -40,32 +40,32 @@ _FIRST, _COUNT, _SLOT = range(3)
 _BLOCK = 8 * LANES
 """Outputs whose sums stay in registers."""
 _TILE = 3
-"""Rows whose sums for a block do: what is read of B is then in fewer turns."""
+"""Rows whose sums for a block stay there together, so that B is read fewer times."""
 _EVEN = 4
 """Rows whose arithmetic takes as long as reading a factor."""
 _WORK = 4
-"""Bytes that could be read while one of a factor is: none follows another for long, and helpers must stay awake."""
+"""Bytes that could be read while one of a factor is: reads are short and scattered, and helpers must stay awake."""
 _SIDE = 4
 """Rows of A, and of x, whose products are summed together, each product in a sum of its own."""
 _CHUNK = 64
-"""Rows of x that all of A is multiplied by before others: they stay in the second-level cache."""
+"""Rows of x that are multiplied by all of A before the next ones, as they stay in the second-level cache."""
 
 
 class Factors:
     """A [slots, parts, rank, inputs] and B [slots, rank, outputs] of all adapters for one product, both contiguous.
 
-    `widths` are the parts' outputs. `ranks` int64 [slots, parts] says how many rows of each factor there are; it is
-    read at every call.
+    `widths` are the matrices' outputs. `ranks` int64 [slots, matrices], the rows of each factor that are used, is read
+    at every call.
     """
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, ranks: NDArray[np.int64], widths: Sequence[int]) -> None:
         ends = np.cumsum([0, *widths], dtype=np.int64)
-        self._held = (a, b, ranks, ends)  # an address keeps nothing where it is
-        _, parts, rank, inputs = a.shape
-        fields = (a.data_ptr(), b.data_ptr(), ranks.ctypes.data, ends.ctypes.data, parts, rank, inputs)
+        self._owners = (a, b, ranks, ends)  # an address does not keep memory alive
+        _, matrices, rank, inputs = a.shape
+        fields = (a.data_ptr(), b.data_ptr(), ranks.ctypes.data, ends.ctypes.data, matrices, rank, inputs)
         self._record = np.array(fields, dtype=np.int64)
         self.address: int = self._record.ctypes.data
-        self.across = parts * rank
+        self.across = matrices * rank
         """Numbers of x A^T for a row."""
 
 
@@ -78,7 +78,7 @@ class RowGroups:
         used, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
         groups = np.ascontiguousarray(np.stack([firsts, counts, used], axis=1), dtype=np.int64)
         self.groups, self.rows = groups, rows
-        """Groups int64 [adapters, 3], each with its first place in the list of rows, its number of rows and its slot;
+        """Groups int64 [adapters, 3], each with its first index in the list of rows, its number of rows and its slot;
         and that list, int64 [rows with an adapter]."""
         self.count = len(rows)
         """Rows with an adapter."""
@@ -99,7 +99,7 @@ def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGrou
 
 
 def add_table_deltas(x: torch.Tensor, y: torch.Tensor, index: int, records: tuple[int, int, int]) -> None:
-    """`add_deltas` for product `index` of a table of addresses of `Factors`, if it has any there.
+    """`add_deltas` for product `index` of a table of addresses of `Factors`; nothing if the address there is 0.
 
     `records`: the addresses of the table, of a step's `RowGroups` and of memory for the numbers between the factors.
     """
@@ -107,76 +107,77 @@ def add_table_deltas(x: torch.Tensor, y: torch.Tensor, index: int, records: tupl
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile what rows with adapters need, which models without any never do."""
-    kind, whole = numba.typeof(tag_of(dtype)), numba.types.int64
-    compile_named(name_of(add_low_rank, (whole,) * 5 + (kind, kind, whole)))
-    compile_named(f"{__name__}:add_adapters:({'int64, ' * 6}{kind}, int64)")
+    """Compile the kernels for rows with adapters, which a model without adapters never calls."""
+    tag, int64 = numba.typeof(tag_of(dtype)), numba.types.int64
+    compile_named(name_of(add_low_rank, (int64,) * 5 + (tag, tag, int64)))
+    compile_named(f"{__name__}:add_adapters:({'int64, ' * 6}{tag}, int64)")
 
 
 @serial_in_order
 def add_adapters(
-    x: int, y: int, products: int, index: int, rows: int, memory: int, kind: np.generic, team: int
+    x: int, y: int, products: int, index: int, rows: int, memory: int, dtype: np.generic, team: int
 ) -> None:
     """`add_table_deltas` by address."""
     factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
     if factors != 0:
-        call(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
+        call(add_low_rank, (x, y, factors, rows, memory, dtype, dtype, team))
 
 
 @serial_in_order
 def add_low_rank(
-    x: int, y: int, product: int, step: int, down: int, kind: np.generic, out_kind: np.generic, team: int
+    x: int, y: int, product: int, step: int, down: int, dtype: np.generic, out_dtype: np.generic, team: int
 ) -> None:
     """`add_deltas` by address. `down`: memory for float32 [NUM_ROWS, PARTS * RANK]."""
-    known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
-    given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
-    count, parts, size = given[NUM_GROUPS], known[PARTS], size_of(kind)
-    groups = array(pointer(given[GROUPS], np.int64(0)), (count, 3))
-    ends = array(pointer(known[ENDS], np.int64(0)), (parts + 1,))
+    fields = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
+    step_fields = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
+    count, matrices, size = step_fields[NUM_GROUPS], fields[MATRICES], size_of(dtype)
+    groups = array(pointer(step_fields[GROUPS], np.int64(0)), (count, 3))
+    ends = array(pointer(fields[ENDS], np.int64(0)), (matrices + 1,))
     reads, writes, blocks, chunks = 0, 0, 0, 0
     for group in range(count):
         worth = reads_worth(groups[group, _COUNT], _EVEN) * size * _WORK
         chunks += (groups[group, _COUNT] + _CHUNK - 1) // _CHUNK
-        ranks = array(pointer(known[RANKS] + groups[group, _SLOT] * parts * 8, np.int64(0)), (parts,))
-        for part in range(parts):
-            reads += ranks[part] * known[INPUTS] * worth
-            writes += ranks[part] * (ends[part + 1] - ends[part]) * worth
+        ranks = array(pointer(fields[RANKS] + groups[group, _SLOT] * matrices * 8, np.int64(0)), (matrices,))
+        for matrix in range(matrices):
+            reads += ranks[matrix] * fields[INPUTS] * worth
+            writes += ranks[matrix] * (ends[matrix + 1] - ends[matrix]) * worth
     if reads == 0:
         return
-    for part in range(parts):
-        blocks += (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK
-    sides = chunks * parts * ((known[RANK] + _SIDE - 1) // _SIDE)
-    parallel_for(_down_part, team, pieces_of(reads, sides, team), (x, product, step, down, sides, kind))
+    for matrix in range(matrices):
+        blocks += (ends[matrix + 1] - ends[matrix] + _BLOCK - 1) // _BLOCK
+    sides = chunks * matrices * ((fields[RANK] + _SIDE - 1) // _SIDE)
+    parallel_for(_down_piece, team, pieces_of(reads, sides, team), (x, product, step, down, sides, dtype))
     pieces = pieces_of(writes, count * blocks, team)
-    parallel_for(_up_part, team, pieces, (y, product, step, down, blocks, kind, out_kind))
+    parallel_for(_up_piece, team, pieces, (y, product, step, down, blocks, dtype, out_dtype))
 
 
 @serial_in_order
-def _down_part(
-    piece: int, pieces: int, worker: int, x: int, product: int, step: int, down: int, total: int, kind: np.generic
+def _down_piece(
+    piece: int, pieces: int, worker: int, x: int, product: int, step: int, down: int, total: int, dtype: np.generic
 ) -> None:
     """x A^T: of all groups, chunks of rows, parts and ranks, those of one of `pieces`. `total`: the number of sides of
     all groups: chunks of rows, times a few rows of A each."""
-    known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
-    given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
-    groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
-    parts, rank, inputs = known[PARTS], known[RANK], known[INPUTS]
-    across, length, sides = parts * rank, inputs * size_of(kind), (rank + _SIDE - 1) // _SIDE
+    fields = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
+    step_fields = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
+    groups = array(pointer(step_fields[GROUPS], np.int64(0)), (step_fields[NUM_GROUPS], 3))
+    matrices, rank, inputs = fields[MATRICES], fields[RANK], fields[INPUTS]
+    across, length, sides = matrices * rank, inputs * size_of(dtype), (rank + _SIDE - 1) // _SIDE
     begin, end, done = total * piece // pieces, total * (piece + 1) // pieces, 0
-    for group in range(given[NUM_GROUPS]):
+    for group in range(step_fields[NUM_GROUPS]):
         first, count, slot = groups[group, _FIRST], groups[group, _COUNT], groups[group, _SLOT]
-        units = (count + _CHUNK - 1) // _CHUNK * parts * sides
-        ranks = array(pointer(known[RANKS] + slot * parts * 8, np.int64(0)), (parts,))
+        units = (count + _CHUNK - 1) // _CHUNK * matrices * sides
+        ranks = array(pointer(fields[RANKS] + slot * matrices * 8, np.int64(0)), (matrices,))
         for unit in range(max(begin - done, 0), min(end - done, units)):
-            chunk = unit // (parts * sides)
-            part = unit // sides - chunk * parts
-            place = unit % sides * _SIDE
-            if place < ranks[part]:
+            chunk = unit // (matrices * sides)
+            matrix = unit // sides - chunk * matrices
+            first_rank = unit % sides * _SIDE
+            if first_rank < ranks[matrix]:
                 start = first + chunk * _CHUNK
                 _multiply_down(
-                    x, length, given[ROWS], start, min(start + _CHUNK, first + count),
-                    known[A] + (slot * across + part * rank + place) * length, min(_SIDE, ranks[part] - place), inputs,
-                    down + (part * rank + place) * 4, across * 4, kind,
+                    x, length, step_fields[ROWS], start, min(start + _CHUNK, first + count),
+                    fields[A] + (slot * across + matrix * rank + first_rank) * length,
+                    min(_SIDE, ranks[matrix] - first_rank), inputs, down + (matrix * rank + first_rank) * 4, across * 4,
+                    dtype,
                 )  # fmt: skip
         done += units
 
@@ -184,112 +185,112 @@ def _down_part(
 @serial_in_order
 def _multiply_down(
     x: int, length: int, rows: int, first: int, end: int, factor: int, sides: int, inputs: int, down: int, across: int,
-    kind: np.generic,
+    dtype: np.generic,
 ) -> None:  # fmt: skip
     """Rows [first, end) of the list by `sides` rows of A, at most `_SIDE`, into `down`, `across` bytes a row."""
     index = first
     while index < end:
-        place, target = rows + index * 8, down + index * across
+        entry, target = rows + index * 8, down + index * across
         if sides < _SIDE:
             for side in range(sides):
-                _dot(x, length, place, factor + side * length, inputs, target + side * 4, across, kind)
+                _dot(x, length, entry, factor + side * length, inputs, target + side * 4, across, dtype)
         elif end - index >= _SIDE:
-            _dots_of_rows(x, length, place, factor, inputs, target, across, kind)
+            _dots_of_rows(x, length, entry, factor, inputs, target, across, dtype)
             index += _SIDE
             continue
         else:
-            _dots_of_row(x, length, place, factor, inputs, target, across, kind)
+            _dots_of_row(x, length, entry, factor, inputs, target, across, dtype)
         index += 1
 
 
 @serial_in_order
-def _up_part(
-    piece: int, pieces: int, worker: int, y: int, product: int, step: int, down: int, blocks: int, kind: np.generic,
-    out_kind: np.generic,
+def _up_piece(
+    piece: int, pieces: int, worker: int, y: int, product: int, step: int, down: int, blocks: int, dtype: np.generic,
+    out_dtype: np.generic,
 ) -> None:  # fmt: skip
     """y += down B: of all groups and blocks of outputs, those of one of `pieces`."""
-    known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
-    given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
-    groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
-    parts, rank = known[PARTS], known[RANK]
-    ends = array(pointer(known[ENDS], np.int64(0)), (parts + 1,))
-    total = given[NUM_GROUPS] * blocks
+    fields = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
+    step_fields = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
+    groups = array(pointer(step_fields[GROUPS], np.int64(0)), (step_fields[NUM_GROUPS], 3))
+    matrices, rank = fields[MATRICES], fields[RANK]
+    ends = array(pointer(fields[ENDS], np.int64(0)), (matrices + 1,))
+    total = step_fields[NUM_GROUPS] * blocks
     for unit in range(total * piece // pieces, total * (piece + 1) // pieces):
         group = unit // blocks
-        block, part = unit - group * blocks, 0
-        while block >= (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK:
-            block -= (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK
-            part += 1
+        block, matrix = unit - group * blocks, 0
+        while block >= (ends[matrix + 1] - ends[matrix] + _BLOCK - 1) // _BLOCK:
+            block -= (ends[matrix + 1] - ends[matrix] + _BLOCK - 1) // _BLOCK
+            matrix += 1
         slot = groups[group, _SLOT]
-        ranks = array(pointer(known[RANKS] + slot * parts * 8, np.int64(0)), (parts,))
-        if ranks[part] > 0:
-            begin = ends[part] + block * _BLOCK
-            end = min(begin + _BLOCK, ends[part + 1])
-            factor = known[B] + slot * rank * ends[parts] * size_of(kind)
+        ranks = array(pointer(fields[RANKS] + slot * matrices * 8, np.int64(0)), (matrices,))
+        if ranks[matrix] > 0:
+            begin = ends[matrix] + block * _BLOCK
+            end = min(begin + _BLOCK, ends[matrix + 1])
+            factor = fields[B] + slot * rank * ends[matrices] * size_of(dtype)
             _add_block(
-                y, factor, down + part * rank * 4, given[ROWS], groups[group, _FIRST], groups[group, _COUNT],
-                ranks[part], begin, end, ends[parts], parts * rank, kind, out_kind,
+                y, factor, down + matrix * rank * 4, step_fields[ROWS], groups[group, _FIRST], groups[group, _COUNT],
+                ranks[matrix], begin, end, ends[matrices], matrices * rank, dtype, out_dtype,
             )  # fmt: skip
 
 
 @serial_in_order
 def _add_block(
     y: int, factor: int, down: int, rows: int, first: int, count: int, rank: int, begin: int, end: int, outputs: int,
-    across: int, kind: np.generic, out_kind: np.generic,
+    across: int, dtype: np.generic, out_dtype: np.generic,
 ) -> None:  # fmt: skip
-    """Outputs [begin, end) of one part, for rows [first, first + count) of the list."""
-    size, out_size = size_of(kind), size_of(out_kind)
+    """Add to outputs [begin, end) of one matrix, for rows [first, first + count) of the list."""
+    size, out_size = size_of(dtype), size_of(out_dtype)
     source, target, row, length = factor + begin * size, y + begin * out_size, outputs * size, outputs * out_size
     index = first
     while index < first + count:
-        weights, place = down + index * across * 4, rows + index * 8
+        weights, entry = down + index * across * 4, rows + index * 8
         if end - begin == _BLOCK and first + count - index >= _TILE:
-            _add_tile(weights, across * 4, rank, source, row, target, length, place, kind, out_kind)
+            _add_tile(weights, across * 4, rank, source, row, target, length, entry, dtype, out_dtype)
             index += _TILE
             continue
         if end - begin == _BLOCK:
-            _add_row(weights, across * 4, rank, source, row, target, length, place, kind, out_kind)
+            _add_row(weights, across * 4, rank, source, row, target, length, entry, dtype, out_dtype)
         else:
-            _add_rest(weights, rank, source, row, target, length, place, end - begin, kind, out_kind)
+            _add_rest(weights, rank, source, row, target, length, entry, end - begin, dtype, out_dtype)
         index += 1
 
 
 @serial_in_order
 def _add_rest(
-    weights: int, rank: int, factor: int, stride: int, y: int, length: int, place: int, count: int, kind: np.generic,
-    out_kind: np.generic,
+    weights: int, rank: int, factor: int, stride: int, y: int, length: int, entry: int, count: int, dtype: np.generic,
+    out_dtype: np.generic,
 ) -> None:  # fmt: skip
-    """`count` outputs of one row: fewer than a block."""
-    size, out_size = size_of(kind), size_of(out_kind)
+    """Add to `count` outputs of one row, fewer than a block."""
+    size, out_size = size_of(dtype), size_of(out_dtype)
     whole = count // LANES * LANES
     for begin in range(0, whole, LANES):
         _add_vector(
-            weights, 0, rank, factor + begin * size, stride, y + begin * out_size, length, place, kind, out_kind
+            weights, 0, rank, factor + begin * size, stride, y + begin * out_size, length, entry, dtype, out_dtype
         )
     numbers = array(pointer(weights, np.float32(0)), (rank,))
-    row = array(pointer(place, np.int64(0)), (1,))[0]
-    results = array(pointer(y + row * length, out_kind), (count,))
+    row = array(pointer(entry, np.int64(0)), (1,))[0]
+    results = array(pointer(y + row * length, out_dtype), (count,))
     for index in range(whole, count):
         total = np.float32(0)
         for turn in range(rank):
-            total += numbers[turn] * widen(array(pointer(factor + turn * stride, kind), (count,))[index])
-        results[index] = narrow(widen(results[index]) + total, out_kind)
+            total += numbers[turn] * widen(array(pointer(factor + turn * stride, dtype), (count,))[index])
+        results[index] = narrow(widen(results[index]) + total, out_dtype)
 
 
 def _write_dots(
-    builder: Any, x: Any, length: Any, places: Any, factor: Any, count: Any, target: Any, across: Any, kind: Any, *,
+    builder: Any, x: Any, length: Any, entries: Any, factor: Any, count: Any, target: Any, across: Any, dtype: Any, *,
     rows: int, sides: int,
 ) -> None:  # fmt: skip
     """Multiply `count` numbers of each of `rows` rows by those of each of `sides` rows of a factor; every sum of
     products is made in one order.
 
     Rows of x and of the factor are `length` bytes apart, those of float32 at `target` `across`; the rows' numbers are
-    int64 at `places`.
+    int64 at `entries`.
     """
-    size, form = kind.bitwidth // 8, vectors.ACCUMULATE[kind]
+    size, form = dtype.bitwidth // 8, vectors.ACCUMULATE[dtype]
     zero, none = vectors.constant(FLOATS, 0.0), LONG(0)
-    numbers = [load(builder, builder.add(places, LONG(row * 8)), LONG) for row in range(rows)]
-    left = [builder.add(x, builder.mul(number, length)) for number in numbers]
+    row_indices = [load(builder, builder.add(entries, LONG(row * 8)), LONG) for row in range(rows)]
+    left = [builder.add(x, builder.mul(row_index, length)) for row_index in row_indices]
     right = [vectors.at(builder, factor, length, side, none) for side in range(sides)]
     following = builder.mul(length, LONG(sides))
     cells = [(row, side) for row in range(rows) for side in range(sides)]
@@ -299,22 +300,22 @@ def _write_dots(
         offset = builder.mul(loop.index, LONG(LINE))
         own = [load(builder, builder.add(base, offset), WORDS) for base in left]
         for side, base in enumerate(right):
-            place = builder.add(base, offset)
-            words = load(builder, place, WORDS)
-            vectors.prefetch(builder, builder.add(place, following))
+            address = builder.add(base, offset)
+            words = load(builder, address, WORDS)
+            vectors.prefetch(builder, builder.add(address, following))
             for row in range(rows):
                 builder.store(form(builder, own[row], words, builder.load(sums[row, side])), sums[row, side])
     totals = {}
     for row in range(rows):
         four = [builder.load(sums[row, side]) if side < sides else zero for side in range(4)]
-        found = vectors.sum_lanes(builder, four)
+        lane_sums = vectors.sum_lanes(builder, four)
         for side in range(sides):
-            totals[row, side] = cgutils.alloca_once_value(builder, builder.extract_element(found, WORD(side)))
+            totals[row, side] = cgutils.alloca_once_value(builder, builder.extract_element(lane_sums, WORD(side)))
     done = builder.mul(lines, LONG(LINE))
     with cgutils.for_range(builder, builder.sub(count, builder.mul(lines, LONG(LINE // size)))) as loop:
         offset = builder.add(done, builder.mul(loop.index, LONG(size)))
         own, other = (
-            [vectors.read(builder, builder.add(base, offset), kind, one=True) for base in bases]
+            [vectors.read(builder, builder.add(base, offset), dtype, one=True) for base in bases]
             for bases in (left, right)
         )
         for row, side in cells:
@@ -333,38 +334,38 @@ _dot, _dots_of_row, _dots_of_rows = (
 
 
 def _write_add(
-    builder: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any, places: Any,
-    kind: Any, out_kind: Any, *, rows: int, count: int,
+    builder: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any, entries: Any,
+    dtype: Any, out_dtype: Any, *, rows: int, count: int,
 ) -> None:  # fmt: skip
     """Add, to 16 * `count` numbers of each of `rows` rows, the sum of `rank` rows of a factor, each times its float32
     weight.
 
     Bytes from row to row: `across` of weights, `stride` of the factor, `length` of y, whose rows' numbers are int64 at
-    `places`.
+    `entries`.
     """
-    size, out_size = kind.bitwidth // 8, out_kind.bitwidth // 8
+    size, out_size = dtype.bitwidth // 8, out_dtype.bitwidth // 8
     zero = vectors.constant(FLOATS, 0.0)
-    cells = [(row, place) for row in range(rows) for place in range(count)]
+    cells = [(row, vector) for row in range(rows) for vector in range(count)]
     sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
     with cgutils.for_range(builder, rank) as loop:
         offset = builder.mul(loop.index, LONG(4))
-        own = [load(builder, vectors.at(builder, weights, across, row, offset), FLOAT) for row in range(rows)]
-        values = [vectors.splat(builder, weight) for weight in own]
+        scalars = [load(builder, vectors.at(builder, weights, across, row, offset), FLOAT) for row in range(rows)]
+        values = [vectors.splat(builder, weight) for weight in scalars]
         source = builder.add(factor, builder.mul(loop.index, stride))
         for line in range(count * LANES * size // LINE):  # of the block that follows
             vectors.prefetch(builder, builder.add(source, LONG(count * LANES * size + line * LINE)))
-        for place in range(count):
-            numbers = vectors.read(builder, builder.add(source, LONG(place * LANES * size)), kind)
+        for vector in range(count):
+            numbers = vectors.read(builder, builder.add(source, LONG(vector * LANES * size)), dtype)
             for row in range(rows):
-                total = sums[row, place]
+                total = sums[row, vector]
                 builder.store(vectors.multiply_add(builder, values[row], numbers, builder.load(total)), total)
     for row in range(rows):
-        number = load(builder, builder.add(places, LONG(row * 8)), LONG)
-        begin = builder.add(y, builder.mul(number, length))
-        for place in range(count):
-            target = builder.add(begin, LONG(place * LANES * out_size))
-            found = builder.fadd(vectors.read(builder, target, out_kind), builder.load(sums[row, place]))
-            vectors.write(builder, found, target, out_kind)
+        row_index = load(builder, builder.add(entries, LONG(row * 8)), LONG)
+        begin = builder.add(y, builder.mul(row_index, length))
+        for vector in range(count):
+            target = builder.add(begin, LONG(vector * LANES * out_size))
+            sum_ = builder.fadd(vectors.read(builder, target, out_dtype), builder.load(sums[row, vector]))
+            vectors.write(builder, sum_, target, out_dtype)
 
 
 _add_vector, _add_row, _add_tile = (

@@ -52,15 +52,16 @@ def zero_tile(builder: Any, tile: int) -> None:
     call(builder, "llvm.x86.tilezero", _NOTHING, [_tile(tile)])
 
 
-def multiply_tiles(builder: Any, kind: str, sums: int, x: int, weights: int) -> None:
+def multiply_tiles(builder: Any, instruction: str, sums: int, x: int, weights: int) -> None:
     """Add products to the tile `sums`: "bf16ps" of pairs of bfloat16, "bsud" of bytes, those of x with sign."""
-    call(builder, f"llvm.x86.tdp{kind}", _NOTHING, [_tile(sums), _tile(x), _tile(weights)])
+    call(builder, f"llvm.x86.tdp{instruction}", _NOTHING, [_tile(sums), _tile(x), _tile(weights)])
 
 
 @emitted(*[INT64] * 3)
 def configure_unit(builder: Any, first: Any, second: Any, width: Any) -> None:
-    """Make tiles 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`, 4 and 5, of x, of `width` bytes, and 6 and 7 such
-    as are multiplied with those, on this thread. 1 to 16 rows, 4 to 64 bytes."""
+    """Configure this thread's tiles: 0, 1 and 4 of `first` rows, 2, 3 and 5 of `second`; 4 and 5, of x, of `width`
+    bytes a row, the others of 64; 6 and 7, of weights, of the rows that such an x is multiplied by. 1 to 16 rows, 4 to
+    64 bytes."""
     base = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(BYTE, STEP)), LONG)
     vectors.store(builder, ir.Constant(ir.VectorType(BYTE, STEP), [1] + [0] * (STEP - 1)), base)  # the one palette
     for number in range(8):
@@ -75,7 +76,7 @@ def configure_unit(builder: Any, first: Any, second: Any, width: Any) -> None:
 
 @emitted()
 def release_unit(builder: Any) -> None:
-    """Empty the tiles of this thread, so that the system need not keep them."""
+    """Release the tiles of this thread, so that the system need not save them when it switches threads."""
     call(builder, "llvm.x86.tilerelease", _NOTHING, [])
 
 
@@ -97,20 +98,20 @@ def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: A
         for vector in range(2):
             zero_tile(builder, _SUMS[half] + vector)
     with cgutils.for_range(builder, steps) as loop:
-        place = builder.add(panel, builder.mul(loop.index, LONG(2 * LINE * ROWS)))
+        address = builder.add(panel, builder.mul(loop.index, LONG(2 * LINE * ROWS)))
         for half in range(halves):
-            own = builder.add(at(builder, x, x_size, half * ROWS, LONG(0)), builder.mul(loop.index, LONG(STEP)))
+            x_rows = builder.add(at(builder, x, x_size, half * ROWS, LONG(0)), builder.mul(loop.index, LONG(STEP)))
             for vector in range(2):
                 if half == 0:
-                    load_tile(builder, WEIGHTS[vector], builder.add(place, LONG(vector * LINE)), LONG(2 * LINE))
+                    load_tile(builder, WEIGHTS[vector], builder.add(address, LONG(vector * LINE)), LONG(2 * LINE))
                 if vector == 0:
-                    load_tile(builder, X[half], own, x_size)
+                    load_tile(builder, X[half], x_rows, x_size)
                 multiply_tiles(builder, "bf16ps", _SUMS[half] + vector, X[half], WEIGHTS[vector])
     sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(FLOATS, 2 * ROWS * halves)), LONG)
     for half in range(halves):
         for vector in range(2):
-            place = builder.add(sums, LONG((half * ROWS * 2 + vector) * LINE))
-            store_tile(builder, _SUMS[half] + vector, place, LONG(2 * LINE))
+            address = builder.add(sums, LONG((half * ROWS * 2 + vector) * LINE))
+            store_tile(builder, _SUMS[half] + vector, address, LONG(2 * LINE))
     return sums
 
 
@@ -125,13 +126,13 @@ def _store_rows(builder: Any, sums: Any, bias: Any, out: Any, across: Any, out_s
         target = builder.add(out, builder.mul(loop.index, across))
         for vector, cell in enumerate(cells):
             total = load(builder, builder.add(source, LONG(vector * LINE)), FLOATS)
-            found = builder.fadd(total, builder.load(cell))
+            result = builder.fadd(total, builder.load(cell))
             with builder.if_else(is_narrow) as (narrow, wide):
                 with narrow:
-                    place = builder.add(target, LONG(vector * LINE // 2))
-                    vectors.store(builder, vectors.narrow(builder, found), place)
+                    address = builder.add(target, LONG(vector * LINE // 2))
+                    vectors.store(builder, vectors.narrow(builder, result), address)
                 with wide:
-                    vectors.store(builder, found, builder.add(target, LONG(vector * LINE)))
+                    vectors.store(builder, result, builder.add(target, LONG(vector * LINE)))
 
 
 _few_rows, _many_rows = (emitted(*[INT64] * 9, halves=halves)(_write_tiles) for halves in (1, 2))
@@ -142,18 +143,18 @@ def multiply_by_unit(
     x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, first: int, last: int, block: int,
     out_size: int,
 ) -> None:  # fmt: skip
-    """Panels `first` to `last` of bfloat16 for `rows` rows of x, of `size` bytes each, as `packed.multiply` has the
-    rest. The last tile of rows is moved back."""
+    """Multiply `rows` rows of x, of `size` bytes each, by panels [first, last) of bfloat16; the other arguments are
+    those of `packed.multiply`. The last tile of rows is moved back, so that it is full, and overlaps the one before."""
     tile, steps = min(rows, MOST), size // STEP
     configure_unit(min(tile, ROWS), max(tile - ROWS, 1), STEP)
     for begin in range(first, last, block):
         for turn in range((rows + MOST - 1) // MOST):
             row = min(turn * MOST, rows - tile)
-            for place in range(begin, min(begin + block, last)):
-                source, target = x + row * size, out + row * across + place * 2 * ROWS * out_size
-                panel, added = panels + place * size * 2 * ROWS, bias + place * 2 * ROWS * 4 if bias != 0 else 0
+            for index in range(begin, min(begin + block, last)):
+                source, target = x + row * size, out + row * across + index * 2 * ROWS * out_size
+                panel, own_bias = panels + index * size * 2 * ROWS, bias + index * 2 * ROWS * 4 if bias != 0 else 0
                 if tile <= ROWS:
-                    _few_rows(source, size, panel, steps, added, target, across, out_size, tile)
+                    _few_rows(source, size, panel, steps, own_bias, target, across, out_size, tile)
                 else:
-                    _many_rows(source, size, panel, steps, added, target, across, out_size, tile)
+                    _many_rows(source, size, panel, steps, own_bias, target, across, out_size, tile)
     release_unit()

@@ -10,11 +10,6 @@ import torch
 from support.teams import team_of
 from torch.nn.functional import gelu, silu
 
-from asyncengine.kernels.cpu import compiler_missing
-
-if compiler_missing(torch.float32, torch.device("cpu")) is not None:
-    pytest.skip("no compiler", allow_module_level=True)
-
 from asyncengine.kernels.cpu.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 
 Function = Callable[[torch.Tensor], torch.Tensor]

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-pytest.importorskip("numba")
-
 from asyncengine.kernels.cpu.attention_softmax import FEW, softcap, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, FLOOR
 from asyncengine.kernels.cpu.jit import serial_in_order

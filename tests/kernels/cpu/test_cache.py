@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from asyncengine.kernels.cpu import compiler_missing
-
-if compiler_missing(torch.float32, torch.device("cpu")) is not None:
-    pytest.skip("no compiler", allow_module_level=True)
-
 
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.kernels.cache_folder import VARIABLE, cache_root

@@ -9,8 +9,6 @@ from support.forwards import relative_error
 from support.layer_options import options
 from support.teams import team_of
 
-pytest.importorskip("numba")
-
 from asyncengine.execution.layers.experts import Experts, ExpertsConfig, clamped
 from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.kernels.cpu import activation

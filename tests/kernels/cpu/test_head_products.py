@@ -7,8 +7,6 @@ import torch
 from support.layer_options import options
 from support.teams import team_of
 
-pytest.importorskip("numba")
-
 from asyncengine.execution.layers.latent_attention import HeadProducts
 from asyncengine.execution.layers.weight_forms import PackedWeight
 

@@ -9,11 +9,6 @@ import pytest
 import torch
 from support.teams import team_of
 
-from asyncengine.kernels.cpu import compiler_missing
-
-if compiler_missing(torch.float32, torch.device("cpu")) is not None:
-    pytest.skip("no compiler", allow_module_level=True)
-
 from asyncengine.kernels.cpu.lora import Factors, RowGroups, add_deltas
 
 SLOTS, RANK = 5, 13

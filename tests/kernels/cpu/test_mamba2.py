@@ -13,13 +13,11 @@ from asyncengine.execution.layers.kernels import layer_kernels
 from asyncengine.execution.layers.mamba2 import Mamba2, Mamba2Config
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.states import StatePools
-from asyncengine.kernels.cpu import compiler_missing
 
 CPU = torch.device("cpu")
 WIDTH, SLOTS = 64, 20
 LENGTH = 150
 """Tokens of a sequence: more than a block of the kernel."""
-pytestmark = pytest.mark.skipif(compiler_missing(torch.float32, CPU) is not None, reason="no compiler")
 
 
 def make(dtype: torch.dtype, **changes: Any) -> Mamba2:

@@ -6,12 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-pytest.importorskip("numba")
-
 import llvmlite.binding as llvm
 import numba
+import pytest
 from llvmlite import ir
 
 from asyncengine.kernels.cpu import packed, quantized_tiles, vectors, widened

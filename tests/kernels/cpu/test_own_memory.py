@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("numba")
-
 from asyncengine.kernels import cpu
 
 KERNELS = sorted(Path(cpu.__file__).parent.glob("*.py"))

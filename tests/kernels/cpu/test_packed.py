@@ -12,8 +12,6 @@ from support.data import cases_of
 from support.long import LONG
 from support.teams import team_of
 
-pytest.importorskip("numba")
-
 from asyncengine.kernels.cpu import packed, vectors, widened
 from asyncengine.kernels.cpu.jit import tag_of
 

@@ -8,11 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncengine.kernels.cpu import compiler_missing
-
-if compiler_missing(torch.float32, torch.device("cpu")) is not None:
-    pytest.skip("no compiler", allow_module_level=True)
-
 from asyncengine.kernels.cpu.jit import serial_in_order, tag_of
 from asyncengine.kernels.cpu.qk_norm_rope import _rotate_numbers, _rotate_vectors, prepare_head
 

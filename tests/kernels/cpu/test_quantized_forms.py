@@ -10,8 +10,6 @@ import torch
 from support.stored_matrices import FORMS, RandomMatrix, rounded
 from support.teams import team_of
 
-pytest.importorskip("numba")
-
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredForm
 from asyncengine.execution.layers.stored_weight import GroupedWeight, panel_form
 from asyncengine.kernels.cpu import gemm_quantized, quantized_narrow, quantized_panels

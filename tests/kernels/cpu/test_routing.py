@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("numba")
-
 from support.data import cases_of
 
 from asyncengine.execution.layers.routing import RouterConfig, route

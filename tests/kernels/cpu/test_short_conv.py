@@ -13,12 +13,10 @@ from asyncengine.execution.layers.kernels import layer_kernels
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.short_conv import ShortConv, ShortConvConfig
 from asyncengine.execution.layers.states import StatePools
-from asyncengine.kernels.cpu import compiler_missing
 
 CPU = torch.device("cpu")
 WIDTH = 320
 """More than a block of channels."""
-pytestmark = pytest.mark.skipif(compiler_missing(torch.float32, CPU) is not None, reason="no compiler")
 
 
 def make(dtype: torch.dtype, bias: bool) -> ShortConv:

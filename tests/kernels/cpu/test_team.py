@@ -11,13 +11,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-import torch
 from support.teams import team_of
-
-from asyncengine.kernels.cpu import compiler_missing
-
-if compiler_missing(torch.float32, torch.device("cpu")) is not None:
-    pytest.skip("no compiler", allow_module_level=True)
 
 from asyncengine.kernels.cpu.atomics import AFFINITY_BYTES, keep_off_core, load, store
 from asyncengine.kernels.cpu.calls import parallel_for

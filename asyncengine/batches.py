@@ -1,4 +1,4 @@
-"""Many requests, a limited number at a time: each result is given as soon as it comes, and only running rows are
+"""Many requests, a limited number at a time: each result comes as soon as it is there, and only running rows are
 held."""
 
 from __future__ import annotations

@@ -152,8 +152,7 @@ class GrammarMatcher(Protocol):
         `others` returns allowed tokens that the model may say instead, in the order in which they are to be tried."""
 
     def may_refuse(self, ahead: int) -> bool:
-        """Whether `accept` may call `others` for the token sampled next, or for one behind `ahead` drafts. Any
-        thread."""
+        """Whether `accept` may call `others` for the next token, or for one behind `ahead` drafts. Any thread."""
 
     def is_terminated(self) -> bool:
         """True: the output is complete and nothing may follow."""

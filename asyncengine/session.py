@@ -67,8 +67,7 @@ class Session:
         self._tell("waiting", as_seconds("seconds", seconds))
 
     def close(self) -> None:
-        """Give up the pages that only this session and its children have in the cache. Running requests go on.
-        Idempotent."""
+        """Give up pages that only this session and its children have. Running requests go on. Idempotent."""
         self.closed = True
         children, self._children = self._children, []
         for child in children:

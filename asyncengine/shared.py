@@ -79,8 +79,7 @@ class _Registry:
             os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """Forget the engines in a forked child, which has only the handles: each loads anew, if it may (see
-        `process`)."""
+        """Forget the engines in a forked child: each handle loads anew, if it may (see `process`)."""
         self._lock = threading.RLock()
         for shared in self._engines.values():
             shared.loading = None

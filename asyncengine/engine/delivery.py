@@ -204,7 +204,7 @@ class Delivery:
         if end == "length" and stream.stop is not None:  # the stop string was found in the text held back until the end
             end = "stop"
         if end is not None:
-            self._close(stream, output, end)
+            self._close(stream, output, end)  # before the chunk is put: its reader may read these counts at once
         logprobs = None if output.logprob is None else [self._entry(output.logprob, ends=left_out)]
         error = output.error
         if isinstance(error, Exception):

@@ -219,8 +219,8 @@ class DeviceThread:
         self._may_launch_here = True
 
     def _advance(self) -> None:
-        """On the loop's thread: launch the jobs in line, or hand them over, in order: none before one that the thread
-        has yet to do."""
+        """On the loop's thread: launch the jobs in line, or hand them over, none before one that the thread has to
+        do."""
         while self._line:
             job, is_brief = self._line[0], self._is_brief if self._may_launch_here else None
             if not isinstance(job.work, Batch) or is_brief is None or not is_brief(job.work):

@@ -233,8 +233,7 @@ class Frontend:
         return self._decisions
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
-        """Plan of a chat's output. `params.grammar` constrains the answer as `response_format` does, after any
-        reasoning."""
+        """Plan of a chat. `params.grammar` constrains the answer, after any reasoning, as `response_format` does."""
         wanted = chat.response_format if params.grammar is None else params.grammar
         if params.grammar is not None and chat.response_format is not None:
             raise InvalidParameter("response_format", "cannot go with a grammar in the sampling parameters")
@@ -250,15 +249,13 @@ class Frontend:
         )  # fmt: skip
 
     def expired(self, prepared: PreparedRequest) -> Assembler:
-        """The assembler of a request whose deadline came before it had a place in the queue. The engine never sees
-        it."""
+        """The assembler of a request whose deadline came before it had a place in the queue."""
         for index in range(len(prepared.streams)):
             prepared.mailbox.put(Chunk("", [], "timeout", index))
         return Assembler(prepared, self.loop.clock.now)
 
     def post(self, prepared: PreparedRequest) -> Assembler:
-        """Post a prepared request that has its places in the queue. Returns its assembler. Raises as
-        `LoopClient.post`."""
+        """Post a request that has its places in the queue, and return its assembler. Raises as `LoopClient.post`."""
         assembler = self.tool_waits.assembler(prepared)
         self.client.post(prepared)
         return assembler

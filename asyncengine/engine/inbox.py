@@ -83,7 +83,7 @@ class Inbox(Generic[T]):
         try:
             await waiter
         finally:
-            with self.turn, self._lock:
+            with self.turn, self._lock:  # `turn`: a borrower may still be changing the reader's state
                 self._waiter = None
             if timer is not None:
                 timer.cancel()

@@ -99,8 +99,7 @@ class EngineLoop(ServingLoop):
         self.runner.have_loop()
 
     async def run(self) -> None:
-        """Serve until drained. Raises only cancellation: an error that kills the engine is passed on to every
-        stream."""
+        """Serve until drained. Raises only cancellation: every stream raises an error that kills the engine."""
         self._probe_lag(self.clock.now())
         try:
             while not self._drained():
@@ -135,8 +134,7 @@ class EngineLoop(ServingLoop):
                 await self.runner.aclose()
 
     def fail(self, error: Exception) -> None:
-        """End the engine with an error that happened elsewhere, without waiting for steps in flight. From any
-        thread."""
+        """End the engine with an error from elsewhere, without waiting for steps in flight. From any thread."""
         self._lost = error
         self.inbox.post()  # no message: this wakes the loop where it waits for one
         for launched in list(self.in_flight)[:1]:  # `run` awaits the oldest step, which may never end
@@ -308,8 +306,7 @@ class EngineLoop(ServingLoop):
 
     @property
     def refuses(self) -> bool:
-        """Whether new requests are refused: the engine sleeps, or is about to, by a call with `requests="refuse"`. From
-        any thread."""
+        """Whether new requests are refused: it sleeps, or is about to, with `requests="refuse"`. From any thread."""
         turns = [turn for turn in (self.asleep, *self.updates.values()) if isinstance(turn, Sleep)]
         return any(turn.refuses and not turn.done.cancelled() for turn in turns)
 
@@ -321,7 +318,7 @@ class EngineLoop(ServingLoop):
                 self.let_go(output.ticket)
         self.delivery.deliver(outputs)
         counters = self.scheduler.counters
-        left = (counters.left_queue, counters.left_queue_tokens)
+        left = (counters.left_queue, counters.left_queue_tokens)  # running totals: the difference has left since
         if left != self._left_queue:
             self.queue_limit.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
             self._left_queue = left

@@ -35,27 +35,27 @@ class LoopClient:
 
         Raises `QueueFull`, `EngineAsleep`, `EngineClosed`, `EngineDead`.
         """
-        self._check_awake(begun)
-        queue_limit, samples, tokens = self.loop.queue_limit, group.samples, group.num_tokens
+        if self._enter_now(group, begun):
+            return True
         with self._closed_or_dead():
-            if begun or self.loop.config.when_full == "wait":
-                return await queue_limit.enter_when_free(samples, tokens, self._patience(group))
-            queue_limit.enter(samples, tokens)
-        return True
+            return await self.loop.queue_limit.enter_when_free(group.samples, group.num_tokens, self._patience(group))
 
     def enter_blocking(self, group: PreparedRequest | TextBatch, *, begun: bool = False) -> bool:
         """Take places as `enter` does, on a plain thread."""
-        self._check_awake(begun)
-        queue_limit, samples, tokens = self.loop.queue_limit, group.samples, group.num_tokens
+        if self._enter_now(group, begun):
+            return True
         with self._closed_or_dead():
-            if begun or self.loop.config.when_full == "wait":
-                return queue_limit.enter_blocking(samples, tokens, self._patience(group))
-            queue_limit.enter(samples, tokens)
-        return True
+            return self.loop.queue_limit.enter_blocking(group.samples, group.num_tokens, self._patience(group))
 
-    def _check_awake(self, begun: bool) -> None:
+    def _enter_now(self, group: PreparedRequest | TextBatch, begun: bool) -> bool:
+        """Take places at once. False: the caller has to wait for them."""
         if self.loop.refuses and not begun:
             raise EngineAsleep("the engine is asleep or paused, and takes no requests meanwhile: try again later")
+        if begun or self.loop.config.when_full == "wait":
+            return False
+        with self._closed_or_dead():
+            self.loop.queue_limit.enter(group.samples, group.num_tokens)
+        return True
 
     def _patience(self, group: PreparedRequest | TextBatch) -> Callable[[], float]:
         """Seconds that are left until the first deadline of `group`; infinity without one."""

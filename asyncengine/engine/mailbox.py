@@ -54,8 +54,7 @@ class Mailbox:
         self._born = PROCESS.generation
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
-        """The receiver's last waiter. Only the receiver sets and clears it: the engine's thread might clear a newer
-        one."""
+        """The receiver's last waiter. Only the receiver clears it: the engine's thread might clear a newer one."""
         self._woken: Waiter | None = None
         """The last waiter that the engine's thread has had woken."""
         self._min_tokens = 1
@@ -105,10 +104,10 @@ class Mailbox:
         chunks = self._chunks
         chunks.append(chunk)
         waiter = self._waiter
-        if waiter is None or waiter is self._woken:
+        if waiter is None or waiter is self._woken:  # no reader waits, or it is woken and has not looked yet
             return None
         if chunk.finish_reason is None and len(chunks) < self._min_tokens and len(chunk.token_ids) < self._min_tokens:
-            return None
+            return None  # the reader of a whole answer sleeps on
         self._woken = waiter
         return waiter
 

@@ -77,7 +77,7 @@ class OnDemand:
         if asyncio.get_running_loop() is not self._loop:
             raise WrongLoop("models that are loaded on demand are used on the event loop that made their group")
         model = self.models[name]
-        model.waiting += 1
+        model.waiting += 1  # keeps the model from being unloaded between its load and its use
         try:
             while not model.usable:
                 if self._closed:
@@ -145,8 +145,7 @@ class OnDemand:
             self._settle(model)
 
     async def _make_room(self, model: OnDemandModel) -> None:
-        """Take the model's bytes of the budget, once others have given them back; return early if no caller waits any
-        more."""
+        """Take the model's bytes of the budget once others have given them back, or no caller waits any more."""
         while model.waiting and sum(other.taken for other in self.models.values()) + model.size > self._budget:
             candidates = self._closable()
             if candidates:

@@ -199,7 +199,7 @@ class PeerPrefixes(Source):
         batches = list(batches_of(addresses, lambda address: self._memory.nbytes(address[0]), BATCH_BYTES))
         try:
             for number, batch in enumerate(batches):
-                for after in batches[number + len(coming) : number + 2]:
+                for after in batches[number + len(coming) : number + 2]:  # two answers are always under way
                     question = self._question(order.namespace, order.tokens, after)
                     coming.append(asyncio.ensure_future(self.call(peer, question)))
                 stream = await asyncio.wait_for(coming.popleft(), max(0.0, order.until - self._clock.now()))

@@ -181,7 +181,7 @@ class PrefixStore(Source):
         if notes and self.store.writable and not self._closing and self._queued - self._done < MOST_UNSAVED:
             if self._evicted:
                 notes = [copied for note in notes if (copied := self._copy(note)) is not None]
-            self._queued += len(notes)
+            self._queued += len(notes)  # before the thread may count them as done
             self._start()
             self._saves.put(notes)
 

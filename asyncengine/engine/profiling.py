@@ -87,8 +87,7 @@ class Profile:
 
     @contextmanager
     def _before_exit(self) -> Iterator[None]:
-        """Have the program's exit wait for the block: an interpreter that is torn down while torch's profiler is at
-        work crashes."""
+        """Have the program's exit wait for the block: torch's profiler crashes an interpreter that is torn down."""
 
         def end() -> None:
             self._end()

@@ -225,7 +225,7 @@ class ServingLoop:
         """Called before `run`: no other code will use the event loop that it runs on."""
 
     async def run(self) -> None:
-        """Serve until drained. Raises only cancellation: an error that kills the loop is passed on to every stream."""
+        """Serve until drained. Raises only cancellation: every stream raises an error that kills the loop."""
         raise NotImplementedError
 
     def end_early(self, message: StopText | Abort) -> None:

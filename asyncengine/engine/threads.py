@@ -64,8 +64,8 @@ def finished_blocking(work: Future[T]) -> T:
 
 
 async def finished(work: Future[T]) -> T:
-    """Await the work of another thread. Raises `EngineClosed` if the engine closes meanwhile; cancelling the caller
-    cancels work that has not begun."""
+    """Await the work of another thread. Raises `EngineClosed` if the engine closes meanwhile. Cancelling cancels
+    unbegun work."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[T] = loop.create_future()
 
@@ -94,8 +94,8 @@ def _copy(done: Future[T], waiter: asyncio.Future[T]) -> None:
 
 @contextlib.contextmanager
 def interrupts_postponed() -> Iterator[None]:
-    """Postpone Ctrl-C to the end of the block: work that it left half done would be lost for every request. Only the
-    main thread gets the signal."""
+    """Postpone Ctrl-C, which only the main thread gets, to the end of the block: half-done work would fail every
+    request."""
     before = _signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(before):  # the signal is ignored, ends the process or is handled outside of Python
         yield

@@ -41,9 +41,8 @@ class Sleep(NamedTuple):
         """The state of an engine that falls asleep, having been in the state `before`."""
         if before is None:
             return self
-        later = (self.weights, self.cache, self.refuses), (before.weights, before.cache, before.refuses)
-        weights, cache, refuses = map(any, zip(*later, strict=True))
-        return self._replace(weights=weights, cache=cache, refuses=refuses)
+        weights, cache = self.weights or before.weights, self.cache or before.cache
+        return self._replace(weights=weights, cache=cache, refuses=self.refuses or before.refuses)
 
     @property
     def state(self) -> EngineState:

@@ -159,6 +159,7 @@ class RequestValidator:
             grammar = self.grammars.check(params.grammar, max_total - len(tokens), params.on_budget)
             params = params.replace(grammar=grammar)
         final = params.grammar if plan is None else plan.final
+        # bad words go around the grammar, and the thinking budget around both: thoughts are not the grammar's
         if params.bad_words:
             params = params.replace(grammar=self._bad_words(params))
         if plan is not None and plan.thinking is not None:
@@ -422,6 +423,7 @@ def sample_seed(seed: int | None, index: int) -> int:
     """Seed of sample `index`: the caller's for sample 0, a mix of it and the index for the others."""
     if seed is None:
         return secrets.randbits(64)
+    # 2**64 over the golden ratio: multiples lie far apart (Fibonacci hashing, Knuth 1973)
     mixed = (seed & (2**64 - 1)) ^ (index * 0x9E3779B97F4A7C15)
     return mixed & (2**64 - 1)
 

@@ -197,7 +197,7 @@ class KVCache:
         if shared:
             if table.matched.children:  # an earlier request went on differently: others may branch here, too
                 marks.append(table.matched.depth * self.page_size)
-            marks.append((num_tokens - 1) // self.page_size * self.page_size)
+            marks.append((num_tokens - 1) // self.page_size * self.page_size)  # where the same prompt starts again
             marks = sorted({mark: None for mark in marks if mark > start})
         table.state = self.states.start(table.node, start, marks)
         if table.state is not None:
@@ -254,8 +254,7 @@ class KVCache:
             raise InvariantViolation("a cache is cleared while its pages are in use")
 
     def drop_unused(self, salt: str | None) -> PrefixCacheReset:
-        """Forget cached pages with this salt (None: with any) that no request holds, with their states and window
-        pages."""
+        """Forget pages with this salt (None: any) that no request holds, with their states and window pages."""
         for group in self.groups:
             roots = [root for namespace, root in group.tree.roots.items() if salt is None or namespace[1] == salt]
             dropped = [page for root in roots for page in group.tree.drop(root)]

@@ -206,7 +206,7 @@ class RadixTree:
             node = child
             if not node.page:
                 hole = node.depth
-            elif not hole or hole <= self.num_unseen(node.depth):
+            elif not hole or hole <= self.num_unseen(node.depth):  # the next position does not see the hole
                 deepest = node
         return deepest
 
@@ -227,8 +227,7 @@ class RadixTree:
             if step.depth > above or step.parent is None:
                 if step.locks == 0 and step.parent is not None:
                     self.num_locked += 1
-                    if step.passed:
-                        self._pass(step, False)
+                    self._pass(step, False)
                 step.locks += 1
             step = step.parent
 
@@ -274,8 +273,7 @@ class RadixTree:
         child.priority = min(child.priority, priority)
         if child.locks == 0:
             self.num_locked += 1
-            if child.passed:
-                self._pass(child, False)
+            self._pass(child, False)
         child.locks += 1
         return child
 

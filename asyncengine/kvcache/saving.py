@@ -47,7 +47,7 @@ class Unsaved(NamedTuple):
         """Whether a copy made before this call has the content that was noted. From any thread."""
         if self.copy is not None:
             return True
-        if self.states is not None:
+        if self.states is not None:  # a slot that is reused gets a new `Snapshot` object
             return self.states.snapshot_of(self.node) is self.snapshot
         return self.node.page == self.number and self.node.created == self.created
 

@@ -139,7 +139,7 @@ class StateGroup:
         """A working slot for a request that starts from the snapshot of `node` (a root: from no token at all), to be
         taken from a snapshot if need be. None: not now."""
         snapshot = self.snapshot_of(node)
-        self._pin(snapshot, 1)
+        self._pin(snapshot, 1)  # or `_take` might evict the snapshot that the request starts from
         slot = self._take() or self._take_trail()
         if not slot:
             self._pin(snapshot, -1)

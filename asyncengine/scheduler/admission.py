@@ -205,7 +205,7 @@ class Admission:
         """
         if not (self.preempts or self._kv.states or (plan.left and self._slots.num_free)):
             return  # no request can start or preempt, and no snapshot need be asked for
-        self._refresh_keys(waiting)
+        self._refresh_keys(waiting)  # before `in_order`, which sorts by them
         beside = self._look(waiting, running)
         admitted: list[Request] = []
         blocked: dict[str, None] = {}

@@ -45,7 +45,7 @@ class Pace:
         left, per_token = self._aim - self._decodes, self._expected
         if left >= budget * per_token:
             return budget
-        blocks = round((left / per_token + decodes) / _BLOCK)
+        blocks = round((left / per_token + decodes) / _BLOCK)  # decodes fill blocks together with the prompt
         return min(budget, max(blocks, decodes // _BLOCK + 2) * _BLOCK - decodes)
 
     def learn(self, tokens: int, took: float) -> None:

@@ -67,8 +67,7 @@ class RestoreOrder:
 
     @property
     def addresses(self) -> list[tuple[RecordType, int, int]]:
-        """All that is to be filled: (type of record, index of its page in the prefix, index in the memory of that
-        type)."""
+        """All that is to be filled: (type of record, index of its page, index in the memory of that type)."""
         addresses = [(RecordType.WINDOW, *page) for page in self.windows]
         if self.slot:
             addresses.append((RecordType.STATE, self.pages[-1][0], self.slot))

@@ -29,7 +29,7 @@ class Results:
         batch, requests, epochs = flown[:3]
         if result.step != batch.step:
             raise InvariantViolation(f"result of step {result.step}, but step {batch.step} is the oldest in flight")
-        roster.kv.retire(batch.step)
+        roster.kv.retire(batch.step)  # the step has read and written its pages: they may have new owners
         roster.slots.retire(batch.step)
         if roster.kv.states is not None:
             settle_snapshots(flown, result, roster.kv, roster.publish)

@@ -191,8 +191,7 @@ class Roster:
             self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        """Put a request that has its grammar and adapter into the waiting queue, or among those held for a weight
-        update."""
+        """Queue a request that has its grammar and adapter, or hold it for a weight update."""
         if self.weights.is_before(request):
             self.weights.held[request.ticket] = request
         elif not self.restores.add(request):
@@ -220,8 +219,7 @@ class Roster:
             self._wait(request)
 
     def release_held(self, number: int) -> None:
-        """Update `number` has happened or was withdrawn: requests that were held for it alone join the waiting
-        queue."""
+        """Update `number` has happened or was withdrawn: queue the requests that were held for it alone."""
         for request in self.weights.remove(number):
             self.waiting.add(request)
 
@@ -293,7 +291,7 @@ class Roster:
             self.kv.close(request.table, request.last_step)
             request.table = None
         self.slots.release(request, request.last_step)
-        request.epoch += 1
+        request.epoch += 1  # results in flight still count for its tokens, and no more for its pages
         del self.running[request.ticket]
 
     def publish(self, request: Request) -> None:

@@ -153,7 +153,7 @@ class Scheduler:
         preemptions = self.counters.preemptions
         self._force_preemption()
         yielding = self._schedule_running(plan)
-        had_to_preempt = self.counters.preemptions > preemptions
+        had_to_preempt = self.counters.preemptions > preemptions  # memory is short: who starts now gives way next
         if self.waiting and (not had_to_preempt or not (rows or self._in_flight)):
             self._admit(plan, now, yielding)
         for request in yielding:
@@ -166,7 +166,7 @@ class Scheduler:
         if rows:
             self._drafting.add(rows, plan.total)
             return self._launch(plan, now)
-        if self.waiting and not (self.running or self._in_flight or self.restores):
+        if self.waiting and not (self.running or self._in_flight or self.restores):  # no result will free memory
             if self.roster.drop_pins(CROWDED):
                 return self.schedule(now)
             raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")
@@ -226,8 +226,7 @@ class Scheduler:
             plan.add(request, count)
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
-        """Grow the pages of `request` to `num_tokens`, preempting others if need be. False: not possible in this
-        step."""
+        """Grow the pages of `request` to `num_tokens`, preempting others if need be. False: not in this step."""
         assert request.table is not None
         self.kv.release(request.table, request.num_computed, request.last_step)
         while not self.kv.grow(request.table, num_tokens):
@@ -286,7 +285,7 @@ class Scheduler:
         if not self.kv.copies or table is None or request.spec.images or self._admission.match_limit(request) < last:
             return None
         start = table.num_shared * self.kv.page_size
-        if not start < last < start + self.kv.page_size:
+        if not start < last < start + self.kv.page_size:  # only a page filled in part is copied; full ones are shared
             return None
         beyond = request.keys[start:last]
         for leader in self.running.values():
@@ -311,7 +310,7 @@ class Scheduler:
             count = row.num_scheduled - drafts
             total += count
             request.drafts_launched = drafts
-            request.num_launched = row.start + count
+            request.num_launched = row.start + count  # without drafts: how many stand is known at commit
             request.last_step = step
             if charge is not None:
                 charge(request, count)

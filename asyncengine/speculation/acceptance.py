@@ -106,6 +106,7 @@ class Acceptance:
             tried[level] = tried[level] * _MEMORY + 1
             right[level] = right[level] * _MEMORY + (index < accepted)
         self._misses[source] = 0 if accepted else self._misses[source] + 1
+        # a namespace is patient for longer than a request: it waits for all of its requests
         over = self._misses[source] - _PATIENCE * (1 if self._parent is not None else 4)
         self._waits[source] = min(_LONGEST_WAIT, 2**over) if over > 0 else 0
 

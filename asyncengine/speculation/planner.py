@@ -68,8 +68,7 @@ class Prediction:
         return Draft(predicted, Source.PREDICTION, LONG if self._agreed >= _SURE else self._agreed or AMBIGUOUS)
 
     def _compare(self, before: int, token: int) -> None:
-        """Compare `token` with the prediction. Another token may be inserted, omitted or changed: the next ones tell
-        which."""
+        """Compare `token` with the prediction. Another one may be inserted, omitted or changed: the next tell."""
         self._since += 1
         if self._next < len(self._predicted) and self._predicted[self._next] == token:
             self._next += 1

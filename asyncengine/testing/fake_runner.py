@@ -38,7 +38,7 @@ from asyncengine.step import (
 State = tuple[int, int]
 """(tokens taken in, their hash)"""
 
-FIRST: State = (0, 0x811C9DC5)
+FIRST: State = (0, 0x811C9DC5)  # FNV-1a's offset; `after` has its prime
 LOST: State = (-1, 0)
 
 

@@ -57,8 +57,7 @@ class TextTokenizer:
         """The Rust tokenizer, where using it directly gives the same ids. Do not change its settings."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the tokenizer and settings alone: locks, tables and compiled templates are made anew in the other
-        process."""
+        """Pickle tokenizer and settings alone: the other process makes locks, tables and templates anew."""
         make = partial(
             TextTokenizer, max_chat_chars=self._max_chat_chars, chat_template=self._chat_template,
             end_token_ids=self._end_token_ids, load_hf=self._load_hf, folder=self.folder,

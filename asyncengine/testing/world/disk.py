@@ -187,8 +187,7 @@ class VirtualDisk:
     # ---------------------------------------------------------------- what goes wrong
 
     def restart(self, *, power_failed: bool) -> None:
-        """Begin a new process, which finds all that the old one wrote, or, if the power failed, the content of the
-        disk."""
+        """Begin a new process, which finds the old one's writes, or, if the power failed, what the disk has."""
         self._dead, self.dies_at, self.sync_fails_at = False, None, None
         self._open.clear()
         self._locks.clear()

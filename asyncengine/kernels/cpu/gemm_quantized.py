@@ -315,8 +315,7 @@ def _make_piece(form: PanelForm, narrow: bool) -> Any:
         size, turns = size_of(dtype), -(-rows // tile_rows)
         padded_scales, padded_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
         edge = room(_TILE, dtype)
-        # numbers are unpacked once for all turns; with this many turns each has three rows or more, as such tiles need
-        spread_once = bits < 8 if by_unit else spreads and turns >= SPREAD
+        spread_once = bits < 8 if by_unit else spreads and turns >= SPREAD  # each turn then has three rows or more
         spread_memory = np.empty(PANELS * PANEL * chunks * chunk + LINE if spread_once else 1, np.uint8)
         numbers_at = -(-spread_memory.ctypes.data // LINE) * LINE if spread_once else 0
         at_once = 1 if rows <= streamed or 0 < smallest <= rows else PANELS

@@ -1,9 +1,9 @@
-"""A model's folder before any weight is read: config, shards, sizes, what is missing.
+"""Checks of a model's folder before any weight is read: config.json, shards, and the headers of their tensors.
 
-Nothing here needs torch before a quantized checkpoint is found: wrong paths are refused at once.
+torch is imported only for a quantized checkpoint, so that a wrong path is refused at once.
 
-Only safetensors files are ever opened. Pickled weights (`pytorch_model.bin`, `*.pt`) run code when loaded; they are
-refused, never read.
+Only safetensors files are ever opened. Pickled weights (`pytorch_model.bin`, `*.pt`) can run code when they are loaded:
+they are refused and never read.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     import torch
 
     from asyncengine.execution.layers.stored import StoredMatrix
-    from asyncengine.execution.models.formats.stored_tensors import FoundMatrix, StoredTensors
+    from asyncengine.execution.models.formats.stored_tensors import MatrixSpec, StoredTensors
 
-    Find = Callable[[Mapping[str, Any], StoredTensors], dict[str, FoundMatrix]]
+    Find = Callable[[Mapping[str, Any], StoredTensors], dict[str, MatrixSpec]]
     """(quantization_config, tensors) -> matrices by the names that they have without quantization. Raises
     `ModelNotFound` for tensors that do not fit together, `UnsupportedModel` for a variant that is not read."""
 
-# The format that a safetensors checkpoint is quantized in, and the matrices that it has.
+# The quantization format of a safetensors checkpoint, and its quantized matrices.
 
 METHODS: Mapping[str, str] = {
     "awq": "integer_formats.find_awq",
@@ -51,42 +51,42 @@ METHODS: Mapping[str, str] = {
 }
 """quant_method -> the function among `formats` that finds its matrices."""
 _OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
-"""Files that may have the configuration when config.json has none, and the method of each."""
+"""Files that may have the quantization config if config.json has none, with the quant_method of each."""
 _OF_THE_CACHE = re.compile(r".*(attn|k_proj|v_proj|q_proj)\.([kqv]|kv|output|prob)_(scale|zero_point)")
 """Scales of a quantized KV cache."""
 
 
 def quantization_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization that a checkpoint declares, with its `quant_method`; None: it is not."""
-    inner = config.get("text_config")
-    for place in (config, inner if isinstance(inner, Mapping) else {}):
+    """The quantization config of a checkpoint, with its `quant_method`; None if it is not quantized."""
+    nested = config.get("text_config")
+    for section in (config, nested if isinstance(nested, Mapping) else {}):
         for name in ("quantization_config", "compression_config"):
-            if place.get(name):
-                found = place[name]
-                if not isinstance(found, Mapping):
+            if section.get(name):
+                settings = section[name]
+                if not isinstance(settings, Mapping):
                     raise ModelNotFound(f"{folder / 'config.json'}: {name} must be an object")
-                return found if name == "quantization_config" else {"quant_method": "compressed-tensors", **found}
+                return settings if name == "quantization_config" else {"quant_method": "compressed-tensors", **settings}
     for name, method in _OWN_FILES:
         if (folder / name).is_file():
-            found = formats.read_json(folder / name, str(folder))
-            inner = found.get("quantization")
-            return {"quant_method": method, **(inner if isinstance(inner, Mapping) else {}), **found}
+            settings = formats.read_json(folder / name, str(folder))
+            nested = settings.get("quantization")
+            return {"quant_method": method, **(nested if isinstance(nested, Mapping) else {}), **settings}
     return None
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """The name of a format."""
+    """The quant_method of a quantization config, shortened for messages."""
     return shorten(str(settings.get("quant_method", "unknown")), 80)
 
 
-def find_matrices(settings: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+def find_matrices(settings: Mapping[str, Any], tensors: StoredTensors) -> dict[str, MatrixSpec]:
     """The quantized matrices of a checkpoint, by the names that they have without quantization.
 
     Raises `UnsupportedModel` for a format that is not read, `ModelNotFound` for tensors that do not fit together.
     """
     packing = str(settings.get("packing_format", ""))
     if settings.get("quant_method") == "auto-round" and packing.startswith("auto_round:auto_"):
-        # AutoRound writes other tools' layouts, and names modules with settings of their own
+        # AutoRound writes the layout of another method, and lists modules with other settings in `extra_config`
         named = {key: settings[key] for key in ("bits", "group_size") if key in settings}
         other = packing.removeprefix("auto_round:auto_")
         settings = {**named, "quant_method": other, "dynamic": settings.get("extra_config")}
@@ -102,25 +102,25 @@ def find_matrices(settings: Mapping[str, Any], tensors: StoredTensors) -> dict[s
 
 
 def by_logical_name(
-    folder: Path, tensors: Mapping[str, formats.StoredTensor], matrices: Mapping[str, FoundMatrix]
+    folder: Path, tensors: Mapping[str, formats.StoredTensor], matrices: Mapping[str, MatrixSpec]
 ) -> dict[str, formats.StoredTensor]:
-    """The checkpoint's tensors as if it were not quantized: a matrix for its numbers, scales and the like.
+    """The checkpoint's tensors under the names of an unquantized one: each matrix replaces its numbers, scales etc.
 
-    Raises `ModelNotFound` where there is a matrix that is stored twice.
+    Raises `ModelNotFound` for a matrix that is stored both quantized and unquantized.
     """
-    of_numbers = {next(iter(found.parts.values())): name for name, found in matrices.items()}
-    consumed = {part for found in matrices.values() for part in (*found.parts.values(), *found.ignored)}
+    by_numbers = {next(iter(matrix.names.values())): name for name, matrix in matrices.items()}
+    consumed = {tensor for matrix in matrices.values() for tensor in (*matrix.names.values(), *matrix.ignored)}
     named: dict[str, formats.StoredTensor] = {}
     for name, stored in tensors.items():
-        if name in of_numbers:
-            logical = of_numbers[name]
+        if name in by_numbers:
+            logical = by_numbers[name]
             if logical != name and logical in tensors:
                 raise ModelNotFound(f"{folder} has both {logical} and its quantized form {name}")
-            found = matrices[logical]
-            shape: tuple[int, ...] = found.shape
-            if found.experts:  # which transformers has as [experts, inputs, outputs]
-                shape = (found.experts, shape[1], shape[0] // found.experts)
-            named[logical] = formats.StoredTensor(found.kind, shape, stored.file)
+            matrix = matrices[logical]
+            shape: tuple[int, ...] = matrix.shape
+            if matrix.experts:  # transformers' parameter has the shape [experts, inputs, outputs]
+                shape = (matrix.experts, shape[1], shape[0] // matrix.experts)
+            named[logical] = formats.StoredTensor(matrix.format, shape, stored.file)
         elif name not in consumed and not (matrices and _OF_THE_CACHE.fullmatch(name)):
             named[name] = stored
     return named
@@ -130,12 +130,12 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
 _LONGEST_HEADER = 100_000_000
-"""Bytes: safetensors' own limit."""
+"""Most bytes of a header: safetensors' own limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(formats.CheckpointSource):
-    """A complete model folder. Where weights are made up, it has no files and no tensors."""
+    """A complete model folder. With `load_format="dummy"` it has no files and no tensors."""
 
     folder: Path
     config: dict[str, Any]
@@ -144,25 +144,25 @@ class Checkpoint(formats.CheckpointSource):
     tensors: dict[str, formats.StoredTensor]
     """Tensors of all files by name. Quantized matrices have the names that they have without quantization."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Nothing: what is said beside the tensors is in files of its own."""
-    matrices: Mapping[str, FoundMatrix] = field(default_factory=dict)
-    """The quantized ones."""
+    """Always empty: only GGUF files have metadata."""
+    matrices: Mapping[str, MatrixSpec] = field(default_factory=dict)
+    """Quantized matrices by their names in `tensors`."""
     stored: Mapping[str, formats.StoredTensor] = field(default_factory=dict)
-    """All tensors by the names that the files have, where there are quantized ones."""
+    """All tensors by their names in the files; empty if none is quantized."""
     opened: OpenFiles = field(default_factory=OpenFiles)
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor or quantized matrix, mapped and not copied. Raises `KeyError` for an unknown name."""
-        found = self.matrices.get(name)
-        if found is None:
+        matrix = self.matrices.get(name)
+        if matrix is None:
             return self.opened.read(self.tensors[name].file, name)
         from asyncengine.execution.models.formats.stored_tensors import MappedMatrix
 
-        parts = {part: self.opened.read(self.stored[stored].file, stored) for part, stored in found.parts.items()}
-        return MappedMatrix(found, parts, self.opened.release)
+        tensors = {role: self.opened.read(self.stored[stored].file, stored) for role, stored in matrix.names.items()}
+        return MappedMatrix(matrix, tensors, self.opened.release)
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """Let the system take back the pages of what `read` gave, or of part of it: they will not be read again."""
+        """Let the system reclaim the pages of a tensor from `read`, or of a slice of one."""
         from torch import Tensor
 
         if isinstance(tensor, Tensor):
@@ -176,19 +176,19 @@ class Checkpoint(formats.CheckpointSource):
         return formats.read_json(file, str(self.folder)) if file.is_file() else {}
 
     def root(self) -> Path:
-        """The folder, or the one above where that is an embedder's and this one its transformer's."""
+        """The folder, or its parent if that is an embedder's and `folder` holds its transformer."""
         return root_folder(self.folder)
 
 
 class CheckpointOptions(NamedTuple):
-    """Choices among a model's files, and the place where they are looked for."""
+    """Settings that decide which of a model's files are opened, and where they are found."""
 
     dummy: bool = False
-    """Weights are made up (`load_format="dummy"`), so that their files are not."""
+    """Weights are random (`load_format="dummy"`): their files are not opened."""
     images: bool = False
-    """The image part of a GGUF model, where it has one."""
+    """Whether a GGUF model is opened with its vision tower, if it has one."""
     mmproj: str | None = None
-    """The file of that part. None: the one beside the model."""
+    """The file of that tower. None: the one beside the model."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     show_progress: bool = False
@@ -196,25 +196,25 @@ class CheckpointOptions(NamedTuple):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """The choices of an engine's settings."""
+        """The options that an engine's settings imply."""
         images = config.images != "off" and config.task in ("auto", "generate")
         return cls(config.load_format == "dummy", images, config.mmproj, config.revision, config.show_progress)
 
 
 def open_configured(path_or_id: str, config: EngineConfig) -> formats.CheckpointSource:
-    """Open the model of an engine with these settings. Raises as `open_checkpoint`."""
+    """Open the model of an engine with the settings `config`. Raises as `open_checkpoint`."""
     return open_checkpoint(path_or_id, CheckpointOptions.of(config), writes=config.task == "generate")
 
 
 def open_checkpoint(
     path_or_id: str, options: CheckpointOptions | None = None, *, writes: bool = True, drafts: bool = False
 ) -> formats.CheckpointSource:
-    """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
-    header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
+    """Find the folder (or download it from the hub), read config.json and, unless `dummy`, every shard's header. Of a
+    GGUF model (a file, the one in a folder, "ollama:NAME"), read its header.
 
-    `writes`: a text generator is wanted; `drafts`: one that guesses for another, without its image part, or a head that
-    does. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator
-    where one is wanted.
+    `writes`: a text generator is required; `drafts`: a draft model or EAGLE head, without vision tower. Raises
+    `ModelNotFound` naming a missing or broken file, `UnsupportedModel` for another model where a text generator is
+    required.
     """
     options = options or CheckpointOptions()
     if drafts:
@@ -238,14 +238,14 @@ def open_checkpoint(
     check_sizes(raw, len(tensors) if files else None)
     plain = Checkpoint(folder, raw, files, tensors)
     if raw.get("model_type") == "jev":
-        from asyncengine.execution.models.multimodal import decision_part
+        from asyncengine.execution.models.multimodal import decision_source
 
-        return decision_part(plain)
+        return decision_source(plain)
     return _with_matrices(plain)
 
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:
-    """The checkpoint by the names that its matrices have without quantization."""
+    """The checkpoint with quantized matrices under the names that they have without quantization."""
     settings = quantization_of(plain.folder, plain.config)
     if settings is None:
         return plain
@@ -256,17 +256,17 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     if not plain.files:
         raise UnsupportedModel(f"load_format='dummy' makes up no quantized weights ({method_of(settings)})")
 
-    looked_at = plain.tensors
-    if plain.config.get("model_type") in MULTIMODAL:  # what is left out may be stored in any way
-        own = language_names(plain.tensors)
-        looked_at = {name: stored for name, stored in plain.tensors.items() if name in own}
-    matrices = find_matrices(settings, StoredTensors(plain.folder, looked_at, plain.read))
+    candidates = plain.tensors
+    if plain.config.get("model_type") in MULTIMODAL:  # modules that do not run here may be stored in any form
+        language = language_names(plain.tensors)
+        candidates = {name: stored for name, stored in plain.tensors.items() if name in language}
+    matrices = find_matrices(settings, StoredTensors(plain.folder, candidates, plain.read))
     named = by_logical_name(plain.folder, plain.tensors, matrices)
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 
 
 def _open_gguf(path_or_id: str, options: CheckpointOptions) -> formats.CheckpointSource | None:
-    """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
+    """The GGUF model that `path_or_id` names, or None. The reader, which imports torch, is imported for these alone."""
     path = Path(os.path.expanduser(path_or_id))
     is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
     folder = bool(path_or_id) and os.path.isdir(path) and any(path.glob("*.gguf"))
@@ -327,7 +327,7 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
 
 
 def read_header(file: Path) -> dict[str, formats.StoredTensor]:
-    """The tensors of a file, after checking that it is as long as its header says."""
+    """The headers of a file's tensors. Raises `ModelNotFound` for a file that is not as long as its header says."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -336,7 +336,7 @@ def read_header(file: Path) -> dict[str, formats.StoredTensor]:
                 raise ValueError("its header is cut off")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        end = _check_places(header)
+        end = _check_offsets(header)
         tensors = {
             name: formats.StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
             for name, entry in header.items()
@@ -349,20 +349,20 @@ def read_header(file: Path) -> dict[str, formats.StoredTensor]:
     return tensors
 
 
-def _check_places(header: dict[str, Any]) -> int:
-    """The end of the last tensor. Raises `ValueError` for one that is longer or shorter than its shape, or in another.
+def _check_offsets(header: dict[str, Any]) -> int:
+    """The end of the last tensor's bytes. Raises `ValueError` for gaps, overlaps, and lengths that do not fit a shape.
 
-    safetensors finds this out, too, but only when a file's first tensor is read: others' may have been written by then.
+    safetensors checks this, too, but only at a file's first read: a running model may have tensors of others by then.
     """
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = entry["data_offsets"]
-        kind, shape = entry["dtype"], entry["shape"]
+        dtype, shape = entry["dtype"], entry["shape"]
         if first != end or last < first or any(size < 0 for size in shape):
             raise ValueError(f"the tensor {shorten(name, 200)} does not begin where the one before it ends")
-        if kind not in formats.ITEM_BYTES and kind not in formats.UNREAD:
-            raise ValueError(f"the tensor {shorten(name, 200)} is of the unknown type {shorten(repr(kind), 40)}")
-        if kind in formats.ITEM_BYTES and last - first != math.prod(shape) * formats.ITEM_BYTES[kind]:
+        if dtype not in formats.ITEM_BYTES and dtype not in formats.UNREAD:
+            raise ValueError(f"the tensor {shorten(name, 200)} is of the unknown type {shorten(repr(dtype), 40)}")
+        if dtype in formats.ITEM_BYTES and last - first != math.prod(shape) * formats.ITEM_BYTES[dtype]:
             raise ValueError(f"the tensor {shorten(name, 200)} is not as long as its shape says")
         end = last
     return end

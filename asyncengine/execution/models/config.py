@@ -1,9 +1,9 @@
-"""config.json of a model that is written down here, read without transformers' classes, whose import takes longer than
+"""Reader of config.json for families with a table here, without transformers' classes, whose import takes longer than
 loading a small model.
 
-families/decoders.toml says which fields have defaults, and a family's file works out what transformers' class of the
-family works out (`complete`). A config.json that lacks any other field that its family reads is left to that class,
-with its defaults. `tests/execution/models/test_config.py` compares both for every family.
+families/decoders.toml has the defaults of fields, and `families.completing` derives the fields that transformers' class
+of the family derives. A config.json that lacks any other field is left to that class, with its defaults.
+`tests/execution/models/test_config.py` compares both for every family.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 
-_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+_FIELD_TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
     (r"(num|n)_\w+|(?!\w+_adjust_)\w+_(size|dim|rank|heads|window)|max_position_embeddings", (int,), "a whole number"),
     (r"\w+_(eps|epsilon|theta|factor|multiplier|scaling|scale|freq)", (int, float), "a number"),
     (r"(use|tie)_(?!bidirectional)\w+|\w+_bias", (bool,), "true or false"),
@@ -24,25 +24,24 @@ _KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     (r"rope_(parameters|scaling)", (dict,), "an object"),
     (r"eos_token_id", (int, list), "a whole number or a list"),
 )
-"""Types of fields by their names; the last that fits holds."""
+"""(pattern of field names, allowed types, their name in errors); the last pattern that matches a field holds."""
 _ROPE_OF_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-OLDER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
-"""Earlier names of layer types."""
+OLDER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Earlier name of a layer type -> its current name."""
 
 
 class MissingField(AttributeError):
-    """A field that a family reads is neither in the file nor has a default here."""
+    """Raised for a field that a family reads and that has neither a value in the file nor a default here."""
 
 
 class UnknownLayers(UnsupportedModel):
-    """A family's configuration names layers, or options of them, that neither this engine nor a module of transformers
-    that it can run has."""
+    """Raised for layers, or options of them, that neither this engine nor a transformers module that it can run has."""
 
 
-def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = "layers") -> UnknownLayers:
-    """The error for a layer type that is not `known`."""
-    named = shorten(repr(kind), 80)
-    return UnknownLayers(f"family {family!r} has {what} of type {named}; known are {', '.join(known)}")
+def unknown_layers(family: str, layer_type: object, known: Sequence[str], noun: str = "layers") -> UnknownLayers:
+    """The error for a layer type that is not among `known`. `noun`: of which layers or modules it is the type."""
+    named = shorten(repr(layer_type), 80)
+    return UnknownLayers(f"family {family!r} has {noun} of type {named}; known are {', '.join(known)}")
 
 
 class ModelConfig(SimpleNamespace):
@@ -58,7 +57,7 @@ class ModelConfig(SimpleNamespace):
         return default if value is None else value
 
     def get_text_config(self) -> ModelConfig:
-        """The configuration of the language model, where there are other parts as well; else this one."""
+        """The configuration of the language model within a multimodal one; else this one."""
         return self.get("text_config", self)
 
 
@@ -66,34 +65,34 @@ def read_fields(
     content: Mapping[str, Any], defaults: Mapping[str, Any], nullable: Collection[str], aliases: Mapping[str, str],
     complete: Callable[[ModelConfig], None],
 ) -> ModelConfig:  # fmt: skip
-    """The configuration in `content`, of a family with these `defaults`; `...`: the field must be there.
+    """The configuration in `content`, of a family with these `defaults`, where `...` marks a required field.
 
-    `nullable`: fields for which null means that there is no such thing; any other that is null is taken as missing.
-    `aliases`: other names of the family's fields. `complete` sets what the family works out of the fields. Raises
-    `MissingField`, and `ModelNotFound` naming the field that is wrong.
+    `nullable`: fields for which null is a value ("none"); any other field that is null counts as missing. `aliases`:
+    {other name: name} of the family's fields. `complete` sets derived fields. Raises `MissingField`, and
+    `ModelNotFound` naming the field that is wrong.
     """
     fields = {key: _decoded(value) for key, value in content.items() if value is not None or key in nullable}
     fields["dtype"] = content.get("dtype") or content.get("torch_dtype")
-    for other, name in aliases.items():
-        if other in fields:
-            fields.setdefault(name, fields[other])
+    for alias, name in aliases.items():
+        if alias in fields:
+            fields.setdefault(name, fields[alias])
     for key, value in fields.items():
         _check_type(content, key, value)
-    by_kind = "rope_local_base_freq" in defaults
-    if not by_kind and "rope_scaling" in fields:
+    rope_by_layer_type = "rope_local_base_freq" in defaults
+    if not rope_by_layer_type and "rope_scaling" in fields:
         fields["rope_parameters"] = fields["rope_scaling"] or fields.get("rope_parameters")
     values = {**defaults, **fields}
     if missing := next((key for key, value in values.items() if value is ...), None):
         raise MissingField(missing)
     config = ModelConfig(**values)
     complete(config)
-    for other, name in aliases.items():
+    for alias, name in aliases.items():
         if name in values:
-            setattr(config, other, config.get(name))
+            setattr(config, alias, config.get(name))
     if config.layer_types is not None:
-        config.layer_types = [OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
+        config.layer_types = [OLDER_TYPES.get(layer_type, layer_type) for layer_type in config.layer_types]
     _check_heads(config)
-    if by_kind:  # older files have one field for each
+    if rope_by_layer_type:  # older files have two fields instead of `rope_parameters` by layer type
         given, scaling = config.get("rope_parameters", {}), config.rope_scaling or {}
         config.rope_parameters = {
             "full_attention": {"rope_theta": config.rope_theta, **(given.get("full_attention") or {}), **scaling},
@@ -108,52 +107,52 @@ def read_fields(
 def _check_type(content: Mapping[str, Any], key: str, value: Any) -> None:
     if value is None:
         return
-    for pattern, kinds, words in reversed(_KINDS):
+    for pattern, types, expected in reversed(_FIELD_TYPES):
         if re.fullmatch(pattern, key):
-            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
             if not fits or (isinstance(value, float) and not math.isfinite(value)):
                 family, got = shorten(str(content["model_type"]), 80), shorten(repr(value), 80)
-                raise ModelNotFound(f"config.json is not a valid {family} config: {key} must be {words}, got {got}")
+                raise ModelNotFound(f"config.json is not a valid {family} config: {key} must be {expected}, got {got}")
             return
 
 
 def _decoded(value: Any) -> Any:
-    """The value with its numbers that JSON does not have: transformers writes {"__float__": "Infinity"}."""
+    """The value with infinities and NaN, which JSON lacks: transformers writes {"__float__": "Infinity"}."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
 def _check_heads(config: ModelConfig) -> None:
-    """Raises `ModelNotFound` for heads that do not divide what they are heads of."""
+    """Raise `ModelNotFound` if KV heads do not divide the query heads, or these the hidden size."""
     heads = config.get("num_attention_heads")
-    wholes = [("num_attention_heads", heads, config.get("num_key_value_heads"))]
-    wholes += [("hidden_size", config.hidden_size, heads)] if config.head_dim is None else []
-    for name, size, parts in wholes:
-        if size is not None and parts is not None and (parts < 1 or size < 1 or size % parts):
+    divisions = [("num_attention_heads", heads, config.get("num_key_value_heads"))]
+    divisions += [("hidden_size", config.hidden_size, heads)] if config.head_dim is None else []
+    for name, size, divisor in divisions:
+        if size is not None and divisor is not None and (divisor < 1 or size < 1 or size % divisor):
             family = config.model_type
             raise ModelNotFound(
-                f"config.json is not a valid {family} config: {name} must be a multiple of {parts}, got {size}"
+                f"config.json is not a valid {family} config: {name} must be a multiple of {divisor}, got {size}"
             )
 
 
 def _complete_rope(config: ModelConfig) -> None:
-    """`rope_parameters` under today's names, for all layers or for each of their types."""
-    given = dict(config.rope_parameters or {})
-    by_kind = [kind for kind in given if kind in (config.layer_types or ())]
-    for kind in by_kind or [None]:
-        one = given if kind is None else dict(given[kind] or {})
-        one.setdefault("rope_theta", config.rope_theta)
+    """Bring `rope_parameters` into transformers' current form: for all layers, or by layer type."""
+    rope_parameters = dict(config.rope_parameters or {})
+    layer_types = [layer_type for layer_type in rope_parameters if layer_type in (config.layer_types or ())]
+    for layer_type in layer_types or [None]:
+        parameters = rope_parameters if layer_type is None else dict(rope_parameters[layer_type] or {})
+        parameters.setdefault("rope_theta", config.rope_theta)
         if config.partial_rotary_factor is not None:
-            one.setdefault("partial_rotary_factor", config.partial_rotary_factor)
-        one.setdefault("rope_type", one.get("type", "default"))
-        if one["rope_type"] == "mrope":  # of texts, all its three positions are alike
-            one["rope_type"] = "default"
-        if one["rope_type"] in _ROPE_OF_ORIGINAL_LENGTH:
+            parameters.setdefault("partial_rotary_factor", config.partial_rotary_factor)
+        parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if parameters["rope_type"] == "mrope":  # the three positions of a text token are equal
+            parameters["rope_type"] = "default"
+        if parameters["rope_type"] in _ROPE_OF_ORIGINAL_LENGTH:
             original = config.get("original_max_position_embeddings")
-            if original is not None and kind is None:
-                one["original_max_position_embeddings"] = original
-            one.setdefault("original_max_position_embeddings", config.max_position_embeddings)
-        if kind is not None:
-            given[kind] = one
-    config.rope_parameters = given
+            if original is not None and layer_type is None:
+                parameters["original_max_position_embeddings"] = original
+            parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+        if layer_type is not None:
+            rope_parameters[layer_type] = parameters
+    config.rope_parameters = rope_parameters

@@ -1,15 +1,15 @@
-"""Description of a model before any memory is taken for it, which its checkpoint gives in one pass.
+"""Description of a model before any memory is allocated for it, made in one pass over its checkpoint.
 
 The steps, in the order in which they are taken and may be read:
 
-1. `checkpoint.open_checkpoint` finds the files, reads config.json and the headers of the others. Of a GGUF file,
-   `formats.gguf.model` makes the content that its config.json would have: from here on there is no difference.
-2. `pooling_of` tells what writes text from what gives vectors.
-3. `read_config`: the family's file in `families` reads that content and lists the layers. Where there is no such file
-   or it lacks an option, transformers' class reads it (`fallback.probing`), and its modules run.
-4. `multimodal.text_part` finds the language model's tensors among those of a model that reads images as well.
-5. `check_config` refuses what cannot run. (`refusals` has what is refused before, without a look at the family.)
-6. Device, types and defaults of sampling are settled, and the `ModelDescription` is whole.
+1. `checkpoint.open_checkpoint` finds the files, reads config.json and the headers of the others. For a GGUF file,
+   `formats.gguf.model` makes the equivalent config.json: from here on there is no difference.
+2. `pooling_of` tells text generators from embedders and rerankers.
+3. `read_config`: the family's table in `families` turns the content into layers. Without a table, or with an option
+   that it lacks, transformers' class reads it (`fallback.probing`), and its modules run.
+4. `multimodal.text_source` finds the language model's tensors among those of a multimodal model.
+5. `check_config` refuses models that cannot run. (`refusals` has earlier checks, which do not depend on the family.)
+6. Device, types and default sampling parameters are settled, which completes the `ModelDescription`.
 
 No weight is read here.
 """
@@ -34,11 +34,11 @@ from asyncengine.execution.models.config import MissingField
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.eagle import EagleConfig, with_eagle
 from asyncengine.execution.models.encoder import EncoderConfig
-from asyncengine.execution.models.fallback.probing import ATTENTION_LAYERS, check_family, kinds_of, load_config
+from asyncengine.execution.models.fallback.probing import ATTENTION_LAYERS, check_family, load_config, named_layer_types
 from asyncengine.execution.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.execution.models.families.encoders import encoder_config_of, is_encoder_config
 from asyncengine.execution.models.formats import CheckpointSource, first_line
-from asyncengine.execution.models.multimodal import text_part, with_head
+from asyncengine.execution.models.multimodal import text_source, with_head
 from asyncengine.execution.models.pooling_files import read_pooling
 from asyncengine.execution.models.refusals import LENGTH_FIELDS, check_architectures, check_files, misnamed
 from asyncengine.execution.models.weights import why_no_head
@@ -54,46 +54,46 @@ _CLASSIFIER = "ForSequenceClassification"
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """Everything that is known of a model before memory is taken for it."""
+    """Everything that is known of a model before memory is allocated for it."""
 
     checkpoint: CheckpointSource
-    """The language model's part of it, where there are others."""
+    """The checkpoint; of a multimodal model, the language model's tensors in it."""
     hf_config: Any
     """A `ModelConfig`, or transformers' config object."""
     structure: DecoderConfig | EncoderConfig | None
-    """Layers and sizes; None: it runs through transformers' modules."""
+    """Layers and sizes; None if the model runs through transformers' modules."""
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
     bits: int | None
-    """Bits of a weight that the engine quantizes; None: weights keep their type."""
+    """Bits to which the engine quantizes weights; None if they keep their type."""
     stored: Mapping[str, str]
-    """Storage types of the matrices that are quantized in their files, by name."""
+    """{module: storage type} of the matrices that are quantized in the files."""
     dummy: bool = False
-    """Weights are made up: of the files none is read (`load_format="dummy"`)."""
+    """Weights are random and no weight file is read (`load_format="dummy"`)."""
     no_mtp: str | None = None
-    """Why the head that predicts further tokens is not read; None: it is part of `structure`."""
+    """Why the multi-token prediction head is not read; None if it is in `structure`."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of generation_config.json (temperature, top_p, top_k, ...), and over them the engine's own."""
+    """The settings of generation_config.json (temperature, top_p, top_k, ...), overridden by the engine's own."""
 
     def eos_token_ids(self, vocab_size: int) -> list[int]:
         """End-of-sequence ids below `vocab_size` that generation_config.json or config.json names, in that order."""
         configs = (self.hf_config, self.hf_config.get_text_config())
-        named = [getattr(config, "eos_token_id", None) for config in configs]
-        found: dict[int, None] = {}
-        for value in (self.generation_defaults.get("eos_token_id"), *named):
+        configured = [getattr(config, "eos_token_id", None) for config in configs]
+        token_ids: dict[int, None] = {}
+        for value in (self.generation_defaults.get("eos_token_id"), *configured):
             for token in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
-                    found[token] = None
-        return list(found)
+                    token_ids[token] = None
+        return list(token_ids)
 
 
 def describe_model(
     path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig, headless: bool = False,
     device: torch.device | None = None,
 ) -> ModelDescription:  # fmt: skip
-    """The description of a causal language model. `headless`: no logits are wanted. `device`: where it is to run, which
-    need not be here; None: as `config` says.
+    """The description of a causal language model. `headless`: no logits are needed. `device`: where it is to run, which
+    may be another machine's device; None: as `config` says.
 
     Raises `ModelNotFound`, `UnsupportedModel` (a family or option that cannot run here), `InvalidParameter`
     (max_model_len, device, quantization).
@@ -107,7 +107,7 @@ def describe_model(
         structure = with_eagle(structure, checkpoint, max_model_len)
         device = device or resolve_device(config.device)
         if structure is not None and hf_config.model_type in MULTIMODAL:
-            checkpoint = text_part(checkpoint, structure)
+            checkpoint = text_source(checkpoint, structure)
         no_mtp = _why_no_mtp(structure, checkpoint, config, device, headless)
         if structure is not None and no_mtp is not None:
             structure = replace(structure, mtp=None)
@@ -152,28 +152,28 @@ def _number_forms(
 ) -> tuple[torch.dtype, int | None, Mapping[str, str]]:
     """`dtype`, `bits` and `stored` of a `ModelDescription`, by the settings `dtype` and `quantization`. Raises
     `InvalidParameter` where weights cannot be quantized."""
-    stored = checkpoint.stored_kinds()
-    own = _DTYPES.get(dtype) or _dtype_of(hf_config, checkpoint, device, quantized=bool(stored))
-    if quantization is not None and (missing := stored_missing(own, device)) is not None:
+    stored = checkpoint.quantized_types()
+    model_dtype = _DTYPES.get(dtype) or _dtype_of(hf_config, checkpoint, device, quantized=bool(stored))
+    if quantization is not None and (missing := stored_missing(model_dtype, device)) is not None:
         raise InvalidParameter("quantization", f"cannot be used here: {missing}", quantization)
-    return own, _BITS[quantization], stored
+    return model_dtype, _BITS[quantization], stored
 
 
 def pooling_of(checkpoint: CheckpointSource, task: str, pooling: str | None) -> PoolingSpec | None:
-    """The pooling that the model's files and the settings `task` and `pooling` ask for; None: it writes text. Raises as
-    `read_pooling`, and `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
+    """The pooling that the model's files and the settings `task` and `pooling` specify; None for a text generator.
+    Raises as `read_pooling`, and `UnsupportedModel` for a model that can neither generate text nor pool."""
     if checkpoint.metadata and task == "auto" and pooling is None:
-        return None  # a GGUF file; what it says of pooling is not read
+        return None  # a GGUF file, whose pooling settings are not read
     encoder = is_encoder_config(checkpoint.config)
-    found = read_pooling(checkpoint.root(), checkpoint.config, task, pooling, encoder=encoder)
-    if found is None:
+    spec = read_pooling(checkpoint.root(), checkpoint.config, task, pooling, encoder=encoder)
+    if spec is None:
         check_files(checkpoint.folder)
         check_architectures(checkpoint.folder, checkpoint.config)
-    return found
+    return spec
 
 
 def is_headless(pooling: PoolingSpec | None) -> bool:
-    """Whether hidden states are wanted of a text generator, and no logits."""
+    """Whether the pooling reads hidden states only, so that the output layer is not needed."""
     return pooling is not None and not pooling.scores_tokens
 
 
@@ -181,11 +181,10 @@ def read_config(
     path_or_id: str, checkpoint: CheckpointSource, max_model_len: int | None = None, *, fuse: bool = True,
     trust_remote_code: bool = False,
 ) -> tuple[Any, DecoderConfig | None, int]:  # fmt: skip
-    """(the configuration, what the decoder is built of, if it is native, the longest sequence).
+    """(the configuration, the decoder's structure or None if it runs through transformers, the longest sequence).
 
-    A family that is written down reads its configuration itself. transformers' class is imported where it does not, or
-    where fields are missing for which only that class has defaults, or where `fuse` is off. `max_model_len`: the
-    longest sequence that is wanted; None: the model's own.
+    The configuration of a family with a table is read without transformers' class, unless fields are missing whose
+    defaults only that class knows, or `fuse` is off. `max_model_len`: the longest sequence; None: the model's own.
     """
     content = checkpoint.config
     own_code = trust_remote_code and "auto_map" in content
@@ -193,13 +192,13 @@ def read_config(
     if native and (error := misnamed(content)):
         raise error
     refused = not fuse
-    if (own := native_config(content, path_or_id) if native else None) is not None:
-        length = _max_model_len(own, max_model_len)
+    if (native_fields := native_config(content, path_or_id) if native else None) is not None:
+        length = _max_model_len(native_fields, max_model_len)
         with suppress(MissingField):
-            structure = decoder_config_of(own, length)
+            structure = decoder_config_of(native_fields, length)
             if structure is not None:
-                return own, with_head(structure, content), length
-            refused = True  # an option of it is not written down
+                return native_fields, with_head(structure, content), length
+            refused = True  # the table lacks an option of the model
     hf_config = load_config(checkpoint, trust_remote_code)
     length = _max_model_len(hf_config, max_model_len)
     return hf_config, with_head(None if refused else decoder_config_of(hf_config, length), content), length
@@ -209,7 +208,7 @@ def _why_no_mtp(
     structure: DecoderConfig | None, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device,
     headless: bool,
 ) -> str | None:  # fmt: skip
-    """Why a head that predicts further tokens is not read; None: it is."""
+    """Why the multi-token prediction head is not read; None if it is."""
     if structure is None or structure.mtp is None:
         return "none is known of this family"
     apart = isinstance(structure.mtp, EagleConfig)
@@ -232,21 +231,21 @@ def _why_no_mtp(
 def _max_model_len(hf_config: Any, wanted: int | None) -> int:
     text_config = hf_config.get_text_config()
     lengths = (getattr(text_config, name, None) for name in LENGTH_FIELDS)
-    own = next((value for value in lengths if isinstance(value, int) and value > 0), None)
+    model_length = next((value for value in lengths if isinstance(value, int) and value > 0), None)
     if wanted is None:
-        return own or _DEFAULT_LENGTH
-    if own is not None:
-        _check_length(wanted, own)
+        return model_length or _DEFAULT_LENGTH
+    if model_length is not None:
+        _check_length(wanted, model_length)
     return wanted
 
 
-def _check_length(wanted: int, own: int) -> None:
-    if wanted > own:
-        raise InvalidParameter("max_model_len", f"must not exceed the model's own {own}", wanted)
+def _check_length(wanted: int, model_length: int) -> None:
+    if wanted > model_length:
+        raise InvalidParameter("max_model_len", f"must not exceed the model's own {model_length}", wanted)
 
 
 def _without_head(hf_config: Any, structure: DecoderConfig | None) -> DecoderConfig:
-    """The decoder whose output layer takes no memory, as if it were the embedding, and may be missing in the files."""
+    """The decoder without an output layer: declared as tied, it takes no memory and may be missing in the files."""
     if structure is None:
         raise UnsupportedModel(
             f"family {hf_config.model_type!r} runs through transformers' modules here, which give no vectors"
@@ -256,29 +255,29 @@ def _without_head(hf_config: Any, structure: DecoderConfig | None) -> DecoderCon
 
 
 def check_config(hf_config: Any, checkpoint: CheckpointSource, structure: DecoderConfig | None) -> None:
-    """Refuse what the configuration alone shows cannot run. Raises `UnsupportedModel`.
+    """Refuse a model whose configuration shows that it cannot run. Raises `UnsupportedModel`.
 
-    `structure`: the family is written down here, so that transformers' classes need not be looked at: importing them
-    takes longer than reading a small model. If it has layers that keep a state, it has looked at their kinds itself.
+    With a `structure`, transformers' classes are not consulted, as importing them takes longer than reading a small
+    model. Layer types of a structure with recurrent states were checked when it was built.
     """
     family, layers = hf_config.model_type, () if structure is None else structure.layers
     if structure is None:
         check_family(hf_config, checkpoint)
     keeps_states = any(layer.state is not None for layer in layers)
-    # layers that see their own chunk of positions and none before it
+    # layers whose attention is limited to chunks of positions (Llama 4)
     in_chunks = any(getattr(layer.attention, "chunk", None) is not None for layer in layers)
     text_config = hf_config.get_text_config()
-    for kind in kinds_of(text_config):
-        if kind == "chunked_attention" and not in_chunks:
-            raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which is not written down for it")
-        if kind not in (*ATTENTION_LAYERS, "chunked_attention") and not keeps_states:
-            raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which keep no plain KV cache")
+    for name in named_layer_types(text_config):
+        if name == "chunked_attention" and not in_chunks:
+            raise UnsupportedModel(f"family {family!r} has layers of type {name!r}, which is not written down for it")
+        if name not in (*ATTENTION_LAYERS, "chunked_attention") and not keeps_states:
+            raise UnsupportedModel(f"family {family!r} has layers of type {name!r}, which keep no plain KV cache")
     if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # no images here
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" -> cuda when there is one, else cpu. Raises `InvalidParameter` for a device that is not there."""
+    """The device of the setting: "auto" is the GPU if there is one. Raises `InvalidParameter` for a missing device."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -296,15 +295,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _dtype_of(hf_config: Any, checkpoint: CheckpointSource, device: torch.device, *, quantized: bool) -> torch.dtype:
-    """The type that the checkpoint declares, or that most of its numbers are stored in."""
+    """The dtype that the checkpoint declares, or in which most of its numbers are stored."""
     declared = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
     if isinstance(declared, str):
         declared = _DTYPES.get(declared)
     if not isinstance(declared, torch.dtype) or declared not in _DTYPES.values():
         elements = Counter[torch.dtype]()
         for stored in checkpoint.tensors.values():
-            if stored.kind in _STORED:
-                elements[_STORED[stored.kind]] += stored.elements
+            if stored.dtype in _STORED:
+                elements[_STORED[stored.dtype]] += stored.elements
         declared = max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
     if (quantized or checkpoint.metadata) and declared == torch.float16 and device.type == "cpu":
         return torch.bfloat16  # most say float16, for the GPUs that they were made for; no kernel here reads it
@@ -313,7 +312,7 @@ def _dtype_of(hf_config: Any, checkpoint: CheckpointSource, device: torch.device
 
 @contextmanager
 def typed(folder: Path) -> Iterator[None]:
-    """Turns whatever transformers and safetensors raise of a folder's content into `ModelNotFound`."""
+    """Turn errors that transformers and safetensors raise for a folder's content into `ModelNotFound`."""
     try:
         yield
     except Exception as error:
@@ -325,19 +324,19 @@ def typed(folder: Path) -> Iterator[None]:
 def _generation_defaults(
     checkpoint: CheckpointSource, given: Mapping[str, Any], max_stop_strings: int, max_stop_string_length: int
 ) -> dict[str, Any]:
-    """The settings of generation_config.json, and over them those `given` to the engine. Raises `ModelNotFound` for
-    a value that no request could use, such as more or longer `stop_strings` than the engine takes."""
+    """The settings of generation_config.json, overridden by those `given` to the engine. Raises `ModelNotFound` for a
+    value that no request could use, such as more or longer `stop_strings` than the engine takes."""
     file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
-    found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
+    settings = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
     try:
-        checked = SamplingParams.from_dict({name: found[name] for name in OPEN_PARAMETERS if name in found})
-        if "stop_strings" in found:
-            stops = found["stop_strings"] = SamplingParams(stop=found["stop_strings"]).stop
+        checked = SamplingParams.from_dict({name: settings[name] for name in OPEN_PARAMETERS if name in settings})
+        if "stop_strings" in settings:
+            stops = settings["stop_strings"] = SamplingParams(stop=settings["stop_strings"]).stop
             if len(stops) > max_stop_strings or max(map(len, stops), default=0) > max_stop_string_length:
                 raise InvalidParameter("stop_strings", "are more, or longer, than the engine takes")
     except InvalidParameter as error:
         raise ModelNotFound(f"{file}: {error}") from None
-    if not isinstance(found.get("do_sample", False), bool):
+    if not isinstance(settings.get("do_sample", False), bool):
         raise ModelNotFound(f"{file}: do_sample must be true or false")
-    own = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in found.items()}
-    return {**own, **({"do_sample": True} if "temperature" in given else {}), **given}
+    defaults = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in settings.items()}
+    return {**defaults, **({"do_sample": True} if "temperature" in given else {}), **given}

@@ -1,8 +1,8 @@
-"""THE forward of encoders: embeddings, the decoder's layers without a causal mask, heads of classifiers.
+"""Forward pass of all encoders: embeddings, the decoder's layers without a causal mask, classification heads.
 
-A layer is the decoder's own; whole sequences attend in both directions (`attention.whole`). What varies between
-families is declared in an `EncoderConfig`, which `families.encoders` makes of config.json. Sequences lie one behind the
-other without padding, and what a token becomes follows from its own sequence alone.
+Layers are the decoder's; attention is bidirectional over whole sequences (`attention.whole`). Differences between
+families are declared in an `EncoderConfig`, which `families.encoders` makes of config.json. The sequences of a step are
+concatenated without padding, and a token's hidden state depends on its own sequence only.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from asyncengine.execution.layers.stored import Layer, TensorSlot, nbytes_of
 from asyncengine.execution.models.decoder import DecoderConfig
 from asyncengine.execution.models.decoder_layer import DecoderLayer
 
-# Attention of encoders: whole sequences of one step, all keys of which are there, and nothing is kept afterwards.
+# Attention of encoders: all keys of a step's sequences are computed in the step itself, so that there is no KV cache.
 
 
 class SequenceAttention(Protocol):
     """The attention of an encoder. Not thread-safe: one step at a time."""
 
     def plan(self, counts: Sequence[int]) -> StepAttention:
-        """The attention of a step of sequences of so many tokens each, >= 1, one behind the other."""
+        """The attention of one step over concatenated sequences of `counts` tokens each, >= 1."""
 
 
 class TorchSequences:
-    """`SequenceAttention` in torch's own operations, on any device: sequence by sequence, each as if it were alone.
+    """`SequenceAttention` in torch's own operations, on any device: each sequence by itself.
 
-    `bias`: of a sequence of so many tokens, what is added to its scores in every layer, [heads, tokens, tokens]. Raises
-    `UnsupportedModel` for what `scaled_dot_product_attention` cannot be told: soft caps and sinks.
+    `bias`: function from a number of tokens to the bias that is added to the scores of every layer, [heads, tokens,
+    tokens]. Raises `UnsupportedModel` for layers that `scaled_dot_product_attention` cannot express: soft caps, sinks.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], bias: Callable[[int], torch.Tensor] | None = None) -> None:
@@ -68,18 +68,18 @@ class TorchSequences:
         spec, (key, value) = self._layers[layer], self._kept
         self._kept = None
         out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
-        parts = [torch.split(part, self._counts) for part in (query, key, value, out)]
-        for own, keys, values, found in zip(*parts, strict=True):
-            heads = [part.transpose(0, 1)[None] for part in (own, keys, values)]
+        sequences = [torch.split(tensor, self._counts) for tensor in (query, key, value, out)]
+        for queries, keys, values, output in zip(*sequences, strict=True):
+            heads = [tensor.transpose(0, 1)[None] for tensor in (queries, keys, values)]
             attended = scaled_dot_product_attention(
-                heads[0], heads[1], heads[2], attn_mask=self._mask(spec, len(own), query.device), scale=spec.scale,
+                heads[0], heads[1], heads[2], attn_mask=self._mask(spec, len(queries), query.device), scale=spec.scale,
                 enable_gqa=spec.num_kv_heads != spec.num_heads,
             )  # fmt: skip
-            found.copy_(attended[0].transpose(0, 1))
+            output.copy_(attended[0].transpose(0, 1))
         return out
 
     def _mask(self, spec: LayerSpec, count: int, device: torch.device) -> torch.Tensor | None:
-        """[count, count], true where a query (row) sees a key, or what is added to its scores; None: it sees all."""
+        """Mask [count, count], true where a query (row) sees a key, or the bias of scores; None: it sees all keys."""
         if self._bias is not None:
             if (count, None) not in self._masks:
                 self._masks[count, None] = self._bias(count)
@@ -87,71 +87,71 @@ class TorchSequences:
         if spec.window is None or spec.window >= count:
             return None
         if (count, spec.window) not in self._masks:
-            places = torch.arange(count, device=device)
-            self._masks[count, spec.window] = (places[:, None] - places).abs() < spec.window
+            positions = torch.arange(count, device=device)
+            self._masks[count, spec.window] = (positions[:, None] - positions).abs() < spec.window
         return self._masks[count, spec.window]
 
 
 # Biases that attention adds to a score for the distance between query and key.
 
 _FAR = 128
-"""Distances from here on are one."""
+"""Distance from which on all keys share the last bucket."""
 
 
 class DistanceBias(Layer):
-    """A learned bias per head of each bucket of distances, as T5's (Raffel et al. 2020), of which MPNet has one for all
-    layers. Keys before a query and behind it have half of the buckets each: half of those are of one distance each,
-    the rest reach logarithmically up to 128."""
+    """T5's relative position bias (Raffel et al. 2020): a learned bias for each head and bucket of distances, which
+    MPNet shares among all layers. Half of the buckets are for keys before a query, half for those behind it. Of either
+    half, the first half has one distance each, the rest grow logarithmically up to 128."""
 
     def __init__(self, options: LayerOptions, path: str, buckets: int, heads: int) -> None:
         self._path = path
         self._table = options.zeros(buckets, heads)
 
     def __call__(self, count: int) -> torch.Tensor:
-        """[heads, count, count] of a sequence of `count` tokens: queries are rows."""
-        places = torch.arange(count, device=self._table.device)
-        distances, each = torch.arange(1 - count, count), len(self._table) // 2  # of keys minus queries
-        exact = each // 2
+        """Bias [heads, count, count] of a sequence of `count` tokens, with queries as rows."""
+        positions = torch.arange(count, device=self._table.device)
+        distances, half = torch.arange(1 - count, count), len(self._table) // 2  # position of key minus that of query
+        exact = half // 2
         far = distances.abs()
-        growth = torch.log(far.clamp(min=1).float() / exact) / math.log(_FAR / exact) * (each - exact)
-        buckets = torch.where(far < exact, far, (exact + growth.long()).clamp(max=each - 1)) + (distances > 0) * each
-        away = self._table[buckets.to(self._table.device)].T  # of all distances, once
-        return away[:, places - places[:, None] + count - 1]
+        growth = torch.log(far.clamp(min=1).float() / exact) / math.log(_FAR / exact) * (half - exact)
+        buckets = torch.where(far < exact, far, (exact + growth.long()).clamp(max=half - 1)) + (distances > 0) * half
+        by_distance = self._table[buckets.to(self._table.device)].T  # of all distances, once
+        return by_distance[:, positions - positions[:, None] + count - 1]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         yield f"{self._path}.weight", TensorSlot.into(self._table)
 
 
 _TOGETHER = 256
-"""Tokens of a step whose numbers between layers stay in a core's cache. Products in 8 bits are so fast that reading
-these from memory shows: a twentieth of a step of 1,024 tokens."""
+"""Tokens whose hidden states stay in a core's cache between layers. Products in 8 bits are so fast that reading these
+from memory costs a twentieth of a step of 1,024 tokens."""
 DISTANCES = 32
-"""Buckets of distances, of every model that has any."""
+"""Buckets of a `DistanceBias`, the same in all models."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """An encoder: what a decoder has, and what stands before and behind its layers."""
+    """Configuration of an encoder: a decoder's, with the modules before and behind the layers."""
 
     stack: DecoderConfig
-    """Embeddings, positions, layers and the norm behind them; nothing of it is an output layer."""
+    """Embeddings, positions, layers and final norm. Its output layer is not used."""
     max_model_len: int
     """Positions of a sequence."""
     segments: str | None = None
-    """Embeddings of token types; None: there are none."""
+    """Name of the embeddings of token types; None if there are none."""
     num_segments: int = 0
     embedding_norm: str | None = None
-    """On the sum of all embeddings."""
+    """Norm of the sum of all embeddings."""
     padding: int | None = None
-    """Learned positions count from behind this token id, and over no token that is it (RoBERTa). None: from 0."""
+    """Token id that learned positions skip and after which they begin to count (RoBERTa); None: they count from 0."""
     distance_bias: str | None = None
-    """Added to all layers' scores, by how far apart a query and a key are (MPNet); None: nothing is."""
+    """Name of the bias that all layers add to scores by the distance of query and key (MPNet); None: there is none."""
     head: SequenceHeadConfig | None = None
     """The head of a classifier."""
 
 
 class Encoder:
-    """A bidirectional model. Its weights are whatever its memory held before `slots` are filled."""
+    """A bidirectional model. Its weights are uninitialized until `slots` are filled."""
 
     def __init__(self, config: EncoderConfig, options: LayerOptions) -> None:
         stack = config.stack
@@ -165,17 +165,17 @@ class Encoder:
             for path, rows in ((stack.positions, stack.max_positions), (config.segments, config.num_segments))
         )
         self.embedding_norm = named_norm(options, stack.norm, config.embedding_norm, stack.width)
-        self.layers = [DecoderLayer(options, stack, each, index, index, 0) for index, each in enumerate(stack.layers)]
+        self.layers = [DecoderLayer(options, stack, item, index, index, 0) for index, item in enumerate(stack.layers)]
         self.norm = named_norm(options, stack.norm, stack.final_norm, stack.width)
-        self.rotary = [Rotary(each, config.max_model_len, options.dtype, options.device) for each in stack.rotary]
+        self.rotary = [Rotary(item, config.max_model_len, options.dtype, options.device) for item in stack.rotary]
         self._together = 0 if options.bits is None or options.device.type != "cpu" else _TOGETHER
-        """Most tokens that go through all layers before the next ones do; 0: all go at once."""
-        self._places = torch.arange(config.max_model_len, device=options.device)
+        """Most tokens that pass through all layers together; 0: all tokens of a step do."""
+        self._position_ids = torch.arange(config.max_model_len, device=options.device)
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         self.head: SequenceHead | None = None
         self.distance_bias: DistanceBias | None = None
         if config.distance_bias is not None:
-            heads = next(each.attention.num_heads for each in stack.layers if each.attention is not None)
+            heads = next(item.attention.num_heads for item in stack.layers if item.attention is not None)
             self.distance_bias = DistanceBias(options, config.distance_bias, DISTANCES, heads)
         self.num_labels = 0
         if config.head is not None:
@@ -190,24 +190,24 @@ class Encoder:
 
             self._attention = CompiledSequences(specs, self.dtype)
         self.recorded: RecordedLayers | None = None
-        """Steps of a few tokens in one call, where compiled kernels make all products."""
+        """Replay of short steps in one call, where compiled kernels compute all products."""
         if not isinstance(self._attention, TorchSequences) and all(layer.compiled for layer in self.layers):
             self.recorded = RecordedLayers(self._through_layers, keeps_states=False, paths=())
 
     def forward(
         self, ids: torch.Tensor, counts: Sequence[int], segments: torch.Tensor | None = None, *, recorded: bool = True
     ) -> torch.Tensor:
-        """Hidden states [T, width] of ids int64 [T]: sequences of `counts` tokens each, >= 1, one behind the other.
+        """Hidden states [T, width] of ids int64 [T]: concatenated sequences of `counts` tokens each, >= 1.
 
-        `segments` int64 [T]: token types; None: all 0. Not `recorded`: layers are called one by one. Raises
+        `segments` int64 [T]: token types; None: all 0. `recorded=False`: layers are called one by one. Raises
         `IndexError` for an id out of range, on a CPU.
         """
         if sum(counts) != ids.shape[0]:
             raise ValueError(f"counts add up to {sum(counts)}, but there are {ids.shape[0]} ids")
         if self._together and ids.shape[0] > self._together and len(counts) > 1:
             return torch.cat(self._in_groups(ids, list(counts), segments, recorded))
-        each = [self._places[:count] for count in counts]
-        positions = each[0] if len(each) == 1 else torch.cat(each)
+        runs = [self._position_ids[:count] for count in counts]
+        positions = runs[0] if len(runs) == 1 else torch.cat(runs)
         step = StepContext(positions, self._attention.plan(counts))
         h = self._embed(ids, positions, counts, segments)
         angles = [*(rotary(positions) for rotary in self.rotary), self._unrotated]
@@ -217,31 +217,31 @@ class Encoder:
     def _in_groups(
         self, ids: torch.Tensor, counts: list[int], segments: torch.Tensor | None, recorded: bool
     ) -> list[torch.Tensor]:
-        """The hidden states of neighbouring sequences, of `_together` tokens at most unless one alone has more."""
-        parts, begin, row = [], 0, 0
+        """Hidden states of groups of consecutive sequences: of `_together` tokens at most, or one longer sequence."""
+        outputs, begin, row = [], 0, 0
         while row < len(counts):
             last, end = row + 1, begin + counts[row]
             while last < len(counts) and end + counts[last] - begin <= self._together:
                 end, last = end + counts[last], last + 1
             types = None if segments is None else segments[begin:end]
-            parts.append(self.forward(ids[begin:end], counts[row:last], types, recorded=recorded))
+            outputs.append(self.forward(ids[begin:end], counts[row:last], types, recorded=recorded))
             begin, row = end, last
-        return parts
+        return outputs
 
     def _through_layers(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
         h = h if self.embedding_norm is None else self.embedding_norm(h)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
-        for place, layer in enumerate(self.layers):
-            following = self.norm if place + 1 == len(self.layers) else self.layers[place + 1].before_attention
+        for index, layer in enumerate(self.layers):
+            following = self.norm if index + 1 == len(self.layers) else self.layers[index + 1].before_attention
             rotary = None if layer.config.attention is None else layer.config.attention.rotary
             h, x = layer(h, x, step, angles[-1 if rotary is None else rotary], following)
         return x
 
     def classify(self, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Logits [sequences, num_labels] of what `forward` gave for `counts`, before any activation.
+        """Logits [sequences, num_labels] of `hidden` [T, width], the result of `forward` for `counts`.
 
-        Raises `ValueError` for a model without such a head.
+        Raises `ValueError` for a model without a classification head.
         """
         if self.head is None:
             raise ValueError("the model has no classification head")
@@ -262,21 +262,21 @@ class Encoder:
         return h
 
     def slots(self) -> dict[str, TensorSlot]:
-        """The place of every tensor that a checkpoint has to hold, by its name there."""
-        return {name: slot for part in self._parts() for name, slot in part.slots()}
+        """The slot of every tensor that a checkpoint must hold, by its name there."""
+        return {name: slot for module in self._modules() for name, slot in module.slots()}
 
-    def _parts(self) -> list[Any]:
+    def _modules(self) -> list[Any]:
         outer = (self.embedding, self.positions, self.segments, self.embedding_norm)
-        return [part for part in (*outer, *self.layers, self.norm, self.distance_bias, self.head) if part is not None]
+        return [item for item in (*outer, *self.layers, self.norm, self.distance_bias, self.head) if item is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return nbytes_of(self._parts())
+        return nbytes_of(self._modules())
 
     @property
     def unsteady(self) -> str | None:
-        """Why a token's numbers may depend on the sequences that are computed beside its own; None: they do not."""
+        """Why a token's hidden state may depend on the other sequences of its step; None if it does not."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
         weights = [linear.weight for linear in (*linears, *([] if self.head is None else self.head.linears()))]
         if self.options.kernels.name != "compiled" or not all(weight.compiled for weight in weights):
@@ -284,7 +284,7 @@ class Encoder:
         return None
 
     def describe(self) -> list[str]:
-        """Parts of the model by the way in which they run, e.g. ["encoder x 1", "packed x 24"]."""
+        """Numbers of modules by the form in which they run, e.g. ["encoder x 1", "packed x 24"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         if self.recorded is not None and self.recorded.obstacle is None:
             counts["recorded_layers"] = len(self.layers)
@@ -292,9 +292,8 @@ class Encoder:
 
 
 def padded_positions(ids: torch.Tensor, counts: Sequence[int], padding: int) -> torch.Tensor:
-    """int64 [T]: `padding` + 1 and so on, over a sequence's tokens that are not `padding`; of that one, itself.
-
-    As fairseq counts them; with a padding token inside a text, too.
+    """Positions int64 [T] as fairseq counts them: from `padding` + 1 on, over the tokens of each sequence that are not
+    `padding`; a token that is, even inside a text, has position `padding`.
     """
     shown = ids != padding
     total = torch.cumsum(shown, 0)
@@ -305,23 +304,23 @@ def padded_positions(ids: torch.Tensor, counts: Sequence[int], padding: int) -> 
     return (total - before.repeat_interleave(lengths)) * shown + padding
 
 
-# The head of a classifier: from the hidden states of a sequence to a logit for each label.
+# Classification head: from the hidden states of a sequence to a logit for each label.
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceHeadConfig:
-    """A family's head, with the checkpoint's names for its matrices."""
+    """A family's classification head, with the checkpoint's names of its matrices."""
 
     num_labels: int
     out: str
-    """The last product."""
+    """The last linear layer."""
     dense: str | None = None
-    """One before it, as wide as the model (BERT calls it the pooler)."""
+    """A linear layer before it, as wide as the model (BERT's pooler)."""
     dense_bias: bool = True
     activation: str = "tanh"
-    """Behind that: a name in `ACTIVATIONS`, or "tanh"."""
+    """Activation of `dense`: a name in `ACTIVATIONS`, or "tanh"."""
     norm: str | None = None
-    """Behind that (ModernBERT)."""
+    """Norm behind the activation (ModernBERT)."""
     pooling: Literal["first", "mean", "late"] = "first"
     """The first token, the mean of all, or the mean of the logits of all (EuroBERT)."""
 

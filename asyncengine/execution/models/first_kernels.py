@@ -1,9 +1,9 @@
-"""Compiled kernels that a decoder or an encoder calls, by name, known before its weights are read.
+"""Names of the compiled kernels that a decoder or an encoder calls, known before its weights are read.
 
-For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Its layers run once over weights that
-hold nothing yet, under a `recording.KernelList`. Only the sampler is named here: it is made later than the model,
-and what it calls by address depends on what requests ask for. A kernel that is missing is compiled when it is first
-called, which `tests/execution/models` would find.
+For `kernels.compile_ahead`, which compiles them while the model loads. The layers run once over uninitialized weights
+under a `recording.KernelList`, which notes each kernel. The sampler's kernels are listed by hand, as it is created
+after the model and chooses them by the parameters of requests. A kernel that is not listed is compiled at its first
+call, which `tests/execution/models` would find.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.encoder import Encoder
 
 _LONG = 513
-"""Tokens of a prompt that takes the kernels of many rows, whatever a model's sizes."""
+"""Tokens of a prompt that is long enough for the kernels of many rows, whatever the model's sizes."""
 _BY_TORCH = 2
-"""Tokens of it where torch moves the states, which takes as many operations as there are tokens."""
+"""Tokens of that prompt if torch updates recurrent states, which takes time in proportion to the tokens."""
 
 
 class FirstKernels(NamedTuple):
-    """Names as `calls.compile_named` takes them, those that take longest first. None where nothing is compiled."""
+    """Names of kernels for `calls.compile_named`, the slowest to compile first. Empty if nothing is compiled."""
 
     needed: Sequence[str] = ()
     """Kernels of a first answer to a prompt."""
@@ -39,16 +39,16 @@ class FirstKernels(NamedTuple):
 
 _MAX_LISTED = 64
 _listed: dict[Hashable, FirstKernels] = {}
-"""Kernels of the decoders that this process has loaded: a list takes as long as several steps."""
+"""Kernels of the decoders that this process has loaded, cached because making a list takes as long as several steps."""
 
 
 def kernels_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype, defaults: Mapping[str, Any]) -> FirstKernels:
-    """The kernels that a decoder's first answer calls. `page_size`: tokens a page. `kv_dtype`: the type in which keys
-    and values are kept. `defaults`: the model's own sampling parameters, by name."""
+    """The kernels that a decoder's first answer calls. `page_size`: tokens per page. `kv_dtype`: type of the KV cache.
+    `defaults`: the model's default sampling parameters, by name."""
     options = decoder.options
     if options.kernels.name != "compiled":
         return FirstKernels()
-    if options.ranks is not None:  # other processes do not run along
+    if options.ranks is not None:  # a collective would wait for the other processes, which do not run this step
         alone = replace(options, ranks=None, memory=Arena())
         decoder = Decoder(decoder.config, alone, decoder.max_model_len)
     pages = page_size, kv_dtype
@@ -63,7 +63,7 @@ def kernels_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype, defaults
 
 
 def _list(decoder: Decoder, pages: tuple[int, torch.dtype]) -> FirstKernels:
-    """The decoder's own kernels. `pages`: tokens of a page, and the type of keys and values."""
+    """The kernels of the decoder, without the sampler's. `pages`: tokens per page, and the type of the KV cache."""
     from asyncengine.kernels.api import KernelList
 
     moved = all(layer.state is None or layer.state.kernel is not None for layer in decoder.layers)
@@ -78,11 +78,11 @@ def _list(decoder: Decoder, pages: tuple[int, torch.dtype]) -> FirstKernels:
 
 @torch.inference_mode()
 def _run(decoder: Decoder, page_size: int, kept: torch.dtype, start: int, count: int) -> None:
-    """Run a step of one row, of `count` tokens from position `start` on, and what else long contexts need."""
+    """Run a step of `count` tokens from position `start` on, and if that is not 0, the kernels of long contexts."""
     from asyncengine.execution.attention.cpu import CompiledBackend
 
     backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True, kept=kept)
-    starts, counts, bounds = (np.array(each, dtype=np.int64) for each in ([start], [count], [0, count]))
+    starts, counts, bounds = (np.array(values, dtype=np.int64) for values in ([start], [count], [0, count]))
     tables = np.zeros((1, -(-(start + count) // page_size)), dtype=np.int32)
     positions, ids = torch.arange(start, start + count), torch.zeros(count, dtype=torch.int64)
     backend.plan(StepView(starts, counts, bounds, tables, ids))
@@ -93,19 +93,19 @@ def _run(decoder: Decoder, page_size: int, kept: torch.dtype, start: int, count:
         states = StateStep(StatePools(decoder.states, 2, decoder.dtype, decoder.device), segments)
     step = StepContext(positions, backend, states=states)
     rows = torch.tensor([count - 1])
-    if decoder.plan.run.start:  # a later stage reads what the one before it has made
-        width, beside = decoder.carried
-        vectors = torch.zeros(count, *beside, dtype=decoder.dtype) if beside else None
+    if decoder.plan.run.start:  # a later pipeline stage receives the output of the one before it
+        width, vector_shape = decoder.carried
+        vectors = torch.zeros(count, *vector_shape, dtype=decoder.dtype) if vector_shape else None
         decoder.run_layers(torch.zeros(count, width, dtype=decoder.dtype), vectors, step, rows, recorded=False)
     else:
-        made = decoder.run_layers(*decoder.embedded(ids, step), step, rows, recorded=False)
-        decoder.logits(decoder.projected(made[-1:, : decoder.config.width], step, rows), step)
+        outputs = decoder.run_layers(*decoder.embedded(ids, step), step, rows, recorded=False)
+        decoder.logits(decoder.projected(outputs[-1:, : decoder.config.width], step, rows), step)
     if start:
         backend.warm_up()
 
 
 def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """(what requests need that say nothing, what others do)"""
+    """(kernels of requests with the model's default sampling parameters, kernels of other requests)"""
     from asyncengine.kernels.api import SamplerKernel
 
     draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
@@ -115,14 +115,14 @@ def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def encoder_kernels_of(encoder: Encoder) -> list[str]:
-    """The same of an encoder."""
+    """The kernels that an encoder calls."""
     if encoder.options.kernels.name != "compiled":
         return []
     from asyncengine.kernels.api import KernelList
 
-    with KernelList() as found, torch.inference_mode():
+    with KernelList() as kernels, torch.inference_mode():
         for count in (1, min(_LONG, encoder.max_model_len)):
             hidden = encoder.forward(torch.zeros(count, dtype=torch.int64), [count], recorded=False)
             if encoder.head is not None:
                 encoder.classify(hidden, [count])
-    return found.names
+    return kernels.names

@@ -1,7 +1,7 @@
-"""Models on the Hugging Face hub: the names that people paste, what is downloaded, and errors that say what to do.
+"""Models on the Hugging Face hub: names and addresses, the download, and errors that say what helps.
 
-`huggingface_hub` finds, fetches and keeps the files, in its cache and by its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE). It goes on where a connection broke, and fetches no file again that is there whole.
+`huggingface_hub` finds, downloads and caches the files by its own settings (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE). It resumes interrupted downloads, and downloads no file that its cache has.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ _HUB = "the Hugging Face hub"
 _SITE = re.compile(r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/")
 _REPO = r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)"
 _NAME = re.compile(rf"{_REPO}(?::(?P<choice>[^:\\]+))?", re.ASCII)
-_PAGE = re.compile(rf"{_REPO}/(?P<kind>tree|blob|resolve|raw)/(?P<revision>[^/]+)(?:/(?P<path>.+))?", re.ASCII)
+_PAGE = re.compile(rf"{_REPO}/(?P<view>tree|blob|resolve|raw)/(?P<revision>[^/]+)(?:/(?P<path>.+))?", re.ASCII)
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*")
 _SECOND_COPIES = "consolidated*"
-"""Weights that a repository has once more, under their maker's own names."""
+"""A second copy of the weights in a repository, under the names of the model's authors (Mistral)."""
 
 
 class HubName(NamedTuple):
-    """A repository, and which GGUF model of it."""
+    """A repository on the hub, and the choice of a GGUF model in it."""
 
     repo: str
     choice: str = ""
     """A file, or a word in a file's path ("Q4_K_M"). Empty: the safetensors, or the only GGUF model."""
     revision: str | None = None
-    """The one in an address."""
+    """Branch, tag or commit, if the name is an address with one."""
 
 
 def parse_name(text: str) -> HubName | None:
     """The model that `text` names on the hub: USER/REPO, USER/REPO:QUANTIZATION, USER/REPO:FILE.gguf, or the address of
-    a page. None: it can only be a path. Raises `ModelNotFound` for an address of anything else.
+    a page. None if it can only be a path. Raises `ModelNotFound` for an address of anything else.
     """
     mirror = re.escape(os.environ.get("HF_ENDPOINT", "").rstrip("/"))
     site = _SITE.match(text) or (re.match(mirror + "/", text) if mirror else None)
     rest = text if site is None else re.split("[?#]", text[site.end() :])[0].rstrip("/")
     if site is not None and (page := _PAGE.fullmatch(rest)) is not None:
         path = unquote(page["path"] or "")
-        of_model = page["kind"] == "tree" or path.endswith(".gguf")  # else some file of the repository that is meant
+        of_model = page["view"] == "tree" or path.endswith(".gguf")  # of any other file, its repository is meant
         return HubName(page["repo"], path if of_model else "", unquote(page["revision"]))
     named = _NAME.fullmatch(rest)
     if named is not None and ("/" in named["repo"] if named["choice"] else not rest.endswith(".gguf")):
@@ -67,17 +67,17 @@ def parse_name(text: str) -> HubName | None:
 
 
 def short_name(path_or_id: str) -> str:
-    """A model's name without its folder, user or address."""
+    """The model's name without folder, user or address."""
     named = None if os.path.exists(path_or_id) else parse_name(path_or_id)
-    parts = [path_or_id.rstrip("/")] if named is None else [named.repo, named.choice]
-    return ":".join(part.rsplit("/", 1)[-1] for part in parts if part)
+    components = [path_or_id.rstrip("/")] if named is None else [named.repo, named.choice]
+    return ":".join(component.rsplit("/", 1)[-1] for component in components if component)
 
 
 def download(named: HubName, revision: str | None = None, *, weights: bool = True, show_progress: bool = False) -> Path:
-    """The folder of a model's files, or a GGUF file with its other parts beside it: from the cache, or downloaded.
-    `revision` goes before the one of an address. `weights=False`: safetensors files are not wanted.
+    """The folder of a model's files, or a GGUF file with its other shards beside it: from the cache, or downloaded.
+    `revision` overrides the one of an address. `weights=False`: safetensors files are not needed.
 
-    Raises `ModelNotFound` saying why there is none and what helps, or which GGUF models there are to choose from.
+    Raises `ModelNotFound` with the reason and what helps, or with the GGUF models to choose from.
     """
     repo, revision = named.repo, revision or named.revision
     shown = show_progress and is_terminal(sys.stderr)
@@ -92,7 +92,7 @@ def download(named: HubName, revision: str | None = None, *, weights: bool = Tru
 def _download(repo: str, revision: str | None, choice: str, weights: bool, shown: bool) -> Path:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
-    wanted, first = [kind for kind in _FILES if weights or kind != "*.safetensors"], "."
+    wanted, first = [pattern for pattern in _FILES if weights or pattern != "*.safetensors"], "."
     if choice or not _is_cached(repo, revision, wanted, weights):
         sizes = _sizes(repo, revision)
         if choice or (weights and not any(name.endswith(".safetensors") for name in sizes)):
@@ -101,7 +101,7 @@ def _download(repo: str, revision: str | None, choice: str, weights: bool, shown
             files = pick_gguf(sizes, repo, f'choose one, as in "{repo}:Q4_K_M"', choice)
             if files is not None:
                 wanted, first = [glob.escape(file) for file in files], files[0]
-        names = [name for name in sizes if any(fnmatch(name, kind) for kind in wanted)]
+        names = [name for name in sizes if any(fnmatch(name, pattern) for pattern in wanted)]
         names = [name for name in names if not fnmatch(name, _SECOND_COPIES)]
         missing = [name for name in names if not isinstance(try_to_load_from_cache(repo, name, revision=revision), str)]
         size = sum(sizes[name] for name in missing)
@@ -131,7 +131,7 @@ def _is_cached(repo: str, revision: str | None, wanted: list[str], weights: bool
 
 
 def _bars(shown: bool) -> Any:
-    """The hub's progress bars; none for what takes no time, as where all files are there."""
+    """A class of `huggingface_hub`'s progress bars that shows none for downloads that end at once."""
     from huggingface_hub import utils
 
     def make_bar(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,27 +146,27 @@ def _bars(shown: bool) -> Any:
 
 
 def _sizes(repo: str, revision: str | None) -> dict[str, int]:
-    """Bytes of each file of a repository; without the hub, of those in the cache."""
+    """{path: bytes} of the files of a repository; if the hub cannot be reached, of the GGUF files in the cache."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        found = HfApi().model_info(repo, revision=revision, files_metadata=True)
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
     except Exception as error:
         try:
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
         except Exception:
             raise error from None
         return {file.relative_to(folder).as_posix(): file.stat().st_size for file in folder.rglob("*.gguf")}
-    return {file.rfilename: file.size or 0 for file in found.siblings or ()}
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
 def _free(folder: str) -> int:
-    """Bytes that the disk has free on which `folder` is or will be."""
+    """Free bytes on the disk of `folder`, which need not exist yet."""
     return shutil.disk_usage(next(there for there in (Path(folder), *Path(folder).parents) if there.exists())).free
 
 
 def _explain(error: Exception, repo: str, revision: str | None) -> str:
-    """Why a model cannot be had, and what helps."""
+    """The message for a failed download: the reason, and what helps."""
     from huggingface_hub import constants, errors, get_token
 
     cause: BaseException = error

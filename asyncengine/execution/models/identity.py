@@ -1,4 +1,4 @@
-"""Digests of everything that the bits of a model's weights and results depend on: files, code, libraries, the CPU."""
+"""Digests of all that a model's weights and results depend on, to the bit: files, code, libraries, the CPU."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 _PIECE = 64 * 2**20
-"""Bytes of a file that one thread digests."""
+"""Bytes of a file that one thread hashes at a time."""
 _KNOWN = "weights.json"
-"""Digests of weight files that were digested before, by path, size, times and inode."""
+"""Name of the file with known digests of weight files, by `stamp_of`."""
 SOURCES = (
     "execution/attention", "execution/layers", "execution/models", "execution/runner", "kernels", "lora",
 )  # fmt: skip
-"""Folders of the package whose code and tables decide on the bits of weights, keys, values and states."""
+"""Folders of the package whose code and tables determine the bits of weights, keys, values and states."""
 
 
-def digest_of(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_digest(files: Sequence[Path], folder: Path | None) -> str:
-    """Digest of the content of weight files. That of a file that has not changed since is known from `folder`."""
+    """Digest of the content of weight files. `folder`: cache of digests, from which those of unchanged files come."""
     known: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError):
         read = {} if folder is None else json.loads((folder / _KNOWN).read_text("utf-8"))
@@ -62,13 +62,13 @@ def weights_digest(files: Sequence[Path], folder: Path | None) -> str:
 
 
 def stamp_of(file: Path) -> str:
-    """A text that is another one once the file has been written."""
+    """A string that changes whenever the file is written: path, size, times, inode and device."""
     at = file.stat()
     return f"{file.resolve()} {at.st_size} {at.st_mtime_ns} {at.st_ctime_ns} {at.st_ino} {at.st_dev}"
 
 
 def _digest_of_file(file: Path, size: int) -> str:
-    """SHA-256 of the digests of its pieces, which several threads make."""
+    """SHA-256 of the SHA-256 digests of the file's pieces, which several threads compute."""
 
     def digest(start: int) -> bytes:
         with file.open("rb") as stream:
@@ -92,7 +92,7 @@ def digest_of_code(package: Path = Path(__file__).parents[2]) -> str:
 
 
 def versions() -> Iterable[str]:
-    """Versions of the libraries that compute."""
+    """Versions of Python and of the libraries that take part in computations."""
     import numpy as np
     import torch
 
@@ -105,7 +105,7 @@ def versions() -> Iterable[str]:
 
 
 def machine(*, steady: bool) -> list[str]:
-    """The CPU, by whose features kernels are chosen; where sums follow the number of threads, that too."""
+    """The CPU's features, by which kernels are chosen, and, unless sums are `steady`, the number of threads."""
     import torch
 
     return [platform.machine(), *_features(), "" if steady else str(torch.get_num_threads())]
@@ -126,15 +126,15 @@ def _features() -> Iterator[str]:
 def identity_of(
     config: EngineConfig, checkpoint: CheckpointSource, loaded: LoadedModel, layout: str, folder: Path | None
 ) -> Callable[[], Mapping[str, str]]:
-    """Function that gives all that a page's bytes depend on beside its tokens and its adapter: weights, their forms and
-    types, the `layout` of pages, rotary and other settings of the model, code, libraries and the CPU. The first call
-    takes seconds for gigabytes of weights, whose files it reads, but for those whose digests are known in `folder`; it
-    raises `InvalidParameter` where they are not the ones that were loaded any more. Nothing of the model is held."""
-    said = json.dumps(checkpoint.config, default=str)
-    scaled = "longrope" in said or "dynamic" in said  # frequencies follow `max_model_len` (docs/contract.md, 5)
+    """Function that returns all that a KV page's bytes depend on besides its tokens and adapter: weights, their forms
+    and types, the `layout` of pages, rotary and other settings of the model, code, libraries and the CPU. Its first
+    call reads the weight files (seconds for gigabytes), except those whose digests are kept in `folder`. It raises
+    `InvalidParameter` if they have changed since the model was loaded. It holds no reference to the model."""
+    text = json.dumps(checkpoint.config, default=str)
+    scaled = "longrope" in text or "dynamic" in text  # frequencies follow `max_model_len` (docs/contract.md, 5)
     longest = config.max_model_len if scaled else None
-    forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # which has the same bits
-    parts = {
+    forms = sorted(form for form in loaded.fused if not form.startswith("recorded_layers"))  # same bits as without
+    facts = {
         "model configuration": digest_of([checkpoint.config, longest]),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "page size": str(config.page_size),
@@ -153,7 +153,7 @@ def identity_of(
             raise InvalidParameter("model", "has other files than when it was loaded: its weights have no digest")
         return {
             "model weights": weights,
-            **parts,
+            **facts,
             "version": asyncengine.__version__,
             "code": digest_of_code(),
             "libraries": " ".join(versions()),

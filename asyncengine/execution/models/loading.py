@@ -1,7 +1,7 @@
-"""Loading a model: a decoder or an encoder of a family that is written down, transformers' modules for other decoders.
+"""Loading of models: decoders and encoders of families with a table, and transformers' modules for other decoders.
 
-`description` says what a model is, in one pass over its config.json; weights then stream from their files into layers,
-by name (`weights`). Families without a file of their own run through `fallback`, or are refused with a reason.
+`description` describes a model in one pass over its checkpoint; weights then stream from their files into layers, by
+name (`weights`). Decoders of families without a table run through `fallback`, or are refused with a reason.
 """
 
 from __future__ import annotations
@@ -46,54 +46,54 @@ from asyncengine.execution.models.formats import CheckpointSource
 from asyncengine.execution.models.hub import short_name
 from asyncengine.execution.models.mapped import MappedFiles, own_weights
 from asyncengine.execution.models.memory.needs import Weights, check_memory, outline_decoder, outline_encoder
-from asyncengine.execution.models.multimodal import TextPart, placeholders
+from asyncengine.execution.models.multimodal import TextSource, placeholders
 from asyncengine.execution.models.packed_file import packed_file
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.weights import fill_randomly, load_weights, slots_of
 from asyncengine.kernels.api import CompileAhead
 
-# FlashInfer's modules, compiled by several threads beside the reading of weights.
+# FlashInfer's modules, built by several threads while weights are read.
 
 logger = logging.getLogger("asyncengine")
 
 _CORES_EACH = 3
-"""A build runs one compiler for each of its sources, and each compiler takes up to two GiB."""
+"""Cores per build: a build runs one compiler for each of its sources, and each compiler takes up to two GiB."""
 
 
 def modules_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype) -> list[Callable[[], object]]:
-    """Calls that each build and load one FlashInfer module that this model uses, the slowest builds first.
-    `page_size`: tokens a page. `kv_dtype`: the type in which keys and values are kept."""
+    """Functions that each build and load one FlashInfer module that the model uses, the slowest first. `page_size`:
+    tokens per page. `kv_dtype`: type of the KV cache."""
     flashinfer = load_flashinfer()
     gated = {getattr(layer.mlp, "activation", "") for layer in decoder.config.layers} & {"silu", "gelu", "gelu_tanh"}
-    found: list[Callable[[], object]] = []
+    builds: list[Callable[[], object]] = []
     if why_not(decoder.specs, decoder.dtype, page_size) is None:
         hopper = is_hopper(decoder.device)
-        found = attention_modules(flashinfer, decoder.specs, decoder.dtype, kv_dtype, hopper=hopper)
-    return [*found, *(partial(flashinfer.activation.get_act_and_mul_module, name) for name in sorted(gated))]
+        builds = attention_modules(flashinfer, decoder.specs, decoder.dtype, kv_dtype, hopper=hopper)
+    return [*builds, *(partial(flashinfer.activation.get_act_and_mul_module, name) for name in sorted(gated))]
 
 
 def attention_modules(
     flashinfer: Any, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype, *, hopper: bool
 ) -> list[Callable[[], object]]:
-    """The same of attention alone, which runs on FlashInfer in all of these layers. `hopper`: the device is of compute
-    capability 9."""
-    found: dict[tuple[Any, ...], Callable[[], object]] = {}
+    """Those of the functions that build attention, all of whose `layers` run on FlashInfer. `hopper`: the device has
+    compute capability 9."""
+    builds: dict[tuple[Any, ...], Callable[[], object]] = {}
     for group in map(LayerGroup.of, layers):
         # types of queries, keys, results and indices, dimensions, pos_encoding_mode NONE, and which masks there are
-        kind = (dtype, kv_dtype, dtype, torch.int32, group.head_dim, group.head_dim, 0,
+        signature = (dtype, kv_dtype, dtype, torch.int32, group.head_dim, group.head_dim, 0,
                 group.window is not None, bool(group.softcap))  # fmt: skip
         if hopper and group.hopper(dtype, kv_dtype):
-            found["long", *kind] = partial(flashinfer.prefill.get_batch_prefill_module, "fa3", *kind, False)
-        found["prefill", *kind] = partial(flashinfer.prefill.get_batch_prefill_module, "fa2", *kind, False)
+            builds["long", *signature] = partial(flashinfer.prefill.get_batch_prefill_module, "fa3", *signature, False)
+        builds["prefill", *signature] = partial(flashinfer.prefill.get_batch_prefill_module, "fa2", *signature, False)
         if not group.decodes_on_tensor_cores:
-            found["decode", *kind] = partial(flashinfer.decode.get_batch_decode_module, *kind)
-    return [*found.values(), *([flashinfer.page.get_page_module] if found else [])]
+            builds["decode", *signature] = partial(flashinfer.decode.get_batch_decode_module, *signature)
+    return [*builds.values(), *([flashinfer.page.get_page_module] if builds else [])]
 
 
 @contextmanager
 def building(works: Sequence[Callable[[], object]], bar: LoadProgress) -> Iterator[None]:
-    """Do these in threads while the block runs, and wait for them behind it. What fails fails again, with its reason,
-    where the kernel is first called."""
+    """Run `works` in threads during the block, and wait for them at its end. A failed build is only logged: it fails
+    again, with its reason, when its kernel is first called."""
     if not works:
         yield
         return
@@ -112,11 +112,11 @@ def building(works: Sequence[Callable[[], object]], bar: LoadProgress) -> Iterat
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
-    """A model ready to run."""
+    """A loaded model, and facts about it."""
 
     name: str
     path: str
-    """Folder, file or hub id that it was loaded from."""
+    """Folder, file or hub id that the model was loaded from."""
     folder: Path
     hf_config: Any
     """A `ModelConfig`, or transformers' config object."""
@@ -127,19 +127,19 @@ class Loaded:
     device: torch.device
     weights_bytes: int
     mapped_bytes: int = 0
-    """Weights that are pages of a file, which the system counts as free memory."""
+    """Bytes of weights in mapped pages of a file, which the system counts as free memory."""
     eos_token_ids: list[int] = field(default_factory=list)
-    """None: it writes no text."""
+    """End-of-sequence tokens; empty for an encoder."""
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     """The settings of generation_config.json (temperature, top_p, top_k, ...)."""
     stored: dict[str, str] = field(default_factory=dict)
-    """Storage types of quantized matrices, by name."""
+    """{module: storage type} of matrices that are quantized in the files."""
     fused: list[str] = field(default_factory=list)
-    """Forms in which it runs, e.g. "decoder x 1", "packed x 113"; empty: through transformers' modules as they are."""
+    """Numbers of modules by the form in which they run, e.g. "decoder x 1", "packed x 113"."""
     left_out: tuple[str, ...] = ()
-    """Parts of the checkpoint that were not read, e.g. "vision_tower x 437"."""
+    """Modules of the checkpoint that were not read, with their numbers of tensors, e.g. "vision_tower x 437"."""
     placeholders: dict[int, str] = field(default_factory=dict)
-    """Tokens in whose place an image or a sound would go, and which of them."""
+    """Token ids that stand for an image or a sound, and which of these."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,19 +148,19 @@ class LoadedModel(Loaded):
 
     model: CausalLM
     input_vocab_size: int
-    """Token ids of an input are below it."""
+    """Exclusive upper bound of input token ids."""
     layers: Sequence[LayerSpec]
     unsteady: str | None = None
-    """Why a token's numbers may depend on the tokens that are computed beside it."""
+    """Why a token's results may depend on the other tokens of its step; None if they do not."""
     states: Sequence[StateSpec] = ()
     no_mtp: str | None = None
-    """Why the head that predicts further tokens is not read."""
+    """Why the multi-token prediction head is not read; None if it is."""
     head: CheckpointSource | None = None
-    """The files of a head that is not the checkpoint's own."""
+    """The checkpoint of an EAGLE-3 head that was loaded with the model."""
 
 
 def why_untold(model: Any, experts: bool) -> str | None:
-    """Why a `CausalLM` cannot say what its layers make of a token, or (`experts`) to which it goes; None: it can."""
+    """Why a `CausalLM` cannot return hidden states of its layers, or, if `experts`, routed experts; None if it can."""
     if not isinstance(model, Decoder):
         return "its layers are transformers' modules, which do not tell"
     if experts and not any(layer.mixtures() for layer in model.layers):
@@ -171,7 +171,7 @@ def why_untold(model: Any, experts: bool) -> str | None:
 
 
 def expert_type(model: Any) -> torch.dtype | None:
-    """The smallest of uint8 and int16 that holds the numbers of its experts; None: it is `why_untold`."""
+    """The smaller of uint8 and int16 that holds the indices of the model's experts; None if `why_untold` says so."""
     if why_untold(model, True) is not None:
         return None
     most = max(mixture.router.config.experts for layer in model.layers for mixture in layer.mixtures())
@@ -191,11 +191,11 @@ def load_model(
     threads: Callable[[], AbstractContextManager[object]] = nullcontext, draft: CheckpointSource | None = None,
     ranks: Ranks | None = None,
 ) -> LoadedModel:  # fmt: skip
-    """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
-    kernels that the model needs (None: they are compiled when they are called). `headless`: no logits are wanted.
-    `threads()`: weights are prepared within, once the names of kernels are known. `draft`: a draft model, whose weights
-    are read along if it is a head of this one. `ranks`: processes that have a part of it each,
-    of which this is one; then it raises `InvalidParameter` for a model that cannot be split.
+    """Load the model of a folder, file or hub id. `checkpoint`: the opened model; None: it is opened here. `ahead`
+    starts to compile the kernels that the model needs; None: each is compiled at its first call. `headless`: no logits
+    are needed. `threads()`: context in which weights are packed, once the names of kernels are known. `draft`: a draft
+    model, which is joined to this one if it is an EAGLE-3 head. `ranks`: this process's rank among those that share the
+    model; `InvalidParameter` is then raised for a model that cannot be split.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -222,13 +222,13 @@ def load_model(
         eos_token_ids=described.eos_token_ids(model.vocab_size), vocab_size=model.vocab_size,
         input_vocab_size=model.input_vocab_size, layers=model.specs, unsteady=model.unsteady,
         mapped_bytes=model.options.memory.file_bytes if isinstance(model, Decoder) else 0, states=model.states,
-        no_mtp=described.no_mtp, head=head, left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
+        no_mtp=described.no_mtp, head=head, left_out=checkpoint.left_out if isinstance(checkpoint, TextSource) else (),
         placeholders=placeholders(described.hf_config),
     )  # fmt: skip
 
 
 def _facts(path_or_id: str, described: ModelDescription, fused: list[str], nbytes: int) -> dict[str, Any]:
-    """The fields of `Loaded` that every model has."""
+    """The fields of `Loaded` that are common to decoders and encoders."""
     return {
         "name": short_name(path_or_id), "path": path_or_id, "folder": described.checkpoint.folder,
         "hf_config": described.hf_config, "max_model_len": described.max_model_len, "dtype": described.dtype,
@@ -250,7 +250,15 @@ def load_encoder(
         if described.device.type == "cpu":
             bound_kernel_caches()
         with typed(checkpoint.folder):
-            model = _load_encoder(described, config, bar, ahead, threads)
+            outline, weights = outline_encoder(described)
+            options = _layer_options(described, weights, config.attention_backend, config.activations == "exact")
+            model = Encoder(outline.config, options)
+            if ahead is not None and config.attention_backend != "torch":
+                ahead.start(encoder_kernels_of(model))
+            with threads():
+                spelling = spelling_of(described.hf_config.model_type)
+                slots = by_stored_name(model.slots(), described.checkpoint.tensors, spelling)
+                _fill(slots, described, weights, options, config, bar)
     facts = _facts(path_or_id, described, model.describe(), model.nbytes)
     return LoadedEncoder(**facts, model=model, vocab_size=model.vocab_size)
 
@@ -259,7 +267,8 @@ def _load_decoder(
     described: ModelDescription, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None,
     threads: Callable[[], AbstractContextManager[object]], ranks: Ranks | None,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
-    """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
+    """(the decoder with its weights, numbers of modules by form, bytes of weights). Names, shapes and free memory are
+    checked before any memory is allocated."""
     outline, weights = outline_decoder(described)
     options = _layer_options(described, weights, config.attention_backend, config.activations == "exact", ranks)
     if ranks is not None and not ranks.exact and (described.bits is not None or weights.forms):
@@ -268,9 +277,9 @@ def _load_decoder(
         within = ranks if ranks.size > 1 else None
         options = replace(options, ranks=within, stage=_stage_of(outline, ranks, apart=bool(config.stage_hosts)))
     decoder = Decoder(outline.config, options, described.max_model_len)
-    if decoder.mtp is not None and decoder.unsteady is not None:  # nothing could be guessed
+    if decoder.mtp is not None and decoder.unsteady is not None:  # drafts would change an unsteady model's results
         assert isinstance(described.structure, DecoderConfig)
-        del decoder  # its memory
+        del decoder  # frees its memory before the next one takes as much
         plain = replace(described, structure=replace(described.structure, mtp=None))
         return _load_decoder(plain, config, bar, ahead, threads, ranks)
     if options.ranks is not None:
@@ -290,25 +299,9 @@ def _load_decoder(
     return decoder, decoder.describe(), decoder.nbytes
 
 
-def _load_encoder(
-    described: ModelDescription, config: ModelSettings, bar: LoadProgress, ahead: CompileAhead | None,
-    threads: Callable[[], AbstractContextManager[object]],
-) -> Encoder:  # fmt: skip
-    """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    outline, weights = outline_encoder(described)
-    options = _layer_options(described, weights, config.attention_backend, config.activations == "exact")
-    model = Encoder(outline.config, options)
-    if ahead is not None and config.attention_backend != "torch":
-        ahead.start(encoder_kernels_of(model))
-    with threads():
-        slots = by_stored_name(model.slots(), described.checkpoint.tensors, spelling_of(described.hf_config.model_type))
-        _fill(slots, described, weights, options, config, bar)
-    return model
-
-
 def _stage_of(outline: Decoder, ranks: Ranks, *, apart: bool) -> Stage:
-    """This process's layers. `apart`: other stages are on other machines. Raises `InvalidParameter` where there are
-    fewer layers than stages."""
+    """The layers of this process's pipeline stage. `apart`: other stages are on other machines. Raises
+    `InvalidParameter` if there are fewer layers than stages."""
     sizes = [sum(math.prod(slot.shape) for _, slot in layer.slots()) for layer in outline.layers]
     cuts = cut_layers(sizes, outline.vocab_size * outline.head.inputs, ranks.stages)
     check_split(ranks, None if cuts else f"it has {len(sizes)} layers")
@@ -320,8 +313,8 @@ def _stage_of(outline: Decoder, ranks: Ranks, *, apart: bool) -> Stage:
 
 
 def check_split(ranks: Ranks | None, reason: str | None, setting: str = "") -> None:
-    """Raises `InvalidParameter` for a model of several processes that has a reason to be computed by one. `setting`:
-    the one that is wrong; "": the one that asks for several."""
+    """Raise `InvalidParameter` if several processes are to share a model that has a `reason` not to be split.
+    `setting`: the one to blame; "": the one that asks for several processes."""
     if ranks is not None and reason is not None:
         setting = setting or ("pipeline_parallel" if ranks.stages > 1 else "tensor_parallel")
         raise InvalidParameter(setting, f"this model cannot be split: {reason}", ranks.size * ranks.stages)
@@ -332,9 +325,9 @@ def _layer_options(
 ) -> LayerOptions:
     """Options of the layers of a model whose weights fit. `exact`: as in `LayerOptions`. Raises `OutOfMemory` if they
     do not fit."""
-    # the first looks before others have taken any of the memory that ranks of a CPU have in common
-    parts = 1 if ranks is None or (ranks.exact and ranks.rank == ranks.stage == 0) else ranks.size * ranks.stages
-    check_memory(sum(weights.elements.values()) // parts, described, weights.kept_bytes // parts)
+    # ranks on a CPU share its memory: the first one checks for all, before any rank has allocated
+    processes = 1 if ranks is None or (ranks.exact and ranks.rank == ranks.stage == 0) else ranks.size * ranks.stages
+    check_memory(sum(weights.elements.values()) // processes, described, weights.kept_bytes // processes)
     kernels = layer_kernels(attention_backend, described.dtype, described.device)
     release, forms = described.checkpoint.release, weights.forms
     return LayerOptions(
@@ -346,15 +339,15 @@ def _fill(
     slots: Mapping[str, TensorSlot], described: ModelDescription, weights: Weights, options: LayerOptions,
     config: ModelSettings, bar: LoadProgress,
 ) -> None:  # fmt: skip
-    """Weights into `slots`: made up, or from the checkpoint's files."""
+    """Fill `slots` with random weights, or from the cache of packed weights and the checkpoint's files."""
     folder, most = None if described.dummy else config.weight_cache_dir, int(config.weight_cache_disk)
     file, others = packed_file(described, slots, weights.names, options, folder, most)
     mapped = file is not None and file.map()
-    parts = options.memory.parts()
-    if parts:
-        # packing weights into memory that the system has to find meanwhile takes several times as long
-        bar.stage("mapping weights" if mapped else "making room for weights", len(parts))
-        find_memory(parts, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
+    regions = options.memory.parts()
+    if regions:
+        # packing into memory whose pages the system must still allocate takes several times as long
+        bar.stage("mapping weights" if mapped else "making room for weights", len(regions))
+        find_memory(regions, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
     if described.dummy:
         bar.stage("making up weights")
         fill_randomly(slots, described.dtype, described.device)
@@ -363,13 +356,13 @@ def _fill(
     if file is not None and not mapped:
         bar.stage("keeping packed weights")
         mapped = file.write()
-    options.memory.file_bytes = sum(part.size for part in parts) if mapped else 0
+    options.memory.file_bytes = sum(region.size for region in regions) if mapped else 0
 
 
 def _load_module(
     described: ModelDescription, bar: LoadProgress, exact: bool, trust_remote_code: bool
 ) -> tuple[CausalLM, list[str], int]:
-    """transformers' own module, tried on a few tokens. `exact`: as in `LayerOptions`."""
+    """transformers' own module, probed on a few tokens. Returns as `_load_decoder`. `exact`: as in `LayerOptions`."""
     from asyncengine.execution.models.fallback import model as fallback
     from asyncengine.execution.models.fallback.probing import check_module, probe
 
@@ -387,50 +380,41 @@ def _load_module(
 
 
 def _make_module(described: ModelDescription, trust_remote_code: bool) -> Any:
-    """transformers' model on the plan's device: from the checkpoint's files, or made up."""
+    """transformers' module on the described device, with weights from the checkpoint's files or random ones."""
+    from transformers import AutoModelForCausalLM
+
     from asyncengine.execution.models.fallback.model import count_elements, make_random
 
-    described = replace(described, bits=None)  # it is quantized once it is there
+    described = replace(described, bits=None)  # `check_memory` counts it unquantized: it is quantized after loading
     with quiet_transformers():
         elements = count_elements(described.hf_config, described.dtype, trust_remote_code)
         if described.dummy:
             check_memory(elements, described)
             module = make_random(described.hf_config, described.dtype, described.device, trust_remote_code)
         else:
-            held = sum(stored.elements for stored in described.checkpoint.tensors.values())
-            if elements > 4 * held:  # before memory is taken for what the files cannot hold
-                found = f"config.json describes a model of {elements} weights, but the files hold only {held}"
-                raise ModelNotFound(found)
-            check_memory(held, described)
-            module = _from_pretrained(described, trust_remote_code).to(described.device)
+            size = sum(stored.elements for stored in described.checkpoint.tensors.values())
+            if elements > 4 * size:  # transformers would allocate the whole model before it misses a tensor
+                text = f"config.json describes a model of {elements} weights, but the files hold only {size}"
+                raise ModelNotFound(text)
+            check_memory(size, described)
+            module, info = AutoModelForCausalLM.from_pretrained(
+                str(described.checkpoint.folder), config=described.hf_config, dtype=described.dtype,
+                use_safetensors=True, local_files_only=True, attn_implementation="eager",
+                trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+            # mismatched sizes were ignored to be reported with the tensor's name
+            for report, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape for")):
+                bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(report) or ())
+                if bad:
+                    more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+                    raise ModelNotFound(f"{described.checkpoint.folder} {verb} the tensor {bad[0]}{more}")
+            module = module.to(described.device)
     return module.eval().requires_grad_(False)
-
-
-def _from_pretrained(described: ModelDescription, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    module, info = AutoModelForCausalLM.from_pretrained(
-        str(described.checkpoint.folder),
-        config=described.hf_config,
-        dtype=described.dtype,
-        use_safetensors=True,
-        local_files_only=True,
-        attn_implementation="eager",
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told apart below, by name
-    )
-    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape for")):
-        bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())
-        if bad:
-            more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
-            raise ModelNotFound(f"{described.checkpoint.folder} {what} the tensor {bad[0]}{more}")
-    return module
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No warnings and bars from transformers within; its settings are put back."""
+    """Context without warnings and progress bars of transformers, whose settings are restored afterwards."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

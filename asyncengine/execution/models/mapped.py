@@ -1,7 +1,7 @@
-"""Weights out of memory-mapped files without holding them twice.
+"""Release of memory-mapped weight files while they are read, so that no weight takes memory twice.
 
-safetensors hands out tensors that live in the mapped file. Copying or repacking them leaves the file's pages counted
-as this process's memory until the whole file is unmapped, which happens only when its last tensor goes.
+safetensors returns tensors that live in the mapped file. After they have been copied or packed, the file's pages still
+count as this process's memory until the file is unmapped, which happens only when its last tensor is freed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_OPEN = 2
-"""Files that are kept open: parts of a matrix lie in one file or in neighbours."""
+"""Files that are kept open: the tensors of a quantized matrix lie in one file or in two consecutive ones."""
 
 
 class MappedFiles:
-    """The address ranges of weight files mapped into this process when it was made."""
+    """Address ranges at which weight files were mapped into this process when the object was created."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """A file is known by its path, not its name: a hub's download has links that lead to other names."""
+        """Files are identified by their real paths: the hub's cache has links to files of other names."""
         paths = frozenset(map(os.path.realpath, files))
         self._ranges: list[tuple[int, int]] = []
         if not sys.platform.startswith("linux"):
@@ -43,14 +43,14 @@ class MappedFiles:
             return
 
     def around(self, tensor: torch.Tensor) -> MappedFiles:
-        """Watch the one mapping that `tensor` lies in, and no longer those that somebody else in this process has of
-        the same file: a model of transformers lives in its own, and a trainer writes there."""
+        """Keep only the mapping that `tensor` lies in. Others in this process may map the same file: a trainer's
+        transformers model lives in such a mapping and is written to, so its pages must not be released."""
         first = tensor.data_ptr()
         self._ranges = [(begin, end) for begin, end in self._ranges if begin <= first < end]
         return self
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor`'s memory is part of a mapped weight file."""
+        """Whether `tensor`'s memory is part of a mapped weight file."""
         if tensor.device.type != "cpu":
             return False
         first = tensor.untyped_storage().data_ptr()
@@ -58,27 +58,27 @@ class MappedFiles:
         return any(begin <= first and last <= end for begin, end in self._ranges)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Let the system take back the whole pages under `tensor`; they are read from the file again if touched.
+        """Let the system reclaim the whole pages under `tensor`; a later access reads them from the file again.
 
-        Nothing happens to memory that is not a mapped file's, or not contiguous. Nobody may have written to it: then
-        this is invisible but for its speed.
+        Does nothing for memory outside of mapped files or a tensor that is not contiguous. The tensor must not have
+        been written to, as the changes would be lost.
         """
         if not self.holds(tensor) or not tensor.is_contiguous():
             return
-        from asyncengine.execution.device.arena import give_back  # brings torch, which paths are looked at without
+        from asyncengine.execution.device.arena import give_back  # imports torch, which refusing a path does not need
 
         give_back(tensor.data_ptr(), tensor.nbytes)
 
 
 class OpenFiles:
-    """The safetensors files that were read from last, each mapped while it is open."""
+    """The safetensors files that were used last, each mapped while it is open."""
 
     def __init__(self) -> None:
         self._streams: dict[Path, Any] = {}
         self._mapped: dict[Path, MappedFiles] = {}
 
     def read(self, file: Path, name: str) -> torch.Tensor:
-        """A tensor, mapped and not copied. Raises `ModelNotFound` for a file that is none."""
+        """The tensor `name` of a file, mapped and not copied. Raises `ModelNotFound` for a broken file."""
         stream = self._streams.pop(file, None)
         known = stream is not None
         try:
@@ -87,7 +87,7 @@ class OpenFiles:
             tensor: torch.Tensor = stream.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelNotFound(f"{file} is not a whole safetensors file: {shorten(str(error), 300)}") from None
-        self._streams[file] = stream  # the last one that was used
+        self._streams[file] = stream  # a dict keeps the order of insertion: the first one was used longest ago
         if not known:
             while len(self._streams) > _MOST_OPEN:
                 oldest = next(iter(self._streams))
@@ -96,15 +96,15 @@ class OpenFiles:
         return tensor
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Let the system take back the pages under a tensor of `read`, or a part of one; nothing happens to others."""
+        """Let the system reclaim the pages under a tensor of `read`, or a slice of one; does nothing for others."""
         for mapped in self._mapped.values():
             mapped.release(tensor)
 
 
 def own_weights(module: Any, files: MappedFiles) -> None:
-    """Copy every parameter and buffer that still lives in a mapped file into memory of its own, one at a time.
+    """Copy every parameter and buffer of `module` that still lives in a mapped file, one at a time.
 
-    After this the files may be changed or removed while the model runs. Shared (tied) parameters stay shared.
+    Afterwards the files may be changed or removed while the model runs. Tied parameters stay tied.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if files.holds(tensor):

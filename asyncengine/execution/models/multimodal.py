@@ -1,7 +1,7 @@
-"""Models inside checkpoints of others: a language model that reads images or sounds, or has a decision head.
+"""Text generators inside other checkpoints: the language model of a multimodal model, or one with a decision head.
 
-Its parts are found under the prefix that the checkpoint uses, whichever release of transformers wrote it. All others,
-towers and projectors, are left out: nothing of them is read.
+Its tensors are found under the prefix that the checkpoint uses, whichever release of transformers wrote it. Those of
+towers and projectors are left out, and never read here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLACEHOLDERS: Mapping[str, str] = _TABLES["placeholders"]
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart(CheckpointSource):
+class TextSource(CheckpointSource):
     """The language model's tensors of a checkpoint, by the names that the decoder has for them."""
 
     whole: CheckpointSource
@@ -36,10 +36,10 @@ class TextPart(CheckpointSource):
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
     names: Mapping[str, str]
-    """The decoder's -> the checkpoint's."""
+    """Tensor name of the decoder -> that of the checkpoint."""
     tensors: Mapping[str, StoredTensor]
     left_out: tuple[str, ...]
-    """Parts of the checkpoint that are not among them, with the number of their tensors: "vision_tower x 437"."""
+    """The checkpoint's other modules, with the number of their tensors: "vision_tower x 437"."""
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         return self.whole.read(self.names[name])
@@ -51,21 +51,20 @@ class TextPart(CheckpointSource):
         return self.whole.generation_defaults()
 
     def of_vision(self) -> list[str]:
-        """Names in the whole checkpoint of the tensors that are neither the language model's nor for sounds."""
+        """Names in the whole checkpoint of the vision tower's tensors: those of neither language model nor audio."""
         taken = set(self.names.values())
         return [name for name in self.whole.tensors if name not in taken and "audio" not in name]
 
 
-def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
-    """The tensors for the decoder `described`, whose own names are those of transformers today.
+def text_source(whole: CheckpointSource, described: DecoderConfig) -> TextSource:
+    """The tensors for the decoder `described`, whose names are those of transformers' current releases.
 
-    A checkpoint without anything that looks like its layers keeps its names: the first one that is missing is named
-    later.
+    A checkpoint without known layers keeps its names, so that loading it reports the first missing tensor.
     """
     base, head = described.layer.removesuffix("layers.{}."), described.head + "."
     spelled = _spelling(whole.tensors) or (base, head)
     names: dict[str, str] = {}
-    others: Counter[str] = Counter()
+    left_out_counts: Counter[str] = Counter()
     for name in whole.tensors:
         if name.startswith(spelled[0]):
             names[base + name.removeprefix(spelled[0])] = name
@@ -74,14 +73,14 @@ def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
         elif described.mtp is not None and name.startswith("mtp."):
             names[name] = name
         else:
-            others[name.removeprefix("model.").partition(".")[0]] += 1
+            left_out_counts[name.removeprefix("model.").partition(".")[0]] += 1
     tensors = {name: whole.tensors[stored] for name, stored in names.items()}
-    left_out = tuple(f"{part} x {count}" for part, count in sorted(others.items()))
-    return TextPart(whole, whole.folder, whole.config, whole.files, whole.metadata, names, tensors, left_out)
+    left_out = tuple(f"{module} x {count}" for module, count in sorted(left_out_counts.items()))
+    return TextSource(whole, whole.folder, whole.config, whole.files, whole.metadata, names, tensors, left_out)
 
 
 def language_names(names: Iterable[str]) -> set[str]:
-    """The names of a checkpoint, as its files have them, that may belong to its language model."""
+    """Those of a checkpoint's tensor names that may belong to its language model."""
     known = set(names)
     spelled = _spelling(known)
     return known if spelled is None else {name for name in known if name.startswith(spelled)}
@@ -92,7 +91,7 @@ def _spelling(names: Collection[str]) -> tuple[str, str] | None:
 
 
 def placeholders(hf_config: Any) -> dict[int, str]:
-    """{token id: what it stands for} of those in whose place a model of several parts puts images or sounds."""
+    """{token id: its medium ("an image", "a sound")} of the tokens that a multimodal model replaces by features."""
     if hf_config.get_text_config() is hf_config:
         return {}
     named = {getattr(hf_config, field, None): what for field, what in PLACEHOLDERS.items()}
@@ -101,33 +100,33 @@ def placeholders(hf_config: Any) -> dict[int, str]:
 
 # Decision heads: transformers' `JevForDecision`, a text model whose output layer scores the options of questions.
 #
-# Such a checkpoint is read as that of a text generator with the head in the output layer's place: token i has the score
-# of the head's row i, and tokens behind its rows are never drawn, as a decision allows those of its options alone.
+# Such a checkpoint is read as a text generator's with the head as its output layer: the logit of token i is the score
+# of the head's row i. Tokens beyond the head's rows are never sampled, as a decision allows only those of its options.
 
 FIELD = "decision_head"
-"""Field of the text model's configuration that has what there is to know of its head."""
+"""Field that is added to the text model's configuration, with the settings of its head."""
 _OUTPUT = "lm_head."
 _HEAD = {"proj.weight": "lm_head.weight", "weight": "lm_head.weight", "proj.bias": "lm_head.bias"}
-"""Tensors of the head (transformers saves its weight under either name), and what they stand in for."""
+"""Tensors of the head (transformers saves its weight under either name) -> tensors of the output layer."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionPart(TextPart):
-    """A decision model's tensors, by the names that a text generator has for them."""
+class DecisionSource(TextSource):
+    """A decision model's tensors, by the names that they have in a text generator."""
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
-        """A tensor of the whole; of the head, with rows of zeros up to the size of the vocabulary."""
-        found: Any = self.whole.read(self.names[name])
+        """The tensor `name`; those of the head are padded with rows of zeros to the size of the vocabulary."""
+        tensor: Any = self.whole.read(self.names[name])
         if not name.startswith(_OUTPUT):
-            return found
-        padded = found.new_zeros(self.tensors[name].shape)
-        padded[: len(found)] = found
+            return tensor
+        padded = tensor.new_zeros(self.tensors[name].shape)
+        padded[: len(tensor)] = tensor
         return padded
 
 
-def decision_part(whole: CheckpointSource) -> DecisionPart:
-    """The text model of a decision model, with its head as the output layer. Raises `UnsupportedModel` naming what
-    cannot run, and `ModelNotFound` for a file that is broken."""
+def decision_source(whole: CheckpointSource) -> DecisionSource:
+    """The text model of a decision model, with its head as the output layer. Raises `UnsupportedModel` for a variant
+    that cannot run, and `ModelNotFound` for a broken config.json."""
     content, text = whole.config, whole.config.get("text_config")
     softcap = content.get("softcap")
     if isinstance(text, Mapping) and "text_config" in text:
@@ -150,12 +149,12 @@ def decision_part(whole: CheckpointSource) -> DecisionPart:
             raise UnsupportedModel(f"{whole.folder} has a head with more rows than its vocabulary has tokens")
         tensors[name] = stored._replace(shape=(text["vocab_size"], *stored.shape[1:])) if is_head else stored
     config = {"dtype": content.get("dtype"), "eos_token_id": None, **text, FIELD: {"softcap": softcap}}
-    return DecisionPart(whole, whole.folder, config, whole.files, whole.metadata, names, tensors, ())
+    return DecisionSource(whole, whole.folder, config, whole.files, whole.metadata, names, tensors, ())
 
 
 def with_head(structure: DecoderConfig | None, content: Mapping[str, Any]) -> DecoderConfig | None:
-    """The decoder of the model that config.json's `content` describes, with a decision head if it has one. Raises
-    `UnsupportedModel` for a family that cannot have one here."""
+    """The decoder with the decision head of config.json's `content`, if it has one. Raises `UnsupportedModel` for a
+    family that cannot have one here."""
     if (head := content.get(FIELD)) is None:
         return structure
     if structure is None or (structure.layer, structure.head) != ("model.layers.{}.", "lm_head"):

@@ -1,8 +1,8 @@
-"""The pooling that a model's files ask for.
+"""The pooling that a model's files specify.
 
 The files are those of sentence-transformers: modules.json, the config.json of each module's folder,
-config_sentence_transformers.json and sentence_bert_config.json, in today's forms and in the older ones that most
-checkpoints still have. Nothing is imported by a name that stands in a file.
+config_sentence_transformers.json and sentence_bert_config.json, in their current forms and in the older ones that most
+checkpoints still have. Class names in these files are compared with known ones, and never imported.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from asyncengine.pooling_spec import ACTIVATIONS, MODES, DenseSpec, PoolingSpec,
 logger = logging.getLogger("asyncengine")
 
 _NAMES = tomllib.loads((resources.files(__package__) / "pooling_files.toml").read_text(encoding="utf-8"))
-"""Names that stand in the files, old ones included."""
+"""Known names of files, modules and settings, including old ones."""
 _HEAD = "ForSequenceClassification"
 
 
 def read_pooling(
     folder: Path, config: Mapping[str, Any], task: str, pooling: str | None, *, encoder: bool = False
 ) -> PoolingSpec | None:
-    """The pooling that the files in `folder` ask for, `config` being that of config.json; None: a text generator.
+    """The pooling that the files in `folder` specify; None for a text generator. `config`: content of config.json.
 
-    `task`: the caller's, or "auto". `pooling`: modes that replace those of the files, joined by "+". `encoder`: its
-    tokens see those after them; where no file speaks of pooling, its hidden states are averaged.
+    `task`: the setting. `pooling`: modes that replace those of the files, joined by "+". `encoder`: the model is
+    bidirectional; if no file specifies a pooling, its hidden states are averaged.
 
-    Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for a module, mode or activation that is
-    not known here.
+    Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for an unknown module, mode or activation.
     """
     settings = _read(folder / "config_sentence_transformers.json")
     modules = _modules(folder)
@@ -76,7 +75,7 @@ def _task(
         return "embed"
     if _is_named(config, _HEAD):
         return "rerank" if len(_labels(config)) == 1 else "classify"
-    if settings.get("model_type") == "CrossEncoder" or any(kind == "LogitScore" for kind, _ in modules):
+    if settings.get("model_type") == "CrossEncoder" or any(name == "LogitScore" for name, _ in modules):
         return "rerank"
     return "embed" if modules or settings else "generate"
 
@@ -88,7 +87,7 @@ def _is_named(config: Mapping[str, Any], ending: str) -> bool:
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the classes, in order; transformers' default names where config.json has none."""
+    """Names of the classes, in order; transformers' default names if config.json has none."""
     named = config.get("id2label")
     if isinstance(named, dict) and named:
         try:
@@ -105,30 +104,30 @@ def _embedder(
     modes: tuple[str, ...] = ("mean",)
     include, normalize = True, False
     dense: list[DenseSpec] = []
-    for kind, where in modules[1:]:
-        content = _read(where / "config.json")
-        if kind == "Pooling":
-            modes, include = _modes(where, content), bool(content.get("include_prompt", True))
-        elif kind == "Dense":
+    for name, module in modules[1:]:
+        content = _read(module / "config.json")
+        if name == "Pooling":
+            modes, include = _modes(module, content), bool(content.get("include_prompt", True))
+        elif name == "Dense":
             if normalize:
                 raise UnsupportedModel(f"{folder} has a Dense module behind Normalize, which is not written down here")
-            dense.append(_dense(where, content))
-        elif kind == "Normalize":
+            dense.append(_dense(module, content))
+        elif name == "Normalize":
             normalize = True
-        elif kind != "Dropout":
+        elif name != "Dropout":
             raise UnsupportedModel(
-                f"{folder} has a module {shorten(kind, 80)!r} behind its transformer, which is not written down here: "
+                f"{folder} has a module {shorten(name, 80)!r} behind its transformer, which is not written down here: "
                 "Pooling, Dense and Normalize are"
             )
     if pooling is not None:
-        modes = tuple({"last": "lasttoken"}.get(part.strip(), part.strip()) for part in pooling.split("+"))
+        modes = tuple({"last": "lasttoken"}.get(word.strip(), word.strip()) for word in pooling.split("+"))
         if unknown := [mode for mode in modes if mode not in MODES]:
             raise UnsupportedModel(f"pooling {shorten(unknown[0], 40)!r} is not known; there are {', '.join(MODES)}")
     return PoolingSpec("embed", modes, include, dense=tuple(dense), normalize=normalize, **common)
 
 
 def _modes(where: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modes that a Pooling module's settings name; older ones have a switch for each mode."""
+    """The modes of a Pooling module; older files have a switch for each mode instead of `pooling_mode`."""
     named = content.get("pooling_mode")
     if named is None:
         named = [mode for key, mode in _NAMES["switches"].items() if content.get(key)] or ["mean"]
@@ -154,9 +153,8 @@ def _dense(where: Path, content: Mapping[str, Any]) -> DenseSpec:
 
 
 def _activation(where: str, named: Any, otherwise: str) -> str:
-    """An activation by the dotted name of torch's module. A name outside torch would be foreign code: it is not run,
-    and `otherwise` takes its place, as in sentence-transformers. Raises `UnsupportedModel` for a module of torch's that
-    is not known here."""
+    """The activation with the dotted name of a torch module. A class outside of torch would be untrusted code, so that
+    `otherwise` is used instead, as in sentence-transformers. Raises `UnsupportedModel` for an unknown torch module."""
     name = str(named)
     if not name.startswith("torch."):
         logger.warning("%s names the activation %s, which is not torch's: %s is used", where, name[:100], otherwise)
@@ -194,7 +192,7 @@ def _scorer(
         return PoolingSpec(task, (), labels=labels, activation=activation, **common)
     if task == "classify":
         raise UnsupportedModel(f"{folder} has no classification head (...{_HEAD})")
-    scorer = next((where for kind, where in modules if kind == "LogitScore"), None)
+    scorer = next((module for name, module in modules if name == "LogitScore"), None)
     content = {} if scorer is None else _read(scorer / "config.json")
     tokens = tuple(content[key] for key in ("true_token_id", "false_token_id") if isinstance(content.get(key), int))
     common = {**common, "labels": labels, "activation": activation, "tokens": tokens, "scores_tokens": True}
@@ -202,7 +200,7 @@ def _scorer(
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(last part of the type's name, folder) of each module, in order; empty: there is no modules.json."""
+    """(class name, folder) of each module, in order; empty if there is no modules.json."""
     file = folder / "modules.json"
     if not file.is_file():
         return []
@@ -216,19 +214,19 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
             raise ModelNotFound(f"{file} names {shorten(path, 80)!r}, which is not inside the folder")
     if listed and listed[0][0] not in _NAMES["transformers"]:
         raise UnsupportedModel(f"{folder} begins with a module {shorten(listed[0][0], 80)!r}, not with a transformer")
-    return [(kind, folder / path) for kind, path in listed]
+    return [(name, folder / path) for name, path in listed]
 
 
 def transformer_folder(folder: Path) -> Path:
-    """The folder of an embedder's config.json and weights: older ones have them in a folder like 0_Transformer."""
+    """The folder of an embedder's config.json and weights, which may be a subfolder such as 0_Transformer."""
     modules = _modules(folder)
     return modules[0][1] if modules else folder
 
 
 def root_folder(folder: Path) -> Path:
-    """The folder of the model whose transformer is in `folder`: itself, or the one above."""
-    own = (folder / "modules.json").is_file() or transformer_folder(folder.parent) != folder
-    return folder if own else folder.parent
+    """The folder of the model whose transformer is in `folder`: `folder` itself, or its parent."""
+    is_root = (folder / "modules.json").is_file() or transformer_folder(folder.parent) != folder
+    return folder if is_root else folder.parent
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Progress of loading a model: a bar on stderr, or lines where it is no terminal, and calls of whoever asked."""
+"""Progress of loading a model: a bar on stderr, or lines if that is no terminal, and calls of `on_progress`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("asyncengine")
 
 
 class LoadProgress:
-    """Context manager, entered anew by each part of a load. `stage` begins a step of `total` units (None: unknown
-    length), `advance` counts one; either raises what `check` raises, where loading may be given up on the way, and
-    `EngineClosed` where `on_progress` raises. Kernels that are compiled meanwhile have a line of their own and are
-    counted over the whole load.
+    """Context manager that shows the progress of a load, whose phases each enter it anew. `stage` begins a stage of
+    `total` units (None: unknown length), `advance` counts one unit. Both call `check`, whose error cancels the load,
+    and raise `EngineClosed` if `on_progress` raises. Kernels that are compiled meanwhile have a line of their own and
+    are counted over the whole load.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LoadProgress:
             self._lines.tell(f"loading: {stage}" + (f" ({done} of {total})" if total else ""))
 
     def compiling(self, kernel: str, most: int) -> None:
-        """A kernel is about to be compiled, of `most` or, as a rule, fewer."""
+        """Show that a kernel is about to be compiled, one of at most `most`."""
         if self._compiled == 0:
             self._began = time.perf_counter()
             logger.info("compiling kernels for this machine, once")
@@ -103,11 +103,11 @@ class LoadProgress:
         self._bar.update(self._kernels, description=text, total=most, completed=self._compiled - 1)
 
     def compiled(self, kernel: str, most: int) -> None:
-        """A kernel of `most` has been compiled by somebody else (`kernels.compile_ahead`)."""
+        """Show that `kernels.compile_ahead` has compiled a kernel in another process, one of at most `most`."""
         self._check()
         self.compiling(kernel.split(":")[1].strip("_").replace("_", " "), most)
 
     def say_compiled(self) -> None:
-        """At the end of a load: what compiling took, in the log."""
+        """Log the number of kernels compiled during the load, and the time that it took."""
         if self._compiled:
             logger.info("compiled %d kernels in %.0f s", self._compiled, time.perf_counter() - self._began)

@@ -1,7 +1,7 @@
-"""Reasons to refuse a folder and its config.json before anything is built of them: another kind of model than a text
-generator, said in words, with what to do instead, sizes that no model has, and layers that no family has.
+"""Checks that refuse a folder and its config.json before a model is built: other models than text generators (with a
+hint what to do instead), impossible sizes, and unknown layers.
 
-transformers builds whatever a configuration says: a million layers take minutes and all memory there is.
+transformers builds whatever a configuration says: a million layers take minutes and all memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
-from asyncengine.execution.models.config import OLDER_KINDS, unknown_layers
+from asyncengine.execution.models.config import OLDER_TYPES, unknown_layers
 
 _TABLES = tomllib.loads((resources.files(__package__) / "refusals.toml").read_text(encoding="utf-8"))
 _FILES, _ENDINGS, _LISTS, _LAYERS = (_TABLES[title] for title in ("files", "endings", "lists", "layers"))
@@ -21,10 +21,10 @@ _GENERATOR = "Pass a model for text generation"
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a head of the EAGLE-3 form, in one of the spellings that are read. Files of the
-    authors' own call it a Llama, of which a part of the vocabulary can be drafted."""
+    """Whether a config.json is that of an EAGLE-3 head, in one of the spellings that are read. The authors' own files
+    declare a Llama, and differ by their `draft_vocab_size` alone."""
     names = _architectures(config)
-    if "speculators_model_type" in config or any(part in name for name in names for part in _LISTS["drafters"]):
+    if "speculators_model_type" in config or any(drafter in name for name in names for drafter in _LISTS["drafters"]):
         return config.get("speculators_model_type", "eagle3") == "eagle3" and all("Eagle3" in name for name in names)
     return "draft_vocab_size" in config
 
@@ -35,8 +35,8 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def check_files(folder: Path, writes: bool = True) -> None:
-    """Refuse what a file beside config.json gives away. `writes`: a text generator is wanted, else one that gives
-    vectors or scores would do. Raises `UnsupportedModel`."""
+    """Refuse a folder whose files show that it holds another model. `writes`: a text generator is required; else an
+    embedder or reranker is accepted, too. Raises `UnsupportedModel`."""
     if not (folder / "config.json").exists() and (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
             f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
@@ -47,11 +47,11 @@ def check_files(folder: Path, writes: bool = True) -> None:
 
 
 def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = True, drafts: bool = False) -> None:
-    """Refuse what config.json says was trained for something else. `writes` as above; `drafts`: a model is wanted that
-    guesses for another. Raises `UnsupportedModel`.
+    """Refuse a config.json whose `architectures` name a model of another task. `writes` as in `check_files`; `drafts`:
+    a draft model or head is accepted. Raises `UnsupportedModel`.
 
-    A family's configuration is the same for its text generator and for a classifier made of it, and transformers loads
-    either as either, with the missing parts made up at random.
+    The fields of a classifier are those of its family's text generator, and transformers would load one as the other,
+    with random weights for the missing modules.
     """
     if is_eagle3(config):
         if drafts:
@@ -74,7 +74,7 @@ def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = 
 def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
     """The error for a family that has no text generator of its own."""
     name = next(iter(_architectures(config)), "")
-    sees = any(part in config for part in ("vision_config", "image_size", "num_channels"))
+    sees = any(field in config for field in ("vision_config", "image_size", "num_channels"))
     writes = name.endswith(("ForConditionalGeneration", "ForCausalLM"))
     if sees and writes:
         from asyncengine.execution.models.families import MULTIMODAL
@@ -99,13 +99,14 @@ _LIMITS, _LEAST = (
 
 
 def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
-    """Refuse impossible sizes, in the configuration and in those inside it. `num_tensors`: in the files, if there are.
+    """Refuse impossible sizes in a configuration and in those nested in it. `num_tensors`: number of tensors in the
+    files; None if they were not opened.
 
     Raises `ModelNotFound` naming the field and its limit.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):
-            # a model of several parts may have them in other files
+            # the tensors of a nested model may be in other files
             check_sizes(value, None)
         if name in _LAYERS["named"] and isinstance(value, (str, list)) and not 1 <= len(value) <= MAX_LAYERS:
             raise ModelNotFound(f"config.json: {name} must name between 1 and {MAX_LAYERS} layers, got {len(value)}")
@@ -121,35 +122,34 @@ def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
 
 
 def misnamed(config: Mapping[str, Any]) -> EngineError | None:
-    """The error for what a config.json, or the `text_config` within, says of its layers and no family's file has; None:
-    nothing to say.
+    """The error for unknown or contradictory layers in a config.json, or in its `text_config`; None if there are none.
 
-    transformers' configuration classes end at the first thing they don't understand, with a letter or an arithmetic
-    error. So layers are looked at here before a family reads the file, and before a class's own words are passed on.
+    transformers' configuration classes fail at the first unknown value, with a KeyError of one letter or an arithmetic
+    error. Layers are therefore checked here before a family's table reads the file, and before such an error is shown.
     """
-    inside = config.get("text_config")
-    for part in (config, inside) if isinstance(inside, Mapping) else (config,):
-        for error in _errors(str(part.get("model_type") or config.get("model_type")), part):
+    text_config = config.get("text_config")
+    for section in (config, text_config) if isinstance(text_config, Mapping) else (config,):
+        for error in _errors(str(section.get("model_type") or config.get("model_type")), section):
             return error
     return None
 
 
 def _errors(family: str, config: Mapping[str, Any]) -> Iterator[EngineError]:
-    from asyncengine.execution.models.families import layer_kinds
+    from asyncengine.execution.models.families import known_layer_types
 
-    known = layer_kinds(family) or _LAYERS["kinds"]
+    known = known_layer_types(family) or _LAYERS["types"]
     for field in _LAYERS["lists"]:
-        older = (name for name, kind in OLDER_KINDS.items() if kind in known)  # which transformers takes as well
-        for kind in _strangers(config.get(field), (*known, *older)):
-            yield unknown_layers(family, kind, known)
-    for kind in _strangers(config.get("mlp_layer_types"), _LAYERS["forwards"]):
-        yield unknown_layers(family, kind, _LAYERS["forwards"], "feed-forward parts")
+        older = (name for name, today in OLDER_TYPES.items() if today in known)  # transformers accepts these, too
+        for name in _strangers(config.get(field), (*known, *older)):
+            yield unknown_layers(family, name, known)
+    for name in _strangers(config.get("mlp_layer_types"), _LAYERS["forwards"]):
+        yield unknown_layers(family, name, _LAYERS["forwards"], "feed-forward parts")
     for field in _LAYERS["patterns"]:
         yield from _pattern_errors(family, field, config.get(field, ""))
     for field in _LAYERS["intervals"]:
         every = config.get(field, 1)
         if (isinstance(every, str) or every == 0) and config.get("layer_types"):
-            continue  # EXAONE 4 spells its layers there, or says 0 without windows, and lists them
+            continue  # in EXAONE 4 it is a pattern of letters, or 0 without windows, and `layer_types` decides
         if not isinstance(every, int) or every < 1:
             yield ModelNotFound(f"config.json: {field} must be a number of layers, got {shorten(repr(every), 80)}")
     count, unrotated = config.get("num_hidden_layers"), config.get("no_rope_layers")
@@ -173,11 +173,11 @@ def _pattern_errors(family: str, field: str, pattern: object) -> Iterator[Engine
 
 
 def _strangers(listed: object, known: Collection[str]) -> list[object]:
-    return [kind for kind in listed if kind not in known] if isinstance(listed, list) else []
+    return [name for name in listed if name not in known] if isinstance(listed, list) else []
 
 
 def _kimi_errors(settings: object, count: object) -> Iterator[EngineError]:
-    """Errors of two lists of layers, counted from one, which together name each of `count`."""
+    """Errors in Kimi Linear's two lists of layers, counted from 1, which together must name each of `count` layers."""
     if not isinstance(settings, Mapping):
         yield ModelNotFound(f"config.json: linear_attn_config must be an object, got {shorten(repr(settings), 80)}")
         return
@@ -188,7 +188,7 @@ def _kimi_errors(settings: object, count: object) -> Iterator[EngineError]:
     wrong = [layer for layer in listed if not isinstance(layer, int) or not 1 <= layer <= count]
     missing = [layer for layer in range(1, count + 1) if layer not in listed]
     if wrong or missing:
-        found = f"names layer {shorten(repr(wrong[0]), 80)}" if wrong else f"leaves out layer {missing[0]}"
+        problem = f"names layer {shorten(repr(wrong[0]), 80)}" if wrong else f"leaves out layer {missing[0]}"
         yield ModelNotFound(
-            f"config.json: linear_attn_config {found}; {' and '.join(names)} together name each of 1 to {count}"
+            f"config.json: linear_attn_config {problem}; {' and '.join(names)} together name each of 1 to {count}"
         )

@@ -1,8 +1,8 @@
-"""Named tensors from files into layers: when a model is loaded, and whenever its weights change later.
+"""Loading of named tensors from files into layers, when a model is loaded and when its weights are updated.
 
-Every tensor has one place (`TensorSlot`), which packs or quantizes it while it is read, out of the mapped file: at no
-time is a whole model held twice. All names, shapes and dtypes are checked before the first is written, so that a
-refused checkpoint leaves a live model as it was.
+Each tensor has a `TensorSlot`, which packs or quantizes it straight from the mapped file, so that a model is never in
+memory twice. All names, shapes and dtypes are checked before the first tensor is written: a refused checkpoint leaves a
+running model unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.progress import LoadProgress
 
 FLOATS = ("F32", "BF16", "F16", "F64")
-"""Kinds of tensors that a layer takes."""
+"""dtypes of unquantized tensors that a layer takes."""
 _SEED = 0
 _SPREAD = 0.02
-"""Standard deviation of made-up weights."""
+"""Standard deviation of random weights."""
 
 
 def assign(
@@ -35,12 +35,12 @@ def assign(
 ) -> dict[str, str]:
     """The slot of each of the checkpoint's tensors that has one, {name in the file: name of the slot}.
 
-    A checkpoint may leave out what all names begin with ("model."), or be without the output layer's tensor where that
-    is the embedding; if `partial`, without all but one, and those that are packed together with it. Raises
-    `ModelNotFound` naming the first tensor that is missing, misshapen, of no float type, unknown and not `ignored`, or
-    stored otherwise than the model keeps it.
+    A checkpoint may omit the prefix of all names ("model."), and the output layer's tensor if that is tied to the
+    embedding. If `partial`, one tensor suffices, with those that are packed together with it. Raises `ModelNotFound`
+    naming the first tensor that is missing, has another shape, is not of a float type, is unknown and not `ignored`, or
+    is stored in another form than the model keeps it in.
     """
-    found: dict[str, str] = {}
+    assigned: dict[str, str] = {}
     prefixes = sorted({name.split(".")[0] + "." for name in slots})
     for name, stored in checkpoint.tensors.items():
         spellings = (name, *(prefix + name for prefix in prefixes))
@@ -51,10 +51,10 @@ def assign(
             continue
         _check(checkpoint.folder, name, stored, slots[slot])
         _check_form(checkpoint, name, slots[slot].takes)
-        found[name] = slot
-    missing = sorted(slots.keys() - set(found.values()))
-    if partial and found:
-        begun = {slots[name].waits_with: name for name in found.values() if slots[name].waits_with is not None}
+        assigned[name] = slot
+    missing = sorted(slots.keys() - set(assigned.values()))
+    if partial and assigned:
+        begun = {slots[name].waits_with: name for name in assigned.values() if slots[name].waits_with is not None}
         for name in missing:
             if beside := begun.get(slots[name].waits_with):
                 said = f"lacks the tensor {name}, which this model packs together with {beside}: give both"
@@ -62,7 +62,7 @@ def assign(
     elif missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ModelNotFound(f"{checkpoint.folder} lacks the tensor {missing[0]}{more}")
-    return found
+    return assigned
 
 
 def _adds_nothing(checkpoint: CheckpointSource, name: str) -> bool:
@@ -130,7 +130,7 @@ def why_no_head(described: DecoderConfig, checkpoint: CheckpointSource) -> str |
 
 
 def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:
-    """The checkpoint's name of a tensor: it may leave out what all names begin with."""
+    """The checkpoint's name of a tensor, which may lack the prefix of all names; None if it has no such tensor."""
     return next((known for known in (name, name.partition(".")[2]) if known in checkpoint.tensors), None)
 
 
@@ -139,18 +139,19 @@ def _check(folder: Path, name: str, stored: StoredTensor, slot: TensorSlot) -> N
         raise ModelNotFound(
             f"{folder} has a wrong shape for the tensor {name}: {list(stored.shape)}, not {list(slot.shape)}"
         )
-    if stored.kind not in FLOATS and not stored.quantized:
-        raise ModelNotFound(f"{folder} has the tensor {name} as {stored.kind}, not as floating-point numbers")
+    if stored.dtype not in FLOATS and not stored.quantized:
+        raise ModelNotFound(f"{folder} has the tensor {name} as {stored.dtype}, not as floating-point numbers")
 
 
 def _check_form(checkpoint: CheckpointSource, name: str, takes: StoredForm | None) -> None:
-    """Memory is made for one form: weights that come later must be stored in the same."""
+    """Refuse an update in another stored form than that of the first load, for which the memory was laid out. Raises
+    `ModelNotFound`."""
     if takes is None:
         return
-    found = checkpoint.read(name)
-    if isinstance(found, torch.Tensor) or not takes.takes(found):
-        kind = checkpoint.tensors[name].kind
-        form = kind if isinstance(found, torch.Tensor) else f"{kind} ({_in_words(found.form, found.order is not None)})"
+    data = checkpoint.read(name)
+    if isinstance(data, torch.Tensor) or not takes.takes(data):
+        dtype = checkpoint.tensors[name].dtype
+        form = dtype if isinstance(data, torch.Tensor) else f"{dtype} ({_in_words(data.form, data.order is not None)})"
         raise ModelNotFound(
             f"{checkpoint.folder} has the tensor {name} as {form}; this model keeps it as {takes.name} "
             f"({_in_words(takes.numbers, takes.ordered)}): load a new one"
@@ -158,7 +159,7 @@ def _check_form(checkpoint: CheckpointSource, name: str, takes: StoredForm | Non
 
 
 def _in_words(form: NumberForm, ordered: bool) -> str:
-    """The text that tells forms apart."""
+    """A description of a number form for error messages: bits, groups, scales, zero points."""
     words = [f"{form.bits} bits", f"groups of {form.group}" if form.group else "a scale for each row"]
     if form.group:
         words += [f"blocks of {form.block}"] if form.block else [f"{form.scale_dtype} scales"]
@@ -169,8 +170,8 @@ def _in_words(form: NumberForm, ordered: bool) -> str:
 def load_weights(
     checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], names: Mapping[str, str], progress: LoadProgress
 ) -> None:
-    """Fill `slots` from the checkpoint's files, of which nothing is read that other processes have. `names`: the slot
-    of each tensor, as `assign` has found it."""
+    """Fill `slots` from the checkpoint's files. Tensors of other processes (tensor or pipeline parallelism) are not
+    read. `names`: the slot of each tensor, as returned by `assign`."""
     names = {name: slot for name, slot in names.items() if slots[slot].load is not leave}
     progress.stage("reading weights", len(names))
     with torch.inference_mode():
@@ -183,26 +184,25 @@ def load_weights(
 
 
 def _by_file(checkpoint: CheckpointSource, names: Iterable[str]) -> list[str]:
-    """The same names, file by file."""
-    places = {file: place for place, file in enumerate(checkpoint.files)}
-    return sorted(names, key=lambda name: places[checkpoint.tensors[name].file])
+    """The names sorted by file, so that each file is opened and released once."""
+    order = {file: index for index, file in enumerate(checkpoint.files)}
+    return sorted(names, key=lambda name: order[checkpoint.tensors[name].file])
 
 
 def stored_forms(checkpoint: CheckpointSource, names: Mapping[str, str]) -> dict[str, StoredForm]:
-    """The stored form of each quantized matrix, by its slot's path. `names`: the slots of the checkpoint's tensors."""
-    found = {}
+    """The stored form of each quantized matrix, by module path. `names`: the slot of each tensor of the checkpoint."""
+    forms = {}
     for name in _by_file(checkpoint, (name for name in names if checkpoint.tensors[name].quantized)):
         matrix = checkpoint.read(name)
         if not isinstance(matrix, torch.Tensor):
             path = names[name].removesuffix(".weight")
-            found[path] = StoredForm(matrix.name, matrix.form, matrix.order is not None)
-    return found
+            forms[path] = StoredForm(matrix.name, matrix.form, matrix.order is not None)
+    return forms
 
 
 def fill_randomly(slots: Mapping[str, TensorSlot], dtype: torch.dtype, device: torch.device) -> None:
-    """Made-up weights, the same at every call on one device; the process's random state is left as it was.
-
-    Their speed is that of any others (`load_format="dummy"`, as in vLLM).
+    """Fill `slots` with random weights, the same at every call on one device, leaving the process's random state as it
+    was: for measuring speed, which does not depend on them (`load_format="dummy"`, as in vLLM).
     """
     generator = torch.Generator(device=device).manual_seed(_SEED)
     with torch.inference_mode():

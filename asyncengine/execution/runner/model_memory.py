@@ -28,7 +28,7 @@ from asyncengine.execution.models.eagle import headed
 from asyncengine.execution.models.families import MULTIMODAL
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.loading import LoadedModel
-from asyncengine.execution.models.multimodal import text_part
+from asyncengine.execution.models.multimodal import text_source
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
 from asyncengine.execution.runner.draft_model import DraftModel
@@ -119,12 +119,12 @@ def prepare_update(
         if described is None:
             raise ModelNotFound(f"{checkpoint.folder} is of another model: its family {hf_config.model_type!r}")
         if hf_config.model_type in MULTIMODAL:
-            checkpoint = text_part(checkpoint, described)
+            checkpoint = text_source(checkpoint, described)
         checkpoint = headed(checkpoint, head)
     else:
         checkpoint, described = GivenTensors(weights, decoder.device), decoder.config
         if multimodal:
-            checkpoint = text_part(checkpoint, described)
+            checkpoint = text_source(checkpoint, described)
     if partial:
         described = replace(described, tied=decoder.config.tied)  # `settle_tie` needs tensors that are not given here
     described = settle_tie(replace(described, mtp=decoder.config.mtp), checkpoint)

@@ -14,7 +14,7 @@ from support.tiny_models import FAMILIES
 from asyncengine import errors
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.execution.models.families import NATIVE, layer_kinds
+from asyncengine.execution.models.families import NATIVE, known_layer_types
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.models.refusals import misnamed
 
@@ -87,4 +87,4 @@ def test_what_a_family_has_is_known(family: str) -> None:
     """None of those that load is called unknown, should anything else be wrong with its file."""
     content = content_of(family)
     assert misnamed(content) is None
-    assert bool(layer_kinds(content["model_type"])) == (content["model_type"] in NATIVE)
+    assert bool(known_layer_types(content["model_type"])) == (content["model_type"] in NATIVE)

@@ -1,10 +1,10 @@
-"""Any other causal language model, run through transformers' own modules, unfused.
+"""Causal language models of all other families, run through transformers' own modules, unfused.
 
-A family without a file in `families` runs as its authors wrote it, but for its attention, which goes through
-transformers' attention interface into the engine's paged attention. What is loaded is *tried*: a short forward records
-each layer's attention (heads, scale, window, soft-capping, sinks) and must agree with the same forward under
-transformers' own eager attention. A family that ignores the interface, hides something in masks or keeps other state
-than keys and values is refused here instead of answering wrongly later. Code from a model's folder
+A family without a table in `families` runs as its authors wrote it, except for its attention, which goes through
+transformers' attention interface into the engine's paged attention. Each loaded model is *probed*: a short forward
+records the attention of every layer (heads, scale, window, soft-capping, sinks) and must agree with the same forward
+under transformers' own eager attention. A family that ignores the interface, encodes something in masks or keeps other
+state than keys and values is refused here, instead of giving wrong answers later. Code from a model's folder
 (`trust_remote_code`) runs only here.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from asyncengine.errors import UnsupportedModel
+from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.execution.attention.base import StepAttention
 from asyncengine.execution.device.arena import OutputBufferPool
 from asyncengine.execution.layers.options import HEAD_BITS, bits_of, rounded_weight
@@ -25,14 +25,14 @@ from asyncengine.execution.models.fallback.probing import LayerAttention, Record
 
 
 class CurrentStep:
-    """The step that a transformers module computes now: its own code passes on no argument of ours."""
+    """The step that a transformers module is computing, which its own code has no argument to pass on."""
 
     def __init__(self) -> None:
         self.context: StepContext | None = None
 
 
 class Adapted(nn.Module):
-    """A part of the model, followed by what the low-rank adapters of a step's rows add. Else it is that part."""
+    """A linear or embedding, plus what the low-rank adapters of a step's rows add. Other attributes are the inner's."""
 
     def __init__(self, inner: nn.Module, path: str, head: bool, current: CurrentStep) -> None:
         super().__init__()
@@ -56,9 +56,10 @@ class Adapted(nn.Module):
 
 
 def adapt(model: Any, current: CurrentStep) -> list[LoraTarget]:
-    """Let adapters act on every linear and on the embedding of `model`, in its order; once for a model.
+    """Wrap every linear and the embedding of `model` so that adapters act on them; returns them in the model's order.
+    To be called once for a model.
 
-    Linears of single experts are left out: they see a part of the tokens, in an order of their own.
+    Linears of single experts are left out: they see some of the tokens, in an order of their own.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -108,15 +109,15 @@ class TransformersModel(CausalLM):
         self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
         self._attention_modules = recorder.modules
         self.bound: StepAttention | None = None
-        """The attention backend that its modules call; None: none yet, or it was let go."""
+        """The attention backend that the attention modules call; None before the first forward and after `unbind`."""
         self._current = CurrentStep()
         self._targets: list[LoraTarget] | None = None
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
         if step.backend is not self.bound:
-            for index, part in enumerate(self._attention_modules):
-                attach(part, LayerAttention(index, step.backend))
+            for index, module in enumerate(self._attention_modules):
+                attach(module, LayerAttention(index, step.backend))
             self.bound = step.backend
         self._current.context = step
         try:
@@ -128,51 +129,53 @@ class TransformersModel(CausalLM):
         return output.logits[0]
 
     def lora_targets(self) -> list[LoraTarget]:
-        """Products that adapters may change, in the model's order."""
+        """Modules that adapters may change, in the model's order."""
         if self._targets is None:
             self._targets = adapt(self.module, self._current)
         return list(self._targets)
 
     def unbind(self) -> None:
-        """Let go of the attention backend of earlier forwards. Idempotent."""
-        for part in self._attention_modules:
-            attach(part, None)
+        """Drop the reference to the attention backend of earlier forwards. Idempotent."""
+        for module in self._attention_modules:
+            attach(module, None)
         self.bound = None
 
 
 def freeze_rotary(module: Any, max_model_len: int, device: torch.device) -> None:
-    """Fix frequencies that transformers would choose anew per step by the longest position in it.
+    """Fix rotary frequencies that transformers would recompute in each step for the longest position in it.
 
-    "dynamic" and "longrope" scaling depend on sequence length; in a flat batch that would be the longest neighbour's,
-    and keys cached under one choice would meet queries under another. They are set once, for `max_model_len`, as vLLM
-    does. Other types are left alone.
+    "dynamic" and "longrope" scaling depend on the sequence length; in a flat batch that would be that of the longest
+    sequence, and keys cached under one set of frequencies would meet queries under another. They are set once, for
+    `max_model_len`, as vLLM does. Other types are left alone.
     """
-    for part in module.modules():
-        kinds = getattr(part, "rope_type", None)
-        if kinds is None or not hasattr(part, "original_max_seq_len"):
+    for rotary in module.modules():
+        rope_type = getattr(rotary, "rope_type", None)
+        if rope_type is None or not hasattr(rotary, "original_max_seq_len"):
             continue
         last = torch.tensor([[max_model_len - 1]], device=device)
         sample = torch.zeros(1, dtype=torch.float32, device=device)
-        if isinstance(kinds, dict):
-            for layer_type, kind in kinds.items():
-                if _changes(kind):
-                    part(sample, last, layer_type)
-            part.rope_type = {key: "default" if _changes(kind) else kind for key, kind in kinds.items()}
-        elif _changes(kinds):
-            part(sample, last)
-            part.rope_type = "default"
+        if isinstance(rope_type, dict):
+            for layer_type, name in rope_type.items():
+                if _depends_on_length(name):
+                    rotary(sample, last, layer_type)
+            rotary.rope_type = {key: "default" if _depends_on_length(name) else name for key, name in rope_type.items()}
+        elif _depends_on_length(rope_type):
+            rotary(sample, last)
+            rotary.rope_type = "default"
 
 
-def _changes(kind: str) -> bool:
-    return "dynamic" in kind or kind == "longrope"
+def _depends_on_length(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
 
 
 _SEED = 0
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+"""Fields of config.json with the name of an activation, in different families."""
 
 
 def make_random(hf_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Any:
     """A model of `hf_config` with weights as its family initialises them, the same at every call on one device: for
-    measuring speed, which does not depend on them (`load_format="dummy"`, vLLM's setting).
+    measuring speed, which does not depend on them (`load_format="dummy"`, as in vLLM).
 
     The process's random state is left as it was.
     """
@@ -182,24 +185,35 @@ def make_random(hf_config: Any, dtype: torch.dtype, device: torch.device, trust_
 
 
 def count_elements(hf_config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> int:
-    """Elements of the weights of such a model, without making them."""
+    """Number of weights of such a model, counted without allocating them."""
     with torch.device("meta"):
-        return sum(part.numel() for part in _build(hf_config, dtype, trust_remote_code).parameters())
+        return sum(parameter.numel() for parameter in _build(hf_config, dtype, trust_remote_code).parameters())
 
 
 def _build(hf_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    return AutoModelForCausalLM.from_config(
-        hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
-    )
+    try:
+        return AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    except KeyError as error:  # modules look these names up in tables, when they are built
+        value, content = repr(error.args[0]), repr(hf_config.to_dict())
+        tables = dict.fromkeys(_ACTIVATIONS, ACT2FN) | {"rope_type": ("default", *ROPE_INIT_FUNCTIONS)}
+        for field, known in tables.items():
+            if f"{field!r}: {value}" in content:
+                text = f"config.json: {field} is {shorten(value, 80)}; known are {', '.join(known)}"
+                raise UnsupportedModel(text) from None
+        raise
 
 
-# Linears of a transformers model in 8 or 4 bits, and its output layer in 8.
+# Quantization of a transformers model's linears to 8 or 4 bits, and of its output layer to 8.
 
 
 class QuantizedLinear(nn.Module):
-    """x -> x W^T + b with W rounded; logits (`head`) are float32."""
+    """Linear layer with a quantized weight. As an output layer (`head`) it gives float32 logits."""
 
     def __init__(self, linear: nn.Linear, bits: int, head: bool = False, exact: bool = False) -> None:
         super().__init__()
@@ -222,9 +236,9 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
-    """Replace every linear; says what was done, e.g. ["int4 x 112", "int8 x 1"].
+    """Quantize every linear in place. Returns their numbers by form, e.g. ["int4 x 112", "int8 x 1"].
 
-    An output layer that is the embedding as well stays: it is looked up by the family's own code. Raises
+    An output layer that is tied to the embedding is left alone, as the family's own code reads its rows. Raises
     `UnsupportedModel` if there is nothing to quantize.
     """
     head, table = module.get_output_embeddings(), module.get_input_embeddings()
@@ -235,10 +249,10 @@ def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
             is_read = code is not None and "weight" in code.co_names  # HunYuan's router asks for its type
             if type(child) is not nn.Linear or child.weight is table.weight or is_read:
                 continue
-            own = HEAD_BITS if child is head else bits_of(f".{name}", bits) or bits
-            made = QuantizedLinear(child, own, child is head, exact)
-            setattr(parent, name, made)
-            counts[made.form.name] = counts.get(made.form.name, 0) + 1
+            layer_bits = HEAD_BITS if child is head else bits_of(f".{name}", bits) or bits
+            quantized = QuantizedLinear(child, layer_bits, child is head, exact)
+            setattr(parent, name, quantized)
+            counts[quantized.form.name] = counts.get(quantized.form.name, 0) + 1
     if not counts:
         family = module.config.model_type
         raise UnsupportedModel(f"family {family!r} has no linear layers to quantize: leave quantization out")
@@ -246,6 +260,6 @@ def quantize_module(module: Any, bits: int, exact: bool = False) -> list[str]:
 
 
 def resident_bytes(module: Any) -> int:
-    """Bytes of all weights, quantized or not, each counted once."""
-    held: dict[int, int] = {part.data_ptr(): part.numel() * part.itemsize for part in module.parameters()}
-    return sum(held.values()) + sum(part.nbytes for part in module.modules() if isinstance(part, QuantizedLinear))
+    """Bytes of all weights, quantized or not, counting tied ones once."""
+    sizes: dict[int, int] = {layer.data_ptr(): layer.numel() * layer.itemsize for layer in module.parameters()}
+    return sum(sizes.values()) + sum(layer.nbytes for layer in module.modules() if isinstance(layer, QuantizedLinear))

@@ -1,5 +1,5 @@
-"""transformers' class of a family: whether a model of it can run here, and our attention in it, which is tried on a few
-tokens: does it give what the layers' own gives?"""
+"""Checks whether a family's class in transformers can run here, and whether the engine's attention in it gives the same
+results as its own on a few tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncengine.execution.models.refusals import misnamed, not_causal
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
-"""Last parts of the names of weights that recurrent layers have and attention has not."""
+"""Endings of the names of weights that recurrent layers have and attention layers do not."""
 
 
 def load_config(checkpoint: CheckpointSource, trust_remote_code: bool) -> Any:
@@ -36,21 +36,22 @@ def load_config(checkpoint: CheckpointSource, trust_remote_code: bool) -> Any:
             )
         raise UnsupportedModel(f"family {family!r} is not known to the installed transformers")
     try:
-        if checkpoint.metadata or "decision_head" in checkpoint.config:  # which is not what the file has
+        # GGUF models have no such file, and that of a decision model is not its text model's
+        if checkpoint.metadata or "decision_head" in checkpoint.config:
             return AutoConfig.for_model(**checkpoint.config)
         return AutoConfig.from_pretrained(
             str(checkpoint.folder), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # config classes validate in many ways, each with its own exception
-        if named := misnamed(checkpoint.config):
-            raise named from error
+        if error_of_layers := misnamed(checkpoint.config):
+            raise error_of_layers from error
         raise ModelNotFound(
             f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {first_line(error)}"
         ) from error
 
 
 def check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
-    """Refuse a family that transformers does not have as a causal language model, or not within our reach, and
+    """Refuse a family without a causal language model in transformers, one whose attention cannot be replaced, and
     quantized weights. Raises `UnsupportedModel`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -68,34 +69,34 @@ def check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
         raise not_causal(family, checkpoint.config)
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], hf_config.get_text_config())
-    if kinds := sorted(set(checkpoint.stored_kinds().values())):
+    if formats := sorted(set(checkpoint.quantized_types().values())):
         raise UnsupportedModel(
             f"family {family!r} runs through transformers' modules here, which take no quantized weights "
-            f'({", ".join(kinds)}); use the unquantized weights, with quantization="int8" or "int4" if they are '
+            f'({", ".join(formats)}); use the unquantized weights, with quantization="int8" or "int4" if they are '
             "too large"
         )
 
 
-def kinds_of(text_config: Any) -> Sequence[str]:
-    """The type of each layer, under today's name or Nemotron-H's; empty where a configuration names none."""
+def named_layer_types(text_config: Any) -> Sequence[str]:
+    """The type of each layer, from `layer_types` or Nemotron-H's `layers_block_type`; empty if neither is there."""
     named = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
     return named if isinstance(named, (list, tuple)) else ()
 
 
-def check_class(family: str, kind: Any, text_config: Any) -> None:
-    """Refuse a model class whose attention is out of our reach. Raises `UnsupportedModel`."""
-    kinds = kinds_of(text_config)  # of a family whose layers may be of either kind (Granite 4)
-    if getattr(kind, "_is_stateful", False) and not (kinds and ATTENTION_LAYERS.issuperset(kinds)):
+def check_class(family: str, model_class: Any, text_config: Any) -> None:
+    """Refuse a model class with recurrent layers, or whose attention cannot be replaced. Raises `UnsupportedModel`."""
+    layer_types = named_layer_types(text_config)  # models of a stateful class may have attention only (Granite 4)
+    if getattr(model_class, "_is_stateful", False) and not (layer_types and ATTENTION_LAYERS.issuperset(layer_types)):
         raise _keeps_state(family)
-    if not (getattr(kind, "_supports_attention_backend", False) or kind._can_set_attn_implementation()):
+    if not (getattr(model_class, "_supports_attention_backend", False) or model_class._can_set_attn_implementation()):
         raise UnsupportedModel(f"family {family!r} does not route its attention through transformers' interface")
 
 
 def check_module(family: str, module: Any) -> None:
-    """`check_class` of a loaded model, whose layers show whether they keep state. Raises `UnsupportedModel`."""
+    """`check_class` for a loaded model, whose modules show whether they keep state. Raises `UnsupportedModel`."""
     check_class(family, type(module), module.config.get_text_config())
     if getattr(module, "_is_stateful", False):
-        if any(isinstance(part, torch.nn.Conv1d) for part in module.modules()):
+        if any(isinstance(child, torch.nn.Conv1d) for child in module.modules()):
             raise _keeps_state(family)
         if any(name.endswith(_STATE_WEIGHTS) for name, _ in module.named_parameters()):
             raise _keeps_state(family)
@@ -105,12 +106,12 @@ def _keeps_state(family: str) -> UnsupportedModel:
     return UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
 
 
-# The one attention function registered with transformers, and the object behind it in each attention module.
+# The attention function registered with transformers, and the handler that it calls for each attention module.
 #
-# transformers looks up attention functions by name in a process-wide table. Ours holds no state: it calls the object
-# attached to the attention module it is given, so any number of engines can run side by side. Its name is left out of
-# the mask table, which makes transformers build no mask at all. Keyword arguments are read once, while a short forward
-# is recorded at load time, because some families drop them on the way.
+# transformers looks up attention functions by name in a process-wide table. Ours holds no state: it calls the handler
+# attached to its attention module, so that any number of engines can run side by side. Its name is left out of the mask
+# table, so that transformers builds no mask at all. Keyword arguments are read once, while a short forward is recorded
+# at load time, because some families do not pass them in every forward.
 
 NAME = "asyncengine"
 _ATTRIBUTE = "asyncengine_attention"
@@ -130,7 +131,7 @@ def attention_function(
 
 
 def attach(module: Any, handler: AttentionHandler | None) -> None:
-    """Give `module` its handler, or take it away with None."""
+    """Set the handler of an attention module, or remove it with None."""
     if handler is None:
         module.__dict__.pop(_ATTRIBUTE, None)
     else:
@@ -154,7 +155,7 @@ class LayerAttention:
 
 
 class Recorder:
-    """Handler that learns each layer's `LayerSpec` from one forward, in call order, and answers correctly meanwhile."""
+    """Handler that records each layer's `LayerSpec` during a forward, in call order, and computes its attention."""
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
@@ -189,21 +190,21 @@ def _plain_attention(spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, va
 
 _PROBE_TOKENS = 7
 _PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of a whole model, relative to the largest logit."""
+"""Largest difference of a model's logits, relative to the largest logit."""
 _LAYER_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-"""The largest error of one layer's attention, relative to its largest number."""
+"""Largest difference of one layer's attention, relative to its largest number."""
 
 
-def _within(expected: torch.Tensor, found: torch.Tensor, errors: Mapping[torch.dtype, float]) -> bool:
-    difference = float((expected.float() - found.float()).abs().max())
+def _within(expected: torch.Tensor, actual: torch.Tensor, errors: Mapping[torch.dtype, float]) -> bool:
+    difference = float((expected.float() - actual.float()).abs().max())
     return difference <= errors[expected.dtype] * float(expected.float().abs().max())
 
 
 def probe(module: Any, device: torch.device) -> tuple[Recorder, torch.Tensor]:
-    """Run a few tokens under eager attention and under ours, outside of any runner: the layers, and logits [tokens,
-    vocab]. Leaves ours set.
+    """Run a few tokens under eager attention and under the engine's, which stays set. Returns the recorded layers, and
+    logits [tokens, vocab].
 
-    Raises `UnsupportedModel` if ours is not called once per layer or the logits differ.
+    Raises `UnsupportedModel` if the engine's attention is not called once per layer, or the logits differ.
     """
     from transformers import AttentionInterface
 
@@ -217,7 +218,7 @@ def probe(module: Any, device: torch.device) -> tuple[Recorder, torch.Tensor]:
         keep = torch.arange(_PROBE_TOKENS, device=device)
         with _recording(module.modules()) as recorder:
             output = module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
-            found: torch.Tensor = output.logits[0]
+            logits: torch.Tensor = output.logits[0]
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         raise UnsupportedModel(
             f"family {family!r} does not run on flat, unpadded batches: {first_line(error)}"
@@ -226,37 +227,37 @@ def probe(module: Any, device: torch.device) -> tuple[Recorder, torch.Tensor]:
         raise UnsupportedModel(f"family {family!r} does not let its attention be set")
     _check_layers(module, recorder)
     # equal up to the rounding that a whole model accumulates in its type
-    if not _within(expected, found, _PROBE_ERROR) and not _each_agrees(module, recorder.modules, device):
+    if not _within(expected, logits, _PROBE_ERROR) and not _layers_agree(module, recorder.modules, device):
         raise UnsupportedModel(f"family {family!r} computes more in its attention than the interface passes on")
-    return recorder, found
+    return recorder, logits
 
 
 @contextmanager
 def _recording(modules: Iterable[Any]) -> Iterator[Recorder]:
-    """Within, attention of these modules goes through a recorder."""
-    recorder, parts = Recorder(), list(modules)
-    for part in parts:
-        attach(part, recorder)
+    """Context in which the attention of these modules goes through a recorder."""
+    recorder, attached = Recorder(), list(modules)
+    for module in attached:
+        attach(module, recorder)
     try:
         with torch.inference_mode():
             yield recorder
     finally:
-        for part in parts:
-            attach(part, None)
+        for module in attached:
+            attach(module, None)
 
 
-def _each_agrees(module: Any, parts: list[Any], device: torch.device) -> bool:
-    """Whether each layer's attention `parts` gives the same as eager attention does for the same input.
+def _layers_agree(module: Any, attentions: list[Any], device: torch.device) -> bool:
+    """Whether each of the modules `attentions` gives the same as eager attention for the same input.
 
-    A mixture's router may choose otherwise for a difference in rounding: nothing after that can be compared. Leaves
-    our attention set.
+    Logits of a mixture cannot be compared: a difference in rounding may make its router choose other experts. Leaves
+    the engine's attention set.
     """
     calls: list[tuple[Any, ...]] = []
 
-    def note(part: Any, arguments: Any, keywords: Any, output: Any) -> None:
-        calls.append((part, arguments, keywords, _first(output)))
+    def record_call(attention: Any, arguments: Any, keywords: Any, output: Any) -> None:
+        calls.append((attention, arguments, keywords, _first(output)))
 
-    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in parts]
+    hooks = [attention.register_forward_hook(record_call, with_kwargs=True) for attention in attentions]
     try:
         module.set_attn_implementation("eager")
         with torch.inference_mode():
@@ -266,10 +267,10 @@ def _each_agrees(module: Any, parts: list[Any], device: torch.device) -> bool:
         module.set_attn_implementation(NAME)
         for hook in hooks:
             hook.remove()
-    with _recording(parts):
-        found = [_first(part(*arguments, **keywords)) for part, arguments, keywords, _ in calls]
-    return len(calls) == len(parts) and all(
-        _within(call[-1], own, _LAYER_ERROR) for call, own in zip(calls, found, strict=True)
+    with _recording(attentions):
+        outputs = [_first(attention(*arguments, **keywords)) for attention, arguments, keywords, _ in calls]
+    return len(calls) == len(attentions) and all(
+        _within(call[-1], output, _LAYER_ERROR) for call, output in zip(calls, outputs, strict=True)
     )
 
 
@@ -286,13 +287,13 @@ def _probe_input(module: Any, device: torch.device) -> tuple[torch.Tensor, torch
 def _check_layers(module: Any, recorder: Recorder) -> None:
     family, text_config = module.config.model_type, module.config.get_text_config()
     modules = recorder.modules
-    if len(modules) != text_config.num_hidden_layers or len({id(part) for part in modules}) != len(modules):
+    if len(modules) != text_config.num_hidden_layers or len({id(attention) for attention in modules}) != len(modules):
         raise UnsupportedModel(
             f"family {family!r} calls attention {len(modules)} times in {text_config.num_hidden_layers} layers"
         )
-    kinds = getattr(text_config, "layer_types", None)
+    layer_types = getattr(text_config, "layer_types", None)
     slides = getattr(text_config, "use_sliding_window", True)
     for spec in recorder.specs:
-        sliding = slides if kinds is None else kinds[spec.index] == "sliding_attention"
+        sliding = slides if layer_types is None else layer_types[spec.index] == "sliding_attention"
         if sliding and getattr(text_config, "sliding_window", None) and spec.window is None:
             raise UnsupportedModel(f"family {family!r} does not say which of its layers slide")

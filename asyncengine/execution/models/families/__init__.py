@@ -1,6 +1,6 @@
-"""The families that are written down, as tables: from a config.json to a `DecoderConfig`.
+"""Model families that have a table here: their tables turn a config.json into a `DecoderConfig`.
 
-All others run through `models.fallback`, and so do options of these that are not written down.
+Every other family runs through `models.fallback`, as does a known family with an option that its table lacks.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from typing import Any
 from asyncengine.errors import UnsupportedModel
 from asyncengine.execution.models.config import MissingField, ModelConfig, UnknownLayers, read_fields
 from asyncengine.execution.models.decoder import DecoderConfig
-from asyncengine.execution.models.families.common import Inside, inside_of
+from asyncengine.execution.models.families.common import TextNames, with_names
 from asyncengine.execution.models.families.completing import complete
-from asyncengine.execution.models.families.tables import NATIVE, decoder_config, layer_kinds, read_tables
+from asyncengine.execution.models.families.tables import NATIVE, decoder_config, known_layer_types, read_tables
 from asyncengine.execution.models.multimodal import PLACEHOLDERS
 
-__all__ = ["MULTIMODAL", "NATIVE", "decoder_config_of", "layer_kinds", "native_config"]
+__all__ = ["MULTIMODAL", "NATIVE", "decoder_config_of", "known_layer_types", "native_config"]
 
 logger = logging.getLogger("asyncengine")
 
 _TABLES = read_tables("decoders.toml")
-MULTIMODAL: Mapping[str, Inside] = {family: Inside(**names) for family, names in _TABLES["multimodal"].items()}
-"""model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
+MULTIMODAL: Mapping[str, TextNames] = {family: TextNames(**names) for family, names in _TABLES["multimodal"].items()}
+"""model_type of a multimodal model -> tensor names of its language model, the only module that runs here.
 
-Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
+The language model's family is that of `text_config`. A model is listed only if text passes through no other module."""
 _OWN_DEFAULTS = ("mistral3", "voxtral", "idefics3", "smolvlm")
-"""Families whose classes have other defaults for fields of their language model than its family has."""
+"""Multimodal families whose classes give fields of the language model other defaults than that model's own class."""
 
 
 def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | None:
     """The configuration in the config.json of the model `name`.
 
-    None: transformers' class has to read it, as its family is not written down here, or as fields are missing for
-    which only that class has defaults. Raises `ModelNotFound` naming the field that is wrong.
+    Returns None if transformers' class must read it: its family has no table here, or a field is missing whose default
+    only that class knows. Raises `ModelNotFound` naming the field that is wrong.
     """
     family = content.get("model_type")
     try:
         if not isinstance(family, str) or family not in NATIVE:
-            return _with_language_model(content) if family in tuple(MULTIMODAL) else None
-        common, own = _TABLES["common"], _TABLES["fields"].get(family, {})
-        defaults = _defaults_of(common) | _defaults_of(own)
-        found = read_fields(content, defaults, common["nullable"], own.get("aliases", {}), partial(complete, table=own))
+            return _multimodal_config(content) if family in tuple(MULTIMODAL) else None
+        common, row = _TABLES["common"], _TABLES["fields"].get(family, {})
+        defaults, aliases = _defaults_of(common) | _defaults_of(row), row.get("aliases", {})
+        config = read_fields(content, defaults, common["nullable"], aliases, partial(complete, table=row))
     except MissingField:
         return None
-    found._name_or_path = name
-    return found
+    config._name_or_path = name
+    return config
 
 
 def _defaults_of(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the fields that a table names; `...`: the field must be there."""
+    """Defaults of the fields that a table names; `...` marks a required field."""
     missing = dict.fromkeys(table.get("optional", ())) | dict.fromkeys(table.get("required", ()), ...)
     return missing | table.get("defaults", {})
 
 
-def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:
-    """The configuration of a model of several parts, with that of its language model; None as `native_config`."""
-    inner = content.get("text_config")
-    said = "tie_word_embeddings" in content and any(field in content for field in PLACEHOLDERS)
-    if not said or content["model_type"] in _OWN_DEFAULTS or not isinstance(inner, Mapping):
+def _multimodal_config(content: Mapping[str, Any]) -> ModelConfig | None:
+    """The configuration of a multimodal model with that of its language model inside; None as in `native_config`."""
+    text_content = content.get("text_config")
+    is_explicit = "tie_word_embeddings" in content and any(field in content for field in PLACEHOLDERS)
+    if not is_explicit or content["model_type"] in _OWN_DEFAULTS or not isinstance(text_content, Mapping):
         return None
-    text = native_config(inner)
-    if text is None or "text_config" in inner:
+    text = native_config(text_content)
+    if text is None or "text_config" in text_content:
         return None
     return ModelConfig(**{**content, "dtype": content.get("dtype") or content.get("torch_dtype"), "text_config": text})
 
@@ -72,21 +72,21 @@ def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     """The configuration of the decoder, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or
     transformers' config object.
 
-    None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
-    own (`trust_remote_code`). Raises `MissingField` for one without a default here.
+    Returns None if the model must run through transformers: its family or one of its options has no table, or it brings
+    code of its own (`trust_remote_code`). Raises `MissingField` for a field without a default here.
     """
-    inside = MULTIMODAL.get(config.model_type)
-    own = config if inside is None else config.get_text_config()
-    if own.model_type not in NATIVE or not (
+    names = MULTIMODAL.get(config.model_type)
+    text = config if names is None else config.get_text_config()
+    if text.model_type not in NATIVE or not (
         isinstance(config, ModelConfig) or type(config).__module__.startswith("transformers.")
     ):
-        logger.warning("family %r is not written down here: it runs through transformers, slower", own.model_type)
+        logger.warning("family %r is not written down here: it runs through transformers, slower", text.model_type)
         return None
     try:
-        made = decoder_config(own, length)
+        decoder = decoder_config(text, length)
     except UnknownLayers:
         raise
     except UnsupportedModel as error:
         logger.warning("%s: it runs through transformers, slower", error)
         return None
-    return made if inside is None else inside_of(made, inside, config)
+    return decoder if names is None else with_names(decoder, names, config)

@@ -11,18 +11,18 @@ import torch
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.execution.layers.rotary import RotaryConfig
-from asyncengine.execution.models.config import OLDER_KINDS
+from asyncengine.execution.models.config import OLDER_TYPES
 from asyncengine.execution.models.decoder import DecoderConfig
 
 # Frequencies of rotary embeddings (Su et al. 2021), scaled for longer sequences than a model was trained on.
 
 Scaled = Callable[[Mapping[str, Any], int, int, int], tuple[torch.Tensor, float]]
-"""(rope_parameters, dimensions that are rotated, positions of the model, longest sequence) -> (frequencies [dim / 2],
-factor of sines and cosines). Raises `KeyError` for a parameter that is missing."""
+"""(rope_parameters, rotated dimensions, max_position_embeddings, longest sequence) -> (frequencies [dim / 2], factor of
+sines and cosines). Raises `KeyError` for a parameter that is missing."""
 
 
 def plain(base: float, dim: int) -> torch.Tensor:
-    """[dim / 2] frequencies without scaling, in float32."""
+    """Unscaled frequencies [dim / 2] in float32."""
     return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
@@ -44,7 +44,7 @@ def _yarn(parameters: Mapping[str, Any], dim: int, positions: int, length: int) 
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     def dimension(rotations: float) -> float:
-        """The dimension that rotates so often within the original length."""
+        """The (fractional) dimension that makes this number of rotations within the original length."""
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
     scaling, some, every = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
@@ -73,18 +73,18 @@ def _longrope(parameters: Mapping[str, Any], dim: int, positions: int, length: i
 def _llama3(parameters: Mapping[str, Any], dim: int, positions: int, length: int) -> tuple[torch.Tensor, float]:
     factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    found = plain(parameters["rope_theta"], dim)
-    wavelengths = 2 * math.pi / found
+    frequencies = plain(parameters["rope_theta"], dim)
+    wavelengths = 2 * math.pi / frequencies
     long, short = wavelengths > original / low, wavelengths < original / high
-    scaled = torch.where(long, found / factor, found)
+    scaled = torch.where(long, frequencies / factor, frequencies)
     kept = (original / wavelengths - low) / (high - low)
     return torch.where(~short * ~long, (1 - kept) * scaled / factor + kept * scaled, scaled), 1.0
 
 
 def _proportional(parameters: Mapping[str, Any], dim: int, positions: int, length: int) -> tuple[torch.Tensor, float]:
     rotated = 2 * int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
-    found = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / dim))
-    return torch.cat((found, torch.zeros((dim - rotated) // 2))) / parameters.get("factor", 1.0), 1.0
+    frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / dim))
+    return torch.cat((frequencies, torch.zeros((dim - rotated) // 2))) / parameters.get("factor", 1.0), 1.0
 
 
 SCALED: Mapping[str, Scaled] = {
@@ -104,22 +104,22 @@ _SECTIONS: Mapping[str, tuple[tuple[int, ...], bool]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ((11, 11, 10), True)),
     **dict.fromkeys(("glm4v_text", "glm4v_moe_text"), ((8, 12, 12), False)),
 }
-"""model_type -> pairs of dimensions that turn by time, rows and columns (`mrope_section`, if it is not said), and
-whether these take turns or lie one section behind the other."""
+"""model_type -> default `mrope_section` (pairs of dimensions that rotate by time, row and column), and whether the
+axes are interleaved or lie in consecutive sections."""
 FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
-"""Tensors that old checkpoints have."""
-KINDS = ("full_attention", "sliding_attention")
-"""Layer types that attend, and all of them where a family's table names no `kinds`."""
+"""Tensors of old checkpoints, which are computed here from config.json."""
+ATTENTION = ("full_attention", "sliding_attention")
+"""Layer types with attention: those of a family whose table names no `layer_types`."""
 
 
 def head_dim_of(config: Any) -> int:
-    """Dimensions of a head."""
+    """Size of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _axes_of(config: Any, pairs: int) -> tuple[int, ...]:
-    """The axis of each of `pairs` of dimensions, where positions of pictures have three; () where they have one, or
-    where the configuration's sections do not add up: then pictures cannot be read."""
+    """The position axis (0 time, 1 row, 2 column) of each of `pairs` of dimensions. Empty if positions have one axis,
+    or if the configuration's sections do not add up to `pairs`: the model then reads no pictures."""
     default, interleaved = _SECTIONS.get(config.model_type, ((), False))
     sections = tuple(config.rope_parameters.get("mrope_section") or default)
     if not default or len(sections) != 3:
@@ -131,7 +131,7 @@ def _axes_of(config: Any, pairs: int) -> tuple[int, ...]:
 
 
 def default_rotary(base: float, dim: int, style: Any = "halves") -> RotaryConfig:
-    """The first `dim` dimensions of a head, without any scaling: as every family computes it, in float32."""
+    """Unscaled rotation of a head's first `dim` dimensions, in float32 as in all families' own code."""
     return RotaryConfig(tuple(plain(base, dim).tolist()), 1.0, style)
 
 
@@ -139,69 +139,69 @@ def rotary_of(
     config: Any, length: int, layer_type: str | None = None, *, head_dim: int | None = None, style: Any = "halves",
     partial: bool = False,
 ) -> RotaryConfig:  # fmt: skip
-    """The frequencies that `rope_parameters` say, for sequences of up to `length` tokens.
+    """The rotary embedding that `rope_parameters` describe, for sequences of up to `length` tokens.
 
-    `layer_type`: of a family that has other parameters for each kind of layer. `partial`: of one whose heads may be
-    rotated in part (`partial_rotary_factor`); transformers' modules of the others do not look at that setting.
+    `layer_type`: key of the parameters in a family that has them by layer type. `partial`: the family honours
+    `partial_rotary_factor`; transformers' modules of other families ignore it, so it is ignored here.
     """
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    kind, whole = parameters.get("rope_type", "default"), head_dim or head_dim_of(config)
-    if kind != "default" and kind not in SCALED:
-        raise UnsupportedModel(f"family {config.model_type!r} with rope_type {kind!r} is not written down")
-    in_part = kind != "proportional" and (partial or kind != "default")
-    dim = int(whole * parameters.get("partial_rotary_factor", 1.0)) if in_part else whole
-    if dim == whole and dim % 2:
+    rope_type, full_dim = parameters.get("rope_type", "default"), head_dim or head_dim_of(config)
+    if rope_type != "default" and rope_type not in SCALED:
+        raise UnsupportedModel(f"family {config.model_type!r} with rope_type {rope_type!r} is not written down")
+    is_partial = rope_type != "proportional" and (partial or rope_type != "default")
+    dim = int(full_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else full_dim
+    if dim == full_dim and dim % 2:
         raise ModelNotFound(f"config.json: head_dim must be even where heads are rotated, got {dim}")
     axes = _axes_of(config, dim // 2) if config.model_type in _SECTIONS else ()
-    if kind == "default":
+    if rope_type == "default":
         return replace(default_rotary(parameters["rope_theta"], dim, style), axes=axes)
     try:
-        found, scaling = SCALED[kind](parameters, dim, config.max_position_embeddings, length)
+        frequencies, scaling = SCALED[rope_type](parameters, dim, config.max_position_embeddings, length)
     except KeyError as error:
-        raise ModelNotFound(f"config.json: rope_parameters of type {kind!r} lack {error}") from None
-    return RotaryConfig(tuple(found.tolist()), float(scaling), style, axes=axes)
+        raise ModelNotFound(f"config.json: rope_parameters of type {rope_type!r} lack {error}") from None
+    return RotaryConfig(tuple(frequencies.tolist()), float(scaling), style, axes=axes)
 
 
 def layer_types_of(config: Any) -> list[str]:
-    """The type of each layer; all attend to everything where the configuration says nothing."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [OLDER_KINDS.get(kind, kind) for kind in kinds]
+    """The type of each layer; "full_attention" for all if the configuration lists none."""
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [OLDER_TYPES.get(name, name) for name in layer_types]
 
 
-def attention_kinds(config: Any) -> list[str]:
-    """The types of layers with attention that a model has, in the order of their names."""
-    return sorted({*layer_types_of(config)}.intersection(KINDS))
+def attention_types(config: Any) -> list[str]:
+    """The layer types with attention that a model has, sorted by name: the order of its rotary embeddings."""
+    return sorted({*layer_types_of(config)}.intersection(ATTENTION))
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """The sliding window of each layer."""
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in layer_types_of(config)]
+    """The sliding window of each layer in tokens; None for full attention."""
+    return [config.sliding_window if name == "sliding_attention" else None for name in layer_types_of(config)]
 
 
-class Inside(NamedTuple):
-    """Names under which a language model lies in a model that reads images or sounds as well, in transformers today."""
+class TextNames(NamedTuple):
+    """Tensor names of the language model within a multimodal model, as transformers' current releases write them."""
 
     base: str = "model.language_model."
-    """In place of "model."."""
+    """Prefix that replaces "model."."""
     head: str = "lm_head"
 
 
-def inside_of(made: DecoderConfig, inside: Inside, config: Any) -> DecoderConfig:
-    """The decoder `made` of the text's own configuration with the names that it has in there.
+def with_names(text: DecoderConfig, names: TextNames, config: Any) -> DecoderConfig:
+    """The decoder `text` of a language model with the tensor names that it has inside a multimodal model.
 
-    `config` is that of the whole: it may say that the output layer is the embedding where the text's does not.
+    `config` is that of the multimodal model: only it may say that the output layer is tied to the embedding.
     """
 
     def named(name: str) -> str:
-        return name.replace("model.", inside.base, 1)
+        return name.replace("model.", names.base, 1)
 
-    inputs = made.layer_inputs
+    inputs = text.layer_inputs
     if inputs is not None:
         inputs = replace(
             inputs, table=named(inputs.table), projection=named(inputs.projection), norm=named(inputs.norm)
         )
     return replace(
-        made, embedding=named(made.embedding), layer=named(made.layer),
-        final_norm=None if made.final_norm is None else named(made.final_norm), head=inside.head, layer_inputs=inputs,
-        mtp=made.mtp and made.mtp.renamed(named), tied=made.tied or bool(getattr(config, "tie_word_embeddings", False)),
+        text, embedding=named(text.embedding), layer=named(text.layer),
+        final_norm=None if text.final_norm is None else named(text.final_norm), head=names.head, layer_inputs=inputs,
+        mtp=text.mtp and text.mtp.renamed(named), tied=text.tied or bool(getattr(config, "tie_word_embeddings", False)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fields that transformers' classes of configurations work out of those of a config.json, by family."""
+"""Fields of config.json that transformers' configuration classes derive from others, by family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncengine.execution.models.config import ModelConfig
-from asyncengine.execution.models.families.common import KINDS
+from asyncengine.execution.models.families.common import ATTENTION
 
 _STATES = ("linear_attention", "full_attention")
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -14,27 +14,27 @@ _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 
 
 def complete(config: ModelConfig, table: Mapping[str, Any]) -> None:
-    """Set what the family works out. `table`: what decoders.toml says of it."""
+    """Set the fields that the family derives from others. `table`: the family's table in decoders.toml."""
     for name, other in table.get("same", {}).items():
         setattr(config, name, config.get(name, getattr(config, other)))
-    if (turns := table.get("alternate")) is not None:
-        _alternate(config, config.get(turns.get("field", ""), turns["every"]), turns.get("kind", "sliding_attention"))
-    if (own := _COMPLETE.get(config.model_type)) is not None:
-        own(config)
+    if (rule := table.get("alternate")) is not None:
+        _alternate(config, config.get(rule.get("field", ""), rule["every"]), rule.get("kind", "sliding_attention"))
+    if (finish := _COMPLETE.get(config.model_type)) is not None:
+        finish(config)
 
 
-def _alternate(config: Any, every: int, kind: str = "sliding_attention") -> None:
-    """Set layer types that config.json does not list: `kind`, and attention to everything in one layer of `every`."""
+def _alternate(config: Any, every: int, layer_type: str = "sliding_attention") -> None:
+    """Set layer types that config.json does not list: one layer in `every` has full attention, others `layer_type`."""
     if config.layer_types is None:
         layers = range(config.num_hidden_layers)
-        config.layer_types = [kind if (layer + 1) % every else "full_attention" for layer in layers]
+        config.layer_types = [layer_type if (layer + 1) % every else "full_attention" for layer in layers]
 
 
 def _slide_from(config: Any) -> None:
-    """Set layer types that config.json does not list: windows from layer `max_window_layers` on, if there are any."""
+    """Set layer types that config.json does not list: sliding windows from layer `max_window_layers` on, if any."""
     if config.layer_types is None:
         first = config.num_hidden_layers if config.sliding_window is None else config.max_window_layers
-        config.layer_types = [KINDS[layer >= first] for layer in range(config.num_hidden_layers)]
+        config.layer_types = [ATTENTION[layer >= first] for layer in range(config.num_hidden_layers)]
 
 
 def _qwen(config: ModelConfig) -> None:
@@ -48,7 +48,7 @@ def _qwen2_moe(config: ModelConfig) -> None:
         config.sliding_window = 0
     if config.layer_types is None:
         first = config.get("max_window_layers", 28) if slides else 0
-        config.layer_types = [KINDS[layer < first and not layer % 2] for layer in range(config.num_hidden_layers)]
+        config.layer_types = [ATTENTION[layer < first and not layer % 2] for layer in range(config.num_hidden_layers)]
 
 
 def _qwen3_moe(config: ModelConfig) -> None:
@@ -56,26 +56,21 @@ def _qwen3_moe(config: ModelConfig) -> None:
         config.sliding_window = None
 
 
-def _ministral(config: ModelConfig) -> None:
-    if config.layer_types is None:
-        config.layer_types = [KINDS[config.sliding_window is not None]] * config.num_hidden_layers
-
-
 def _unrotated(config: ModelConfig) -> None:
-    """Sets which layers of SmolLM 3 and Llama 4 rotate, and the layer types that follow from it."""
+    """Set which layers of SmolLM 3 and Llama 4 have rotary embeddings, and the layer types that follow from it."""
     layers, every = range(config.num_hidden_layers), config.get("no_rope_layer_interval", 4)
-    usual = [int((layer + 1) % every != 0) for layer in layers]
+    default = [int((layer + 1) % every != 0) for layer in layers]
     if config.model_type == "smollm3":
-        config.no_rope_layers = config.get("no_rope_layers", usual)
+        config.no_rope_layers = config.get("no_rope_layers", default)
         slides = config.get("use_sliding_window") and config.get("sliding_window") is not None
-        kinds = [KINDS[bool(slides and not rotates)] for rotates in config.no_rope_layers]
+        types = [ATTENTION[bool(slides and not rotates)] for rotates in config.no_rope_layers]
     else:
         step = config.get("interleave_moe_layer_step", 1)
-        config.no_rope_layers = config.get("no_rope_layers") or usual
+        config.no_rope_layers = config.get("no_rope_layers") or default
         config.moe_layers = config.get("moe_layers", list(range(step - 1, len(layers), step)))
         chunks = config.attention_chunk_size is not None
-        kinds = ["chunked_attention" if rotates and chunks else "full_attention" for rotates in config.no_rope_layers]
-    config.layer_types = kinds if config.layer_types is None else config.layer_types
+        types = ["chunked_attention" if rotates and chunks else "full_attention" for rotates in config.no_rope_layers]
+    config.layer_types = types if config.layer_types is None else config.layer_types
 
 
 def _gemma(config: ModelConfig) -> None:
@@ -84,17 +79,17 @@ def _gemma(config: ModelConfig) -> None:
 
 
 def _gemma4(config: ModelConfig) -> None:
-    """Sets what differs by layer: layers that attend to everything, of which the last is always one, have heads of
-    their own."""
+    """Set `per_layer_config`: layers with full attention, of which the last is always one, have heads of another size
+    than those with windows."""
     config.layer_types = [*config.layer_types[:-1], "full_attention"]
-    usual = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    default = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
     groups = config.get("num_global_key_value_heads") if config.attention_k_eq_v else None
-    whole = usual | {"head_dim": config.get("global_head_dim", 512)}
-    whole |= {"num_key_value_heads": groups} if groups else {}
-    kinds = {index: whole for index, kind in enumerate(config.layer_types) if kind == "full_attention"}
-    given = {int(index): own for index, own in config.get("per_layer_config", kinds).items()}
-    every = [ModelConfig(**usual | given.get(index, {})) for index in range(config.num_hidden_layers)]
-    config.per_layer_config = dict(enumerate(every)) | dict(zip(config.layer_types, every, strict=True))
+    full = default | {"head_dim": config.get("global_head_dim", 512)}
+    full |= {"num_key_value_heads": groups} if groups else {}
+    special = {index: full for index, layer_type in enumerate(config.layer_types) if layer_type == "full_attention"}
+    overrides = {int(index): fields for index, fields in config.get("per_layer_config", special).items()}
+    layers = [ModelConfig(**default | overrides.get(index, {})) for index in range(config.num_hidden_layers)]
+    config.per_layer_config = dict(enumerate(layers)) | dict(zip(config.layer_types, layers, strict=True))
 
 
 def _exaone(config: ModelConfig) -> None:
@@ -109,7 +104,7 @@ def _falcon(config: ModelConfig) -> None:
 
 def _gpt_neo(config: ModelConfig) -> None:
     spans = config.get("attention_types", [[["global", "local"], 12]])
-    config.attention_layers = [kind for kinds, times in spans for _ in range(times) for kind in kinds]
+    config.attention_layers = [layer_type for pattern, times in spans for _ in range(times) for layer_type in pattern]
 
 
 def _minimax(config: ModelConfig) -> None:
@@ -131,16 +126,16 @@ def _latent(config: ModelConfig) -> None:
 
 
 def _kimi_linear(config: ModelConfig) -> None:
-    """Reads `linear_attn_config`, in which released files have what concerns layers of linear attention."""
-    given, layers = config.get("linear_attn_config", {}), range(config.num_hidden_layers)
+    """Read `linear_attn_config`, in which released checkpoints have the fields of layers with linear attention."""
+    linear, layers = config.get("linear_attn_config", {}), range(config.num_hidden_layers)
     config.head_dim = config.qk_rope_head_dim
-    inside = {"head_dim": "head_dim", "num_heads": "num_heads", "conv_kernel_dim": "short_conv_kernel_size"}
-    for name, other in inside.items():
-        if other in given:
-            setattr(config, f"linear_{name}", given[other])
-    if config.layer_types is None and {"full_attn_layers", "kda_layers"} <= given.keys():
-        kinds = dict.fromkeys(given["kda_layers"], _STATES[0]) | dict.fromkeys(given["full_attn_layers"], _STATES[1])
-        config.layer_types = [kinds[layer + 1] for layer in layers]
+    renamed = {"head_dim": "head_dim", "num_heads": "num_heads", "conv_kernel_dim": "short_conv_kernel_size"}
+    for name, other in renamed.items():
+        if other in linear:
+            setattr(config, f"linear_{name}", linear[other])
+    if config.layer_types is None and {"full_attn_layers", "kda_layers"} <= linear.keys():
+        types = dict.fromkeys(linear["kda_layers"], _STATES[0]) | dict.fromkeys(linear["full_attn_layers"], _STATES[1])
+        config.layer_types = [types[layer + 1] for layer in layers]
     elif config.layer_types is None:
         config.layer_types = [_STATES[bool(layer and layer % 4 == 0)] for layer in layers]
     if config.get("mlp_layer_types") is None:
@@ -157,8 +152,8 @@ def _lfm(config: ModelConfig) -> None:
             attend = config.get("full_attn_idxs", layers)
             config.layer_types = ["full_attention" if layer in attend else "conv" for layer in layers]
     elif config.model_type == "lfm3":
-        kinds = ["sliding_attention", "conv", "full_attention", "conv"]
-        config.layer_types = config.layer_types or [kinds[layer % 4] if layer else "conv" for layer in layers]
+        pattern = ["sliding_attention", "conv", "full_attention", "conv"]
+        config.layer_types = config.layer_types or [pattern[layer % 4] if layer else "conv" for layer in layers]
         config.rope_parameters = config.rope_parameters or {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
@@ -167,13 +162,13 @@ def _lfm(config: ModelConfig) -> None:
 
 def _mamba(config: ModelConfig) -> None:
     family, layers = config.model_type, range(config.num_hidden_layers)
-    kinds = ["hybrid" if family == "falcon_h1" else _STATES[0] for _ in layers]
+    types = ["hybrid" if family == "falcon_h1" else _STATES[0] for _ in layers]
     if family == "granitemoehybrid":
-        kinds = config.layer_types or kinds
+        types = config.layer_types or types
     if family == "bamba":
         config.partial_rotary_factor = 0.5  # whatever the file says
-        kinds = [_STATES[layer in (config.get("attn_layer_indices") or ())] for layer in layers]
-    config.layer_types = kinds
+        types = [_STATES[layer in (config.get("attn_layer_indices") or ())] for layer in layers]
+    config.layer_types = types
     width = config.mamba_d_ssm if family == "falcon_h1" else None
     if family != "mamba2" and config.get("mamba_d_head", "auto") == "auto":
         config.mamba_d_head = (width or config.mamba_expand * config.hidden_size) // config.mamba_n_heads
@@ -201,7 +196,7 @@ _COMPLETE: Mapping[str, Callable[[ModelConfig], None]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), _latent),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _lfm),
     **dict.fromkeys(("mamba2", "bamba", "falcon_h1", "granitemoehybrid"), _mamba),
-    "qwen2_moe": _qwen2_moe, "dots1": _slide_from, "ministral": _ministral, "gemma": _gemma, "gemma4_text": _gemma4,
+    "qwen2_moe": _qwen2_moe, "dots1": _slide_from, "ministral": _slide_from, "gemma": _gemma, "gemma4_text": _gemma4,
     "exaone4": _exaone, "gpt_neo": _gpt_neo, "minimax_m2": _minimax, "ernie4_5_moe": _ernie,
     "kimi_linear": _kimi_linear, "nemotron_h": _nemotron_h, "olmo_hybrid": _olmo_hybrid,
 }  # fmt: skip

@@ -1,7 +1,6 @@
-"""Encoders that are written down: from a config.json to an `EncoderConfig`, by tables of bidirectional.toml, where they
-are described.
+"""Encoder configurations: from a config.json to an `EncoderConfig`, by the tables of bidirectional.toml.
 
-Those that are not are refused by name, with the reason: there is no other way to run one.
+Other encoders are refused by name, with the reason: unlike decoders, they cannot run through transformers here.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from asyncengine.execution.layers.attention import AttentionConfig
 from asyncengine.execution.layers.stored import StoredMatrix, TensorSlot, dense
 from asyncengine.execution.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.execution.models.encoder import DISTANCES, EncoderConfig, SequenceHeadConfig
-from asyncengine.execution.models.families.tables import decoder_config, decoder_of, parts_of, read_tables, values_of
+from asyncengine.execution.models.families.tables import decoder_config, decoder_of, read_tables, sections_of, values_of
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """Names of a family's tensors in earlier files, by what they are called today."""
+    """Earlier tensor names of a family, and how they map to those of current checkpoints."""
 
     renamed: Sequence[Sequence[str]] = ()
-    """(regular expression, what takes its place), applied in turn."""
+    """Pairs (regular expression, replacement), applied in turn."""
     split: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """{end of a module's name: the ends of those that it is the rows of, in order}."""
+    """{last components of a fused module's name: those of the modules whose rows it holds, in order}."""
 
 
 _NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
-"""Names of norms in TensorFlow's BERT."""
+"""Parameter names of norms in checkpoints converted from TensorFlow's BERT."""
 _TABLES, _FAMILIES = read_tables("encoders.toml"), read_tables("bidirectional.toml")
 SPELLINGS: Mapping[str, Spelling] = {name: Spelling(**each) for name, each in _TABLES["spellings"].items()}
 ENCODERS = (*(family for family, table in _FAMILIES.items() if "head" in table or "like" in table), "gemma3_text")
-"""Encoders by model_type that are written down."""
+"""model_type of each encoder with a table."""
 REFUSED: Mapping[str, str] = _TABLES["refused"]
-"""Encoders that transformers has and this engine has not, and why."""
+"""model_type of each encoder that transformers has and this engine has not -> the reason."""
 _POOLINGS: Mapping[str, Any] = {"cls": "first", "bos": "first", "mean": "mean", "late": "late"}
 
 
 def is_encoder_config(config: Any) -> bool:
-    """Whether a configuration (transformers' object, or config.json as a mapping) is that of a model whose tokens see
-    those after them; also of one that is refused."""
+    """Whether a configuration (transformers' object, or config.json as a mapping) is that of a bidirectional model;
+    also true of those in `REFUSED`."""
     names = ("model_type", "use_bidirectional_attention", "is_decoder")
     if isinstance(config, Mapping):
         family, both, decodes = (config.get(name) for name in names)
@@ -58,30 +57,30 @@ def is_encoder_config(config: Any) -> bool:
 
 def encoder_config_of(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
     """The encoder's configuration. `length`: the longest sequence; None: the model's own. Raises `UnsupportedModel`
-    naming the family and what of it is not written down."""
+    naming the family and the option that its table lacks."""
     family = config.model_type
     if family not in ENCODERS:
         raise UnsupportedModel(f"encoder family {family!r} {REFUSED.get(family, 'is not written down')}")
-    kind = getattr(config, "position_embedding_type", None) or "absolute"
-    if kind not in ("absolute", "rope", "rotary"):
-        raise UnsupportedModel(f"encoder family {family!r} with position_embedding_type {kind!r} is not written down")
+    form = getattr(config, "position_embedding_type", None) or "absolute"
+    if form not in ("absolute", "rope", "rotary"):
+        raise UnsupportedModel(f"encoder family {family!r} with position_embedding_type {form!r} is not written down")
     if family == "gemma3_text":
         return _gemma(config, length or config.max_position_embeddings, classifies)
-    parts = parts_of(_FAMILIES, config)
-    own, head = (values_of(parts.pop(name, {}), config) for name in ("encoder", "head"))
-    if own.get("distance_bias") and config.relative_attention_num_buckets != DISTANCES:
+    sections = sections_of(_FAMILIES, config)
+    fields, head = (values_of(sections.pop(name, {}), config) for name in ("encoder", "head"))
+    if fields.get("distance_bias") and config.relative_attention_num_buckets != DISTANCES:
         raise UnsupportedModel(f"relative_attention_num_buckets is not {DISTANCES}, of which transformers has its code")
-    padding = own.get("padding")
+    padding = fields.get("padding")
     longest = length or config.max_position_embeddings - (0 if padding is None else padding + 1)
-    if not own.get("num_segments"):
-        own |= {"segments": None, "num_segments": 0}
-    headless = parts.pop("headless")
+    if not fields.get("num_segments"):
+        fields |= {"segments": None, "num_segments": 0}
+    headless = sections.pop("headless")
     pooling = _POOLINGS[head.pop("pooling", "cls")]
-    stack = decoder_of(config, longest, parts, tied=False)
-    first = replace(stack.layers[0], before_attention=None) if "embedding_norm" in own else stack.layers[0]
+    stack = decoder_of(config, longest, sections, tied=False)
+    first = replace(stack.layers[0], before_attention=None) if "embedding_norm" in fields else stack.layers[0]
     stack = _both_ways(replace(stack, layers=(first, *stack.layers[1:])), () if classifies else tuple(headless))
-    made = SequenceHeadConfig(config.num_labels, pooling=pooling, **head)
-    return EncoderConfig(stack, longest, head=made if classifies else None, **own)
+    classifier = SequenceHeadConfig(config.num_labels, pooling=pooling, **head)
+    return EncoderConfig(stack, longest, head=classifier if classifies else None, **fields)
 
 
 def _gemma(config: Any, length: int, classifies: bool) -> EncoderConfig:
@@ -95,7 +94,7 @@ def _gemma(config: Any, length: int, classifies: bool) -> EncoderConfig:
 
 
 def _both_ways(stack: DecoderConfig, ignored: tuple[str, ...]) -> DecoderConfig:
-    """The stack without a causal mask. `ignored`: further tensors that are not read."""
+    """The layers without a causal mask. `ignored`: regular expressions of further tensors that are not read."""
 
     def both(layer: LayerConfig) -> LayerConfig:
         assert isinstance(layer.attention, AttentionConfig)
@@ -105,7 +104,7 @@ def _both_ways(stack: DecoderConfig, ignored: tuple[str, ...]) -> DecoderConfig:
 
 
 def spelling_of(family: str) -> Spelling:
-    """Names that earlier files of a family may have for its tensors."""
+    """Names that earlier checkpoints of a family may have for its tensors."""
     known = SPELLINGS.get(family, Spelling())
     return Spelling((*_NORMS, *known.renamed), known.split)
 
@@ -113,36 +112,36 @@ def spelling_of(family: str) -> Spelling:
 def by_stored_name(
     slots: Mapping[str, TensorSlot], stored: Collection[str], spelling: Spelling
 ) -> dict[str, TensorSlot]:
-    """`slots` by the names in `stored`, where these are spelled otherwise; what is not found keeps its own name."""
-    left = dict(slots)
+    """`slots` under the checkpoint's names (`stored`); a slot without a tensor there keeps its own name."""
+    unused = dict(slots)
     prefixes = ["", *dict.fromkeys(name.partition(".")[0] + "." for name in slots)]
-    found: dict[str, TensorSlot] = {}
+    by_name: dict[str, TensorSlot] = {}
     for name in stored:
-        today = name
+        renamed = name
         for pattern, replacement in spelling.renamed:
-            today = re.sub(pattern, replacement, today)
-        spellings = [prefix + end for end in (today, today.partition(".")[2]) for prefix in prefixes]
-        parts = next((parts for each in spellings if (parts := _parts(each, left, spelling))), None)
-        if parts is not None:
-            own = [left.pop(part) for part in parts]
-            found[name] = own[0] if len(own) == 1 else _joined(own)
-    return found | left
+            renamed = re.sub(pattern, replacement, renamed)
+        spellings = [prefix + end for end in (renamed, renamed.partition(".")[2]) for prefix in prefixes]
+        filled = next((filled for spelled in spellings if (filled := _filled(spelled, unused, spelling))), None)
+        if filled is not None:
+            targets = [unused.pop(slot) for slot in filled]
+            by_name[name] = targets[0] if len(targets) == 1 else _joined(targets)
+    return by_name | unused
 
 
-def _parts(name: str, slots: Mapping[str, TensorSlot], spelling: Spelling) -> list[str] | None:
-    """Slots that a tensor fills, in the order of its rows; None: none that is there."""
+def _filled(name: str, slots: Mapping[str, TensorSlot], spelling: Spelling) -> list[str] | None:
+    """Names of the slots that a tensor fills, in the order of its rows; None if one of them does not exist."""
     if name in slots:
         return [name]
-    module, _, kind = name.rpartition(".")
+    module, _, suffix = name.rpartition(".")
     for end, ends in spelling.split.items():
         if module.endswith("." + end):
-            parts = [f"{module.removesuffix(end)}{each}.{kind}" for each in ends]
-            return parts if all(part in slots for part in parts) else None
+            names = [f"{module.removesuffix(end)}{each}.{suffix}" for each in ends]
+            return names if all(one in slots for one in names) else None
     return None
 
 
 def _joined(slots: Sequence[TensorSlot]) -> TensorSlot:
-    """One slot whose rows are those of several."""
+    """One slot that splits the rows of a fused tensor among several slots."""
     firsts = [0, *accumulate(slot.shape[0] for slot in slots)]
 
     def load(tensor: torch.Tensor | StoredMatrix) -> None:

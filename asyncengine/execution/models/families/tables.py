@@ -1,5 +1,5 @@
-"""Decoders that are written down: tables of dense.toml, mixtures.toml, latent.toml and states.toml, where they are
-described."""
+"""Decoder configurations from the tables of dense.toml (which describes their format), mixtures.toml, latent.toml and
+states.toml."""
 
 from __future__ import annotations
 
@@ -41,62 +41,59 @@ _CLASSES: Mapping[str, Callable[..., Any]] = {
     "latent": LatentExpertsConfig, "layer_inputs": LayerInputConfig, "side": SideExpertsConfig,
     "router": RouterConfig, "experts": ExpertsConfig,
 }  # fmt: skip
-"""Classes of fields by their names, where these are tables; all others are norms."""
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu", "relu2": "relu2",
-}  # fmt: skip
+"""Configuration class of each field whose value is a table; every other such field is a norm."""
+_ACTIVATIONS: Mapping[str, str] = read_tables("decoders.toml")["activations"]
 _ADDED = ("refused", "unknown", "layers")
-"""Parts that a table adds to those of a table beneath it."""
+"""Sections that a table appends to those of the tables that it is `like`, instead of replacing them."""
 
 
-def layer_kinds(family: str) -> Sequence[str] | None:
-    """The layer types that a family has; None: it is not written down here."""
-    return _known_kinds(family) or common.KINDS if family in NATIVE else None
+def known_layer_types(family: str) -> Sequence[str] | None:
+    """The layer types that a family may have; None if it has no table here."""
+    return _declared_layer_types(family) or common.ATTENTION if family in NATIVE else None
 
 
-def _known_kinds(name: str) -> Sequence[str]:
+def _declared_layer_types(name: str) -> Sequence[str]:
     table = _TABLES[name]
-    return table.get("kinds") or next(filter(None, map(_known_kinds, table.get("like", ()))), ())
+    return table.get("layer_types") or next(filter(None, map(_declared_layer_types, table.get("like", ()))), ())
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """The decoder of a family with a table, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or
-    transformers' config object. Raises `UnsupportedModel` for an option of the family that is not written down: such a
-    model runs through transformers; and `UnknownLayers` for one that runs nowhere."""
-    return decoder_of(config, length, parts_of(_TABLES, config))
+    transformers' config object. Raises `UnsupportedModel` for an option that the table lacks (the model then runs
+    through transformers), and `UnknownLayers` for one that transformers cannot run here either."""
+    return decoder_of(config, length, sections_of(_TABLES, config))
 
 
-def decoder_of(config: Any, length: int, parts: dict[str, Any], **changes: Any) -> DecoderConfig:
-    """The decoder of parts that a family's table names. `changes`: further fields of `DecoderConfig`."""
-    kinds = _checked_kinds(config, parts)
-    whole = {name: parts.pop(name, None) for name in ("norm", "rotary", "mtp", "model")}
-    norm, rotary, mtp, model = (values_of(given, config) for given in whole.values())
-    others, by_kind = parts.pop("layers", ()), {}
-    for kind in dict.fromkeys(kinds):
-        by_kind[kind] = dict(parts)
-        for other in others:
-            _read(_TABLES, other.get(kind, {}), config, by_kind[kind])
-    one = {kind: _layer_maker(config, own) for kind, own in by_kind.items()}
+def decoder_of(config: Any, length: int, sections: dict[str, Any], **changes: Any) -> DecoderConfig:
+    """The decoder that `sections` (of `sections_of`) describe. `changes`: further fields of `DecoderConfig`."""
+    types = _checked_layer_types(config, sections)
+    outer = {name: sections.pop(name, None) for name in ("norm", "rotary", "mtp", "model")}
+    norm, rotary, mtp, model = (values_of(given, config) for given in outer.values())
+    overrides, by_type = sections.pop("layers", ()), {}
+    for layer_type in dict.fromkeys(types):
+        by_type[layer_type] = dict(sections)
+        for override in overrides:
+            _read(_TABLES, override.get(layer_type, {}), config, by_type[layer_type])
+    make_layer = {layer_type: _layer_maker(config, fields) for layer_type, fields in by_type.items()}
     if mtp:
-        head = head_layers((_layer_maker(config, parts)(config.num_hidden_layers - 1, True),))
+        head = head_layers((_layer_maker(config, sections)(config.num_hidden_layers - 1, True),))
         changes["mtp"] = MTPConfig(head, **mtp)
     changes |= model or {}
     path = changes.pop("path", "model.layers.{}.")
-    layers = [(path.format(index), kinds[index]) for index in range(config.num_hidden_layers)]
+    layers = [(path.format(index), types[index]) for index in range(config.num_hidden_layers)]
     return DecoderConfig(
         **{
             "vocab_size": config.vocab_size,
             "width": config.hidden_size,
-            "layers": tuple(one[kind](index) for index, (_, kind) in enumerate(layers)),
+            "layers": tuple(make_layer[layer_type](index) for index, (_, layer_type) in enumerate(layers)),
             "norm": NormConfig(**norm) if norm else NormConfig(epsilon=config.rms_norm_eps),
             "rotary": _rotations(config, length, {} if rotary is None else rotary),
             "layer": path,
             "tied": bool(getattr(config, "tie_word_embeddings", False)),
             "aliases": tuple(
-                (layer + name, layer + other)
-                for layer, kind in layers
-                for name, other in by_kind[kind].get("aliases", ())
+                (layer + name, layer + override)
+                for layer, layer_type in layers
+                for name, override in by_type[layer_type].get("aliases", ())
             ),
             "ignored": (common.FREQUENCIES,),
             **changes,
@@ -104,28 +101,29 @@ def decoder_of(config: Any, length: int, parts: dict[str, Any], **changes: Any) 
     )
 
 
-def _checked_kinds(config: Any, parts: dict[str, Any]) -> list[str]:
-    """The type of each layer. Raises `UnsupportedModel` or `UnknownLayers` for one, or an option of the family, that is
-    not written down."""
-    family, known, kinds = config.model_type, parts.pop("kinds", common.KINDS), common.layer_types_of(config)
-    for condition in parts.pop("refused", ()):
+def _checked_layer_types(config: Any, sections: dict[str, Any]) -> list[str]:
+    """The type of each layer. Raises `UnsupportedModel` or `UnknownLayers` for a layer type, or an option of the
+    family, that the table does not cover."""
+    family, types = config.model_type, common.layer_types_of(config)
+    known = sections.pop("layer_types", common.ATTENTION)
+    for condition in sections.pop("refused", ()):
         if shown := _shown(condition, config):
             raise UnsupportedModel(f"family {family!r} with {shown} is not written down")
-    for condition in parts.pop("unknown", ()):
+    for condition in sections.pop("unknown", ()):
         if shown := _shown(condition, config):
             raise UnknownLayers(f"family {family!r} with {shown} does not run here")
-    if unknown := [kind for kind in kinds if kind not in known]:
+    if unknown := [name for name in types if name not in known]:
         raise unknown_layers(family, unknown[0], known)
-    return kinds
+    return types
 
 
-def _layer_maker(config: Any, parts: dict[str, Any]) -> Callable[..., LayerConfig]:
-    """A function (index, whether it has experts; None: as the table says) -> a layer of these parts. A list among the
-    fields of attention and of the feed-forward part has one value for each layer."""
-    parts = {name: values_of(given, config) for name, given in parts.items()}
-    mixture, where, layer = _mixture(parts), parts.get("sparse", {}), parts.get("layer", {})
-    latent, attention, mlp = (parts.get(name, {}) for name in ("latent", "attention", "mlp"))
-    state = dict(parts.get("state", {}))
+def _layer_maker(config: Any, sections: dict[str, Any]) -> Callable[..., LayerConfig]:
+    """A function (layer index, whether the layer has experts; None: as the table says) -> its `LayerConfig`. Lists
+    among the fields of attention and of the MLP hold one value for each layer."""
+    sections = {name: values_of(given, config) for name, given in sections.items()}
+    mixture, sparse_layers, layer = _mixture(sections), sections.get("sparse", {}), sections.get("layer", {})
+    latent, attention, mlp = (sections.get(name, {}) for name in ("latent", "attention", "mlp"))
+    state = dict(sections.get("state", {}))
     module, _, name = state.pop("type", "").partition(".")
     if state:
         layer = layer | {"state": getattr(import_module(f"asyncengine.execution.layers.{module}"), name)(**state)}
@@ -143,78 +141,78 @@ def _layer_maker(config: Any, parts: dict[str, Any]) -> Callable[..., LayerConfi
         act = mlp.get("activation") or _activation(config)
         return {**mlp, "width": mlp.get("width") or config.intermediate_size, "activation": act}
 
-    def one(index: int, sparse: bool | None = None) -> LayerConfig:
-        def own(fields: Mapping[str, Any]) -> dict[str, Any]:
+    def make(index: int, sparse: bool | None = None) -> LayerConfig:
+        def of_layer(fields: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value[index] if isinstance(value, list) else value for name, value in fields.items()}
 
-        inner: MLPConfig | MoEConfig | None = None
-        if mixture is not None and (sparse or not _dense(config, index, **where)):
-            inner = mixture
+        mlp_config: MLPConfig | MoEConfig | None = None
+        if mixture is not None and (sparse or not _dense(config, index, **sparse_layers)):
+            mlp_config = mixture
         elif mlp is not False:
-            inner = MLPConfig(**own(dense()))
+            mlp_config = MLPConfig(**of_layer(dense()))
         return LayerConfig(
-            **{"attention": AttentionConfig(**own(attention)) if attention else None, "mlp": inner, **layer}
+            **{"attention": AttentionConfig(**of_layer(attention)) if attention else None, "mlp": mlp_config, **layer}
         )
 
-    return one
+    return make
 
 
-def parts_of(tables: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The fields of each part that the tables of a family have, as they are written there."""
-    parts: dict[str, Any] = {}
-    _read(tables, tables[config.model_type], config, parts)
-    return parts
+def sections_of(tables: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The sections of a family's table over those of the tables that it is `like`: {section: fields as written}."""
+    sections: dict[str, Any] = {}
+    _read(tables, tables[config.model_type], config, sections)
+    return sections
 
 
 def _rotations(config: Any, length: int, table: Any) -> tuple[RotaryConfig, ...]:
-    """The rotary embeddings that a table asks for: one, or by each kind of layers its own."""
+    """The rotary embeddings that a table asks for: one, or one for each layer type (`by_layer_type`)."""
     if not isinstance(table, dict):
         return (RotaryConfig((), style="alibi"),) if table == "alibi" else ()
-    how = dict(table)
-    kinds: Sequence[str | None] = common.attention_kinds(config) if how.pop("by_kind", False) else [None]
-    unrotated = how.pop("unrotated_growth", None)
-    fixed = {"exact": how.pop("exact", False), "query_growth": _growth(how.pop("query_growth", ()))}
-    made = tuple(replace(_rotary(config, length, layer_type=kind, **how), **fixed) for kind in kinds)
+    kwargs = dict(table)
+    types: Sequence[str | None] = common.attention_types(config) if kwargs.pop("by_layer_type", False) else [None]
+    unrotated = kwargs.pop("unrotated_growth", None)
+    fixed = {"exact": kwargs.pop("exact", False), "query_growth": _growth(kwargs.pop("query_growth", ()))}
+    ropes = tuple(replace(_rotary(config, length, layer_type=name, **kwargs), **fixed) for name in types)
     # for layers that rotate nothing, and scale their queries at most (Llama 4)
-    return made if unrotated is None else (*made, RotaryConfig((), query_growth=_growth(unrotated), growth_begins=1))
+    return ropes if unrotated is None else (*ropes, RotaryConfig((), query_growth=_growth(unrotated), growth_begins=1))
 
 
-def _growth(given: Sequence[float]) -> tuple[float, int] | None:
-    return (float(given[0]), int(given[1])) if given else None
+def _growth(values: Sequence[float]) -> tuple[float, int] | None:
+    return (float(values[0]), int(values[1])) if values else None
 
 
-def _rotary(config: Any, length: int, scalings: Sequence[float] = (), **how: Any) -> RotaryConfig:
+def _rotary(config: Any, length: int, scalings: Sequence[float] = (), **kwargs: Any) -> RotaryConfig:
     """`scalings`: what cosines are multiplied by, up to the original positions and beyond, instead of what a scaling by
     length says itself (PhiMoE)."""
     parameters, family = config.rope_parameters, config.model_type
     if family == "gemma4_text":
-        how["head_dim"] = config.per_layer_config[how["layer_type"]].head_dim
+        kwargs["head_dim"] = config.per_layer_config[kwargs["layer_type"]].head_dim
     if family == "hunyuan_v1_dense" and parameters["rope_type"] == "dynamic" and parameters.get("alpha"):
         # Hunyuan calls it dynamic, but the base is stretched by the same for all lengths
         dim = common.head_dim_of(config)
         return common.default_rotary(parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2)), dim)
-    made = common.rotary_of(config, length, **how)
+    rotary = common.rotary_of(config, length, **kwargs)
     if not scalings:
-        return made
-    return replace(made, scaling=float(scalings[length > parameters["original_max_position_embeddings"]]))
+        return rotary
+    return replace(rotary, scaling=float(scalings[length > parameters["original_max_position_embeddings"]]))
 
 
-def _read(tables: Mapping[str, Any], table: Mapping[str, Any], config: Any, parts: dict[str, Any]) -> None:
-    """Put what a table says into `parts`, over what stands there. Fields of `config` are looked at for conditions."""
-    for part, given in table.items():
-        if part == "like":
-            for name in given:
-                _read(tables, tables[name], config, parts)
-        elif part == "when":
-            for condition, more in given.items():
+def _read(tables: Mapping[str, Any], table: Mapping[str, Any], config: Any, sections: dict[str, Any]) -> None:
+    """Merge a table into `sections`; its fields replace those already there. Conditions are evaluated on `config`."""
+    for section, fields in table.items():
+        if section == "like":
+            for name in fields:
+                _read(tables, tables[name], config, sections)
+        elif section == "when":
+            for condition, more in fields.items():
                 if _shown(condition, config):
-                    _read(tables, more, config, parts)
-        elif part in _ADDED:
-            parts[part] = [*parts.get(part, ()), *(given if isinstance(given, list) else [given])]
-        elif isinstance(given, dict):
-            parts[part] = (parts.get(part) or {}) | given
+                    _read(tables, more, config, sections)
+        elif section in _ADDED:
+            sections[section] = [*sections.get(section, ()), *(fields if isinstance(fields, list) else [fields])]
+        elif isinstance(fields, dict):
+            sections[section] = (sections.get(section) or {}) | fields
         else:
-            parts[part] = given
+            sections[section] = fields
 
 
 def _shown(condition: str, config: Any) -> str:
@@ -224,27 +222,27 @@ def _shown(condition: str, config: Any) -> str:
     several with " and " between them. A field that is missing fulfils none.
     """
     shown = []
-    for each in condition.split(" and "):
-        path, sign, values = each.partition("=")
+    for term in condition.split(" and "):
+        path, sign, values = term.partition("=")
         field = path.rstrip("!")
-        found = _field(config, field, ...)
-        holds = str(found) in values.split("|") if sign else bool(found)
-        if found is ... or holds == path.endswith("!"):
+        value = _field(config, field, ...)
+        holds = str(value) in values.split("|") if sign else bool(value)
+        if value is ... or holds == path.endswith("!"):
             return ""
-        shown.append(f"{field}={found!r}")
+        shown.append(f"{field}={value!r}")
     return " and ".join(shown)
 
 
-def values_of(part: Any, config: Any) -> Any:
-    """The fields of a part with their values in a model."""
-    return {name: _value(name, given, config) for name, given in part.items()} if isinstance(part, dict) else part
+def values_of(fields: Any, config: Any) -> Any:
+    """A section with the expressions among its fields replaced by their values for one model."""
+    return {name: _value(name, value, config) for name, value in fields.items()} if isinstance(fields, dict) else fields
 
 
 def _value(name: str, given: Any, config: Any) -> Any:
-    """The value of a field of that name."""
+    """The value of the field `name`, which a table gives as `given`."""
     if isinstance(given, dict):
-        made: Callable[..., Any] = _CLASSES.get(name, NormConfig)
-        return made(**{field: _value(field, value, config) for field, value in given.items()})
+        config_class: Callable[..., Any] = _CLASSES.get(name, NormConfig)
+        return config_class(**{field: _value(field, value, config) for field, value in given.items()})
     if isinstance(given, list):
         values = tuple(_value("", each, config) for each in given)
         return Stacked(*values) if name == "stacked" else values
@@ -256,37 +254,37 @@ def _value(name: str, given: Any, config: Any) -> Any:
         return given.replace("{layers}", str(config.num_hidden_layers)) or None
     field, _, power = given[1:].partition(" ** ")
     factors = field.split(" * ")
-    found: Any = reduce(operator.mul, (int(each) if each.isdigit() else _field(config, each) for each in factors))
-    if isinstance(found, (list, tuple)):
-        return tuple(each ** float(power) if power else each for each in found)
+    product: Any = reduce(operator.mul, (int(each) if each.isdigit() else _field(config, each) for each in factors))
+    if isinstance(product, (list, tuple)):
+        return tuple(each ** float(power) if power else each for each in product)
     if power:
-        return 1.0 / found if power == "-1" else found ** float(power)  # a power of -1 may be rounded otherwise
-    return _activation(config, found) if name == "activation" else found
+        return 1.0 / product if power == "-1" else product ** float(power)  # a power of -1 may be rounded otherwise
+    return _activation(config, product) if name == "activation" else product
 
 
 def _field(config: Any, path: str, *missing: Any) -> Any:
-    """A field of config.json, or "one.another" within an object or "one.1" of a list of it; `missing`: what it is if it
-    is not there."""
-    found = config
+    """The field of config.json at a dotted path: "a.b" within an object, "a.1" within a list. `missing`: the value of a
+    field that is not there; without it, such a field raises."""
+    value = config
     for name in path.split("."):
-        if isinstance(found, (list, tuple)):
-            found = found[int(name)]
+        if isinstance(value, (list, tuple)):
+            value = value[int(name)]
         else:
-            found = found.get(name, *missing) if isinstance(found, Mapping) else getattr(found, name, *missing)
-    return found
+            value = value.get(name, *missing) if isinstance(value, Mapping) else getattr(value, name, *missing)
+    return value
 
 
 def _activation(config: Any, name: str | None = None) -> str:
     """The decoder's name of an activation. Raises `UnsupportedModel` for one it does not have."""
-    known = name or config.hidden_act
-    if known not in _ACTIVATIONS:
-        raise UnsupportedModel(f"family {config.model_type!r} with activation {known!r} is not written down")
-    return _ACTIVATIONS[known]
+    activation = name or config.hidden_act
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(f"family {config.model_type!r} with activation {activation!r} is not written down")
+    return _ACTIVATIONS[activation]
 
 
-def _mixture(parts: dict[str, Any]) -> MoEConfig | None:
-    """The mixture of what the tables say; None: there are no experts."""
-    router, experts, shared, more = (parts.get(name, {}) for name in ("router", "experts", "shared", "mixture"))
+def _mixture(sections: dict[str, Any]) -> MoEConfig | None:
+    """The mixture of experts that the sections describe; None if the model has no experts."""
+    router, experts, shared, more = (sections.get(name, {}) for name in ("router", "experts", "shared", "mixture"))
     if not router.get("experts"):
         return None
     return MoEConfig(
@@ -299,7 +297,8 @@ def _dense(
     config: Any, index: int, first: int = 0, last: int | None = None, every: int = 0,
     layers: Sequence[int] | None = None,
 ) -> bool:  # fmt: skip
-    """Whether a layer's feed-forward part is no mixture, in a model that has one."""
+    """Whether a layer of a mixture-of-experts model has a dense MLP. `first`, `last`: layers that may have experts;
+    `every`: step from one such layer to the next; `layers`: exactly these have experts."""
     if layers is not None:
         return index not in layers
     if index < first or (last is not None and index > last):

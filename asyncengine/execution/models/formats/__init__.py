@@ -1,8 +1,8 @@
-"""Checkpoints in other forms than plain safetensors: each parsed into named tensors and stored matrices.
+"""Checkpoint formats other than plain safetensors, each parsed into named tensors and quantized matrices.
 
-Whatever the files are, `models.loading` meets them as a `CheckpointSource`. A format's module only finds and unpacks:
-which tensors make up a matrix follows from their names and shapes, and what the configuration says beside that is
-checked against them. Everything is checked before the first weight is written.
+`models.loading` reads every format as a `CheckpointSource`. A format's module finds and unpacks only: names and shapes
+of tensors say which of them make up a matrix, and the quantization config is checked against them. Everything is
+checked before the first weight is written, so that a broken checkpoint leaves a running model as it is.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
-"""Kinds of tensors, by safetensors' names for dtypes."""
+"""safetensors' name of each dtype that is read -> bytes of a number."""
 UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
-"""Kinds that nothing here is stored in."""
+"""Other dtypes of safetensors: a file may have such tensors, as long as none of them is read."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as files have it, or a quantized matrix, which may be several tensors there."""
+    """Header of a tensor in a file, or of a quantized matrix, which may be several tensors there."""
 
-    kind: str
-    """Its dtype as safetensors calls it, or the type of a quantized matrix ("awq", "Q4_K")."""
+    dtype: str
+    """The dtype as safetensors calls it ("BF16"), or the type of a quantized matrix ("awq", "Q4_K")."""
     shape: tuple[int, ...]
-    """The shape; of a quantized matrix, that of the matrix it stands for."""
+    """The shape; of a quantized matrix, that of the unpacked matrix."""
     file: Path
 
     @property
@@ -46,48 +46,47 @@ class StoredTensor(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        """Whether reading it gives a `StoredMatrix`."""
-        return self.kind not in ITEM_BYTES and self.kind not in UNREAD
+        """Whether `CheckpointSource.read` gives a `StoredMatrix` for it."""
+        return self.dtype not in ITEM_BYTES and self.dtype not in UNREAD
 
 
 class CheckpointSource(ABC):
     """A model on disk, before any of its weights is read."""
 
     folder: Path
-    """The folder it lies in, for messages."""
+    """The model's folder (of a GGUF model, its file), for error messages."""
     config: dict[str, Any]
-    """The content of config.json, or what it would be."""
+    """The content of config.json; of a GGUF model, what that file would contain."""
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
-    """Tensors by the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a quantized
-    type."""
+    """Tensors by the names that transformers gives them."""
     metadata: Mapping[str, Any]
-    """Entries of the file beside the tensors: tokenizer, chat template, defaults. Empty where it says nothing."""
+    """Metadata of a GGUF file: tokenizer, chat template, defaults. Empty for other formats."""
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
-        """A tensor, mapped where it is stored plainly; a quantized one as it is stored."""
+        """The tensor `name`: memory-mapped if it is stored unquantized, else a matrix in its stored form."""
 
     @abstractmethod
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """Let the system take back the pages of what `read` gave: it will not be read again."""
+        """Let the system reclaim the pages of a tensor from `read`, which will not be read again."""
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Defaults of sampling, under generation_config.json's names."""
+        """Default sampling parameters, under generation_config.json's names."""
         return {}
 
     def root(self) -> Path:
-        """The folder of the whole model, where this is a part of it."""
+        """The folder of the whole model; `folder` may be the transformer's within it (sentence-transformers)."""
         return self.folder
 
-    def stored_kinds(self) -> dict[str, str]:
-        """Storage type by name of each matrix that is quantized in its file, layer by layer."""
-        kinds = {name: stored.kind for name, stored in self.tensors.items() if stored.quantized}
+    def quantized_types(self) -> dict[str, str]:
+        """{module: storage type} of each matrix that is quantized in the files, in the order of layers."""
+        types = {name: stored.dtype for name, stored in self.tensors.items() if stored.quantized}
 
         def in_order(name: str) -> list[tuple[int, str]]:
-            return [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")]
+            return [(int(word), "") if word.isascii() and word.isdigit() else (-1, word) for word in name.split(".")]
 
-        return {name.removesuffix(".weight"): kinds[name] for name in sorted(kinds, key=in_order)}
+        return {name.removesuffix(".weight"): types[name] for name in sorted(types, key=in_order)}
 
 
 def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
@@ -104,5 +103,5 @@ def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The message of a foreign error, in one short line."""
+    """The message of an error raised by another library, in one short line."""
     return shorten(" ".join(str(error).split()), 300) or type(error).__name__

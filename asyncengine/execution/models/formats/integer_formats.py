@@ -37,28 +37,28 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import GroupedRows, NumberForm
 from asyncengine.execution.models.formats import float_formats, stored_tensors
-from asyncengine.execution.models.formats.stored_tensors import SCALES, FoundMatrix, Parts, StoredTensors, setting
+from asyncengine.execution.models.formats.stored_tensors import SCALES, MatrixSpec, StoredTensors, Tensors, setting
 
 logger = logging.getLogger("asyncengine")
 
 _GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""A number that is added to a stored zero, by format."""
+"""`checkpoint_format` -> number that is added to a stored zero point (AutoGPTQ's first format stores it less 1)."""
 _BITS = (4, 8)
 _AWQ_LAYOUTS = ("gemm", "exllama", "ipex", "marlin")
-"""Values of `version`: kernels that read one layout."""
+"""Values of `version`: names of kernels, all of which read the same layout."""
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of a word's eight, that the n-th four bits are."""
+"""The output, among a word's eight, that its n-th four bits belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQSettings:
-    """GPTQSettings of quantization_config, as far as it matters here."""
+    """Fields of a GPTQ model's quantization_config that decide how its tensors are read."""
 
     bits: tuple[int, ...]
     groups: tuple[int, ...]
-    """Inputs of a group, -1: all. More than one: rules may give some modules others."""
+    """Allowed inputs per group, -1 for all; `dynamic` rules may add sizes of single modules."""
     added: int
-    """To each stored zero."""
+    """Number that is added to each stored zero point."""
     needs_index: bool
 
     @staticmethod
@@ -74,25 +74,25 @@ class GPTQSettings:
         every = [config, *rules]
         bits, group = setting(config, "bits", 4), setting(config, "group_size", 128)
         ordered = any(setting(each, "desc_act", False) for each in every)
-        found = GPTQSettings(
+        settings = GPTQSettings(
             tuple(setting(each, "bits", bits) for each in every),
             tuple(setting(each, "group_size", group) for each in every),
             _GPTQ_FORMATS[layout],
             ordered and not setting(config, "static_groups", False),
         )
-        wrong = next((number for number in found.bits if number not in _BITS), None)
+        wrong = next((number for number in settings.bits if number not in _BITS), None)
         if wrong is not None:
             raise UnsupportedModel(f"GPTQ with {wrong} bits is not read; 4 and 8 bits are")
-        return found
+        return settings
 
 
-def find_gptq(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+def find_gptq(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, MatrixSpec]:
     """All matrices, by the names that they have without quantization."""
     settings = GPTQSettings.read(config)
     return {f"{path}.weight": _gptq_matrix(path, settings, tensors) for path in tensors.paths(".qweight")}
 
 
-def find_awq(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+def find_awq(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, MatrixSpec]:
     """All matrices, by the names that they have without quantization."""
     layout = str(config.get("version") or config.get("format") or "gemm").lower()
     if layout not in _AWQ_LAYOUTS:
@@ -104,7 +104,7 @@ def find_awq(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, Fou
     return {f"{path}.weight": _awq_matrix(path, group, tensors) for path in tensors.paths(".qweight")}
 
 
-def _gptq_matrix(path: str, settings: GPTQSettings, tensors: StoredTensors) -> FoundMatrix:
+def _gptq_matrix(path: str, settings: GPTQSettings, tensors: StoredTensors) -> MatrixSpec:
     numbers = tensors.matrix(f"{path}.qweight", ("I32",))
     groups, _ = tensors.matrix(f"{path}.scales", SCALES).shape
     zeros = tensors.matrix(f"{path}.qzeros", ("I32",))
@@ -122,24 +122,24 @@ def _gptq_matrix(path: str, settings: GPTQSettings, tensors: StoredTensors) -> F
     elif settings.needs_index and groups > 1:
         raise tensors.wrong(path, "was quantized in activation order (desc_act) and has no g_idx to say which")
     name = "gptq" if bits == 4 else f"gptq {bits} bits"
-    return _gptq_found(name, path, tensors, shape, form, order=order, added=settings.added)
+    return _int32_matrix(name, path, tensors, shape, form, order=order, added=settings.added)
 
 
-def _awq_matrix(path: str, group: int, tensors: StoredTensors) -> FoundMatrix:
+def _awq_matrix(path: str, group: int, tensors: StoredTensors) -> MatrixSpec:
     inputs, words = tensors.matrix(f"{path}.qweight", ("I32",)).shape
     groups, outputs = tensors.matrix(f"{path}.scales", SCALES).shape
     if outputs != 8 * words:
         raise tensors.misshapen(f"{path}.scales", (groups, outputs), f"{8 * words} outputs")
     tensors.need(f"{path}.qzeros", ("I32",), (groups, words))
     form = _gptq_form(path, tensors, (outputs, inputs), 4, (group,), 0)
-    return _gptq_found("awq", path, tensors, (outputs, inputs), form, places=_AWQ_OUTPUTS)
+    return _int32_matrix("awq", path, tensors, (outputs, inputs), form, lanes=_AWQ_OUTPUTS)
 
 
 def _gptq_form(
     path: str, tensors: StoredTensors, shape: tuple[int, int], bits: int, sizes: Sequence[int], added: int
 ) -> NumberForm:
-    """The form of a matrix whose groups are of one of `sizes`. All its zeros may be the middle: then they need not be
-    kept."""
+    """The form of a matrix whose groups have one of `sizes`. If every zero point is the middle of the range (symmetric
+    quantization), the form has none and they are not kept."""
     scales, inputs = tensors.headers[f"{path}.scales"], shape[1]
     groups, allowed = scales.shape[0], [inputs if size == -1 else size for size in sizes]
     if inputs % groups or inputs // groups not in allowed:
@@ -147,27 +147,28 @@ def _gptq_form(
     middle = (1 << (bits - 1)) - added
     byte = middle * 0x11 if bits == 4 else middle
     stored = tensors.read(f"{path}.qzeros").contiguous().view(torch.uint8)
-    form = stored_tensors.form_of_groups(inputs, groups, bits, scales.kind, zeros=not bool((stored == byte).all()))
+    form = stored_tensors.form_of_groups(inputs, groups, bits, scales.dtype, zeros=not bool((stored == byte).all()))
     if form is None:
         raise tensors.wrong(f"{path}.scales", f"has {groups} groups for {inputs} inputs, too narrow to be read here")
     return form
 
 
-def _gptq_found(
+def _int32_matrix(
     name: str, path: str, tensors: StoredTensors, shape: tuple[int, int], form: NumberForm, *,
-    order: NDArray[np.int64] | None = None, added: int = 0, places: Sequence[int] | None = None,
-) -> FoundMatrix:  # fmt: skip
-    """`places`: as of `along_outputs`, where numbers are along the outputs."""
-    parts = {"numbers": f"{path}.qweight", "scales": f"{path}.scales", "zeros": f"{path}.qzeros"}
-    turned = tuple(parts)
-    if places is None and f"{path}.g_idx" in tensors.headers:
-        parts["index"] = f"{path}.g_idx"
-    unpack = partial(_unpack_gptq, form=form, order=order, added=added, places=places)
-    return FoundMatrix(name, shape, form, parts, unpack, order, sliced=(), turned=turned)
+    order: NDArray[np.int64] | None = None, added: int = 0, lanes: Sequence[int] | None = None,
+) -> MatrixSpec:  # fmt: skip
+    """The matrix of int32 words that GPTQ or AWQ stores. `lanes`: as in `along_outputs`, for words along the outputs
+    (AWQ); None: they lie along the inputs."""
+    names = {"numbers": f"{path}.qweight", "scales": f"{path}.scales", "zeros": f"{path}.qzeros"}
+    turned = tuple(names)
+    if lanes is None and f"{path}.g_idx" in tensors.headers:
+        names["index"] = f"{path}.g_idx"
+    unpack = partial(_unpack_gptq, form=form, order=order, added=added, lanes=lanes)
+    return MatrixSpec(name, shape, form, names, unpack, order, sliced=(), turned=turned)
 
 
 def order_of(tensors: StoredTensors, name: str, inputs: int, groups: int) -> NDArray[np.int64] | None:
-    """Inputs in the order of their groups, of an index that gives the group of each; None: they are in order."""
+    """Inputs sorted by group, from the tensor `name` with the group of each input; None if they are sorted already."""
     index = tensors.read(name).numpy().astype(np.int64)
     size = inputs // groups
     if np.array_equal(index, np.arange(inputs) // size):
@@ -178,20 +179,20 @@ def order_of(tensors: StoredTensors, name: str, inputs: int, groups: int) -> NDA
 
 
 def _unpack_gptq(
-    parts: Parts, first: int, last: int, *, form: NumberForm, order: NDArray[np.int64] | None, added: int,
-    places: Sequence[int] | None,
+    tensors: Tensors, first: int, last: int, *, form: NumberForm, order: NDArray[np.int64] | None, added: int,
+    lanes: Sequence[int] | None,
 ) -> GroupedRows:  # fmt: skip
-    if places is None:
-        numbers = stored_tensors.along_inputs(parts["numbers"], first, last, form.bits)
+    if lanes is None:
+        numbers = stored_tensors.along_inputs(tensors["numbers"], first, last, form.bits)
     else:
-        numbers = stored_tensors.along_outputs(parts["numbers"], first, last, form.bits, places)
+        numbers = stored_tensors.along_outputs(tensors["numbers"], first, last, form.bits, lanes)
     if order is not None:
         numbers = np.take(numbers, order, axis=1)
     zeros = None
     if form.below == "zeros":
-        zeros = stored_tensors.along_outputs(parts["zeros"], first, last, form.bits, places or range(8))
+        zeros = stored_tensors.along_outputs(tensors["zeros"], first, last, form.bits, lanes or range(8))
         zeros = (zeros + np.uint8(added)) & np.uint8((1 << form.bits) - 1)
-    scales = stored_tensors.floats(parts["scales"][first:last])
+    scales = stored_tensors.floats(tensors["scales"][first:last])
     return stored_tensors.grouped_rows(form, numbers, scales, zeros)
 
 
@@ -206,7 +207,7 @@ _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "out
 
 @dataclass(frozen=True, slots=True)
 class CompressedSettings:
-    """CompressedSettings of quantization_config, as far as the tensors do not."""
+    """Fields of a compressed-tensors quantization_config that do not follow from the tensors."""
 
     bits: frozenset[int]
     block: tuple[int, int] | None
@@ -248,18 +249,18 @@ class CompressedSettings:
         )
 
 
-def find_compressed(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
+def find_compressed(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, MatrixSpec]:
     """All matrices, by the names that they have without quantization."""
     settings = CompressedSettings.read(config)
     return {
-        f"{path}.weight": replace(found, ignored=float_formats.present(tensors, path, _OF_ACTIVATIONS))
-        for path, found in _matrices(settings, tensors)
+        f"{path}.weight": replace(spec, ignored=float_formats.present(tensors, path, _OF_ACTIVATIONS))
+        for path, spec in _matrices(settings, tensors)
     }
 
 
-def _matrices(settings: CompressedSettings, tensors: StoredTensors) -> Iterator[tuple[str, FoundMatrix]]:
+def _matrices(settings: CompressedSettings, tensors: StoredTensors) -> Iterator[tuple[str, MatrixSpec]]:
     for path in tensors.paths(".weight_packed"):
-        if tensors.headers[f"{path}.weight_packed"].kind == "I32":
+        if tensors.headers[f"{path}.weight_packed"].dtype == "I32":
             yield path, _packed(path, settings, tensors)
         elif f"{path}.weight_global_scale" in tensors.headers:
             yield path, float_formats.nv_matrix(path, tensors, "weight_packed", "weight_global_scale", divides=True)
@@ -268,12 +269,12 @@ def _matrices(settings: CompressedSettings, tensors: StoredTensors) -> Iterator[
     for path in float_formats.eight_bit_paths(tensors):
         yield path, float_formats.fp8_matrix(path, tensors, f"{path}.weight_scale", settings.block)
     for path in tensors.paths(".weight"):
-        if tensors.headers[f"{path}.weight"].kind == "I8":
+        if tensors.headers[f"{path}.weight"].dtype == "I8":
             yield path, _whole(path, tensors)
 
 
-def _packed(path: str, settings: CompressedSettings, tensors: StoredTensors) -> FoundMatrix:
-    """Numbers of 4 or 8 bits in words of 32."""
+def _packed(path: str, settings: CompressedSettings, tensors: StoredTensors) -> MatrixSpec:
+    """A module's matrix of 4- or 8-bit numbers packed into 32-bit words."""
     outputs, words = tensors.matrix(f"{path}.weight_packed", ("I32",)).shape
     tensors.need(f"{path}.weight_shape", ("I64", "I32"), (2,))
     rows, inputs = tensors.read(f"{path}.weight_shape").tolist()
@@ -282,40 +283,40 @@ def _packed(path: str, settings: CompressedSettings, tensors: StoredTensors) -> 
         raise tensors.misshapen(f"{path}.weight_packed", (outputs, words), f"that of {rows} x {inputs} numbers")
     zeros = f"{path}.weight_zero_point"
     form, groups = _groups(path, tensors, (outputs, inputs), bits, zeros=zeros in tensors.headers)
-    parts = {"numbers": f"{path}.weight_packed", "scales": f"{path}.weight_scale", "shape": f"{path}.weight_shape"}
+    names = {"numbers": f"{path}.weight_packed", "scales": f"{path}.weight_scale", "shape": f"{path}.weight_shape"}
     if zeros in tensors.headers:
-        parts["zeros"] = zeros
+        names["zeros"] = zeros
         stored = tensors.need(zeros, ("I32", "I8"))
-        wanted = (-(-outputs * bits // 32), groups) if stored.kind == "I32" else (outputs, groups)
+        wanted = (-(-outputs * bits // 32), groups) if stored.dtype == "I32" else (outputs, groups)
         tensors.need(zeros, ("I32", "I8"), wanted)
     order = None
     if f"{path}.weight_g_idx" in tensors.headers:
-        parts["index"] = f"{path}.weight_g_idx"
-        tensors.need(parts["index"], ("I32", "I64"), (inputs,))
-        order = order_of(tensors, parts["index"], inputs, groups)
+        names["index"] = f"{path}.weight_g_idx"
+        tensors.need(names["index"], ("I32", "I64"), (inputs,))
+        order = order_of(tensors, names["index"], inputs, groups)
     elif settings.needs_index and groups > 1:
         raise tensors.wrong(path, "was quantized in activation order and has no weight_g_idx to say which")
     unpack = partial(_unpack_compressed, form=form, inputs=inputs, order=order)
-    return FoundMatrix(f"w{bits}a16", (outputs, inputs), form, parts, unpack, order)
+    return MatrixSpec(f"w{bits}a16", (outputs, inputs), form, names, unpack, order)
 
 
-def _whole(path: str, tensors: StoredTensors) -> FoundMatrix:
-    """Numbers of a byte each, with a sign."""
+def _whole(path: str, tensors: StoredTensors) -> MatrixSpec:
+    """A module's matrix of signed bytes."""
     outputs, inputs = tensors.matrix(f"{path}.weight", ("I8",)).shape
     zeros = f"{path}.weight_zero_point"
     form, groups = _groups(path, tensors, (outputs, inputs), 8, zeros=zeros in tensors.headers)
-    parts = {"numbers": f"{path}.weight", "scales": f"{path}.weight_scale"}
+    names = {"numbers": f"{path}.weight", "scales": f"{path}.weight_scale"}
     if zeros in tensors.headers:
-        parts["zeros"] = zeros
+        names["zeros"] = zeros
         tensors.need(zeros, ("I8",), (outputs, groups))
     unpack = partial(_unpack_compressed, form=form, inputs=inputs, order=None)
-    return FoundMatrix("w8a8", (outputs, inputs), form, parts, unpack)
+    return MatrixSpec("w8a8", (outputs, inputs), form, names, unpack)
 
 
 def _groups(
     path: str, tensors: StoredTensors, shape: tuple[int, int], bits: int, *, zeros: bool
 ) -> tuple[NumberForm, int]:
-    """The form, and how many scales a row has in the files."""
+    """(the form of a module's matrix, number of scales that a row has in the file)"""
     name, (outputs, inputs) = f"{path}.weight_scale", shape
     stored = tensors.need(name, SCALES)
     if stored.shape in ((), (1,), (outputs,)):
@@ -324,16 +325,16 @@ def _groups(
         groups = stored.shape[1]
     else:
         raise tensors.misshapen(name, stored.shape, f"[{outputs}, groups]")
-    form = stored_tensors.form_of_groups(inputs, groups, bits, stored.kind, zeros=zeros)
+    form = stored_tensors.form_of_groups(inputs, groups, bits, stored.dtype, zeros=zeros)
     if form is None:
         raise tensors.wrong(name, f"has {groups} groups for {inputs} inputs, which cannot be read here")
     return form, groups
 
 
 def _unpack_compressed(
-    parts: Parts, first: int, last: int, *, form: NumberForm, inputs: int, order: NDArray[np.int64] | None
+    tensors: Tensors, first: int, last: int, *, form: NumberForm, inputs: int, order: NDArray[np.int64] | None
 ) -> GroupedRows:
-    stored = parts["numbers"]
+    stored = tensors["numbers"]
     if stored.dtype == torch.int8:
         numbers = stored[first:last].view(torch.uint8).numpy() ^ np.uint8(0x80)
     else:
@@ -341,16 +342,17 @@ def _unpack_compressed(
     if order is not None:
         numbers = np.take(numbers, order, axis=1)
     zeros = None
-    if form.below == "zeros" and parts["zeros"].dtype == torch.int8:
-        signed = _rows(parts["zeros"], first, last).contiguous().view(torch.uint8).numpy()
+    if form.below == "zeros" and tensors["zeros"].dtype == torch.int8:
+        signed = _rows(tensors["zeros"], first, last).contiguous().view(torch.uint8).numpy()
         zeros = (signed ^ np.uint8(1 << (form.bits - 1))) & np.uint8((1 << form.bits) - 1)
     elif form.below == "zeros":
-        zeros = stored_tensors.along_outputs(parts["zeros"], first, last, form.bits)
-    return stored_tensors.grouped_rows(form, numbers, stored_tensors.floats(_rows(parts["scales"], first, last)), zeros)
+        zeros = stored_tensors.along_outputs(tensors["zeros"], first, last, form.bits)
+    scales = stored_tensors.floats(_rows(tensors["scales"], first, last))
+    return stored_tensors.grouped_rows(form, numbers, scales, zeros)
 
 
 def _rows(scales: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """[last - first, groups] of scales for each output, or one for all."""
+    """Rows [first, last) of scales (or zero points), broadcast to [last - first, groups]."""
     if scales.dim() == 2 and scales.shape[0] > 1:
         return scales[first:last]
     if scales.numel() == 1 or scales.dim() == 2:

@@ -1,17 +1,17 @@
 """Sizes of the caches: pages of keys and values, and slots for recurrent states.
 
 A model with layers of full attention and layers with sliding windows gets two pools of pages (`kvcache.page_group`),
-cut from the same bytes as one would be. Let P be the pages of one pool for all layers, and a *span* the pages that a
-running request holds of a window at a time. Windowed layers get
+which together take the bytes of a single pool. Let P be the pages of a single pool for all layers, and a *span* the
+pages that a running request holds of a window at a time. Windowed layers get
 
-- a span for each of as many requests of two windows of tokens (of 1,024, if that is more) as fill P pages: so many of
-  them, or of longer ones, run beside each other as before (of shorter ones fewer);
+- a span for each request, if P pages were filled by requests of two windows of tokens (at least 1,024): as many
+  requests of this length, or longer, run concurrently as in a single pool (of shorter ones fewer);
 - at least eight spans, if they are no more than half of P;
-- no more than a span for each of `max_num_seqs`, and what a step computes;
-- no less than one request needs that computes a whole step.
+- at most a span for each of `max_num_seqs`, plus the pages that a step writes;
+- at least the pages of one request that fills a whole step.
 
-The other layers get the rest, which holds the longer contexts. As window pages are fewer than P, the others are more:
-what fitted into one pool fits into two.
+The other layers get the rest, which holds longer contexts: as window pages are fewer than P, these pages are more than
+P, so that requests that fit into a single pool also fit into two.
 """
 
 from __future__ import annotations
@@ -32,51 +32,50 @@ from asyncengine.execution.layers.states import StateSpec
 MODEST_TOKENS = 256
 """A pool that cannot hold one request of this length (or of the model's whole context, if less) is refused."""
 _SHARE, _CPU_CAP = 0.25, 4 * 2**30
-"""Without a setting, the share of free memory for a cache, and on a CPU its limit in bytes (the machine has other
-work)."""
+"""Default share of free memory for a cache, and on a CPU its limit in bytes (the machine has other work)."""
 _CUDA_KEPT_BACK = (0.15, 4 * 2**30)
-"""Share or bytes, whichever is less, that a GPU's pool leaves of the memory that the largest step leaves: for CUDA
-graphs, adapters that are loaded later, and gaps in torch's allocator."""
+"""Share or bytes, whichever is less, of the memory beside the largest step that a GPU's pool leaves free: for CUDA
+graphs, adapters that are loaded later, and fragmentation in torch's allocator."""
 _BARE_PAGES = 2**17
-"""Pages of a model without attention, beside those of one request of its whole context: they take no memory of keys
-and values, and each is a number in the books."""
+"""Most pages of a model without attention, unless one request needs more. They hold no keys and values, and only count
+the tokens of requests."""
 _EDGES = 3
-"""Pages of a window span beyond those that a window fills: it may begin and end anywhere, and one is written next."""
+"""Pages of a span beyond those that a window fills: it may begin and end within pages, and one is written next."""
 _APART = 2**16
-"""Bytes that are lost between two tensors of a cache, at most."""
+"""Most bytes of padding between two tensors of a cache."""
 _WINDOWS, _TOKENS, _SPANS = 2, 1024, 8
-"""Windows and tokens of the requests, and number of spans, in the rules above."""
+"""Windows and least tokens of the requests, and least number of spans, in the rules above."""
 
 
 class PoolSizes(NamedTuple):
-    """Pages of an engine, page 0 of each pool included."""
+    """Pages of an engine's pools, including page 0 of each."""
 
     pages: int
     window_pages: int = 0
-    """0: one pool for all layers."""
+    """Pages of the windowed layers' pool; 0 if all layers share one pool."""
     one_pool: str | None = None
-    """Reason for one pool; None: there are two."""
+    """Reason for a single pool; None if there are two."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoPools:
-    """Division of bytes among the pool of the layers with full attention and that of the layers with windows."""
+    """Division of bytes between the pool of the layers with full attention and that of the layers with windows."""
 
     page_bytes: int
     window_page_bytes: int
     span: int
-    """Pages of a window."""
+    """Pages that a running request holds of a window."""
     least: int
-    """Pages of a window and of a whole step."""
+    """Least window pages: those of a request that fills a whole step."""
     usual: int
-    """Pages of a request of which as many run beside each other as in one pool."""
+    """Pages of the request length from which on as many requests run concurrently as in a single pool."""
     most: int
-    """More window pages are of no use."""
+    """Most window pages that could be used."""
     longest: int
-    """More pages are of no use."""
+    """Most pages that could be used."""
 
     def split(self, budget: int) -> tuple[int, int]:
-        """(pages, window pages) in `budget` bytes, page 0 of each included; no window pages: one pool holds as much."""
+        """(pages, window pages) in `budget` bytes, with page 0 of each; no window pages if one pool holds as much."""
         one = min(budget // (self.page_bytes + self.window_page_bytes), self.longest)
         wanted = max(one * self.span // self.usual, min(_SPANS * self.span, one // 2))
         windows = 1 + max(min(wanted, self.most), self.least)
@@ -86,7 +85,7 @@ class TwoPools:
         return pages, min((budget - pages * self.page_bytes) // self.window_page_bytes, pages)
 
     def budget_for(self, pages: int) -> int:
-        """The least bytes, in pages of one pool, that hold `pages` of the layers with full attention."""
+        """The least bytes, a multiple of a page of all layers, that hold `pages` of the layers with full attention."""
         both = self.page_bytes + self.window_page_bytes
         too_few, enough = 0, pages
         while enough - too_few > 1:
@@ -102,8 +101,8 @@ def pool_sizes(
     layers: Sequence[LayerSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device,
     free_bytes: int, *, others: Sequence[LayerSpec] = (), states: bool = False, divide: bool = True,
 ) -> PoolSizes:  # fmt: skip
-    """Pages of a model of `layers`. `others`: layers of a draft model on the same pages. `states`: the model keeps
-    recurrent states. `divide=False`: rows will name pages of one pool. Raises as `num_pages_for`."""
+    """Pages for a model with `layers`. `others`: layers of a draft model on the same pages. `states`: the model keeps
+    recurrent states. `divide=False`: rows have page tables of a single pool. Raises as `num_pages_for`."""
     one = num_pages_for([*layers, *others], config, max_model_len, dtype, device, free_bytes)
     reason = why_one_pool(layers, device, states=states) if divide else "rows name pages of one pool"
     if reason is not None:
@@ -117,13 +116,13 @@ def num_pages_for(
     layers: Sequence[LayerSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, device: torch.device,
     free_bytes: int,
 ) -> int:  # fmt: skip
-    """Pages of one pool, page 0 included.
+    """Pages of one pool, including page 0.
 
-    `kv_cache_memory` bytes if given; else a share of `free_bytes`, at most the pages of `max_num_seqs` requests of
-    `max_model_len` tokens, and on a CPU at most 4 GiB. Without layers, pages are numbers that requests are counted by.
+    They fill `kv_cache_memory` if given; else a share of `free_bytes`, at most the pages of `max_num_seqs` requests of
+    `max_model_len` tokens, and on a CPU at most 4 GiB. Without layers, pages only count the tokens of requests.
 
-    Raises `OutOfMemory` with the numbers if a request of modest length would not fit, or if more is asked for than is
-    free.
+    Raises `OutOfMemory` with the numbers if a request of modest length would not fit, or if `kv_cache_memory` is more
+    than is free.
     """
     size = page_bytes(layers, config.page_size, kv_dtype(config.kv_cache_dtype, dtype))
     per_request = -(-max_model_len // config.page_size)
@@ -141,12 +140,12 @@ def num_pages_for(
 
 
 def modest_pages(page_size: int, max_model_len: int) -> int:
-    """Pages of the smallest pool that is not refused, page 0 included."""
+    """Pages of the smallest pool that is not refused, including page 0."""
     return -(-min(MODEST_TOKENS, max_model_len) // page_size) + 1
 
 
 def _kv_budget(kv_cache_memory: int | str | None, device: torch.device, free_bytes: int) -> int:
-    """Bytes that keys and values may take. Raises `OutOfMemory` if more are asked for than are free."""
+    """Bytes that keys and values may take. Raises `OutOfMemory` if `kv_cache_memory` is more than is free."""
     assert kv_cache_memory is None or isinstance(kv_cache_memory, int)
     if kv_cache_memory is not None:
         _check_free("kv_cache_memory", kv_cache_memory, device, free_bytes)
@@ -158,7 +157,7 @@ def _kv_budget(kv_cache_memory: int | str | None, device: torch.device, free_byt
 
 
 def why_one_pool(layers: Sequence[LayerSpec], device: torch.device, *, states: bool = False) -> str | None:
-    """The reason for which all layers share their pages; None: those with windows may have their own."""
+    """Why all layers must share one pool; None if layers with windows may have their own."""
     if not any(spec.windowed for spec in layers):
         return "no layer has a window"
     if all(spec.windowed for spec in layers):
@@ -174,15 +173,15 @@ def two_pools(
     layers: Sequence[LayerSpec], config: EngineConfig, max_model_len: int, dtype: torch.dtype, *,
     others: Sequence[LayerSpec] = (),
 ) -> TwoPools:  # fmt: skip
-    """The division for a model of which some `layers` have windows and some have none."""
-    size, kind = config.page_size, kv_dtype(config.kv_cache_dtype, dtype)
+    """The division for a model in which some of `layers` have windows and others do not."""
+    size, kv_type = config.page_size, kv_dtype(config.kv_cache_dtype, dtype)
     windowed = [spec for spec in layers if spec.windowed]
     whole = [*(spec for spec in layers if not spec.windowed), *others]
     window = window_of(layers)
     ahead = min(config.most_ahead, max_model_len)
     span = -(-(window - 1) // size) + _EDGES
     return TwoPools(
-        page_bytes=page_bytes(whole, size, kind), window_page_bytes=page_bytes(windowed, size, kind), span=span,
+        page_bytes=page_bytes(whole, size, kv_type), window_page_bytes=page_bytes(windowed, size, kv_type), span=span,
         least=-(-(window - 1 + ahead) // size) + _EDGES, usual=-(-max(_WINDOWS * window, _TOKENS) // size),
         most=config.max_num_seqs * span + -(-ahead // size),
         longest=config.max_num_seqs * -(-max_model_len // size) + 1,
@@ -190,7 +189,7 @@ def two_pools(
 
 
 def window_of(layers: Sequence[LayerSpec]) -> int:
-    """Tokens that a layer with a window attends to at most, its own position included; 0: no layer has one."""
+    """Most tokens that a layer with a window attends to, its own position included; 0 if no layer has a window."""
     return max((min(most for most in (each.window, each.chunk) if most) for each in layers if each.windowed), default=0)
 
 
@@ -203,10 +202,10 @@ def room_for(
     layers: Sequence[LayerSpec], states: Sequence[StateSpec], pages: int, window_pages: int, num_states: int,
     page_size: int, dtype: torch.dtype,
 ) -> int:  # fmt: skip
-    """Bytes that hold these caches of one process, however a backend lays them out; more than they take."""
+    """Upper bound of the bytes of these caches in one process, for any backend's layout."""
     of_windows = window_pages or pages
     kept = sum((of_windows if spec.windowed else pages) * page_bytes([spec], page_size, dtype) for spec in layers)
-    # keys of few dimensions may take twice as much; something is lost between two tensors
+    # backends may pad keys of few dimensions to twice their size, and tensors to an alignment
     return 2 * kept + num_states * state_bytes(states, dtype) + 2 * (len(layers) + len(states)) * _APART
 
 
@@ -214,11 +213,11 @@ def num_states_for(
     specs: Sequence[StateSpec], state_memory: int | str | None, max_num_seqs: int, dtype: torch.dtype,
     device: torch.device, free_bytes: int,
 ) -> int:  # fmt: skip
-    """Slots for recurrent states, slot 0 included; 0: the model keeps none.
+    """Slots for recurrent states, including slot 0; 0 if the model has none.
 
-    `state_memory` bytes if given; else a share of `free_bytes`, at most enough for `max_num_seqs` running requests and
-    as many snapshots, and on a CPU at most 4 GiB. Raises `InvalidParameter` for bytes that hold no running request
-    (which takes two slots: slot 0 is memory too), `OutOfMemory` if there are not so many, or too few without a setting.
+    They fill `state_memory` if given; else a share of `free_bytes`, at most enough for `max_num_seqs` running requests
+    and as many snapshots, and on a CPU at most 4 GiB. Raises `InvalidParameter` for a `state_memory` that holds no
+    request (which takes two slots: slot 0 is memory too), `OutOfMemory` if that is not free, or the share holds none.
     """
     size = state_bytes(specs, dtype)
     if not size:

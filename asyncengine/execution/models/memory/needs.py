@@ -1,8 +1,8 @@
 """Memory that a model needs, estimated from its configuration and the headers of its files: no weight is read.
 
-Weights, keys and values and recurrent states are counted as the loader counts them; what a step takes beside them is an
-estimate. Several models share one budget max-min fairly (progressive filling, as links of a network are shared):
-weights and steps come first, and all caches grow alike until one has what it can use.
+Weights, KV cache and recurrent states are counted as the loader counts them; the memory of a step is an estimate.
+Several models share one budget max-min fairly (progressive filling, as links of a network are shared): weights and
+steps come first, and all caches grow alike until one has as much as it can use.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from asyncengine.execution.models.encoder import Encoder, EncoderConfig
 from asyncengine.execution.models.families.encoders import by_stored_name, spelling_of
 from asyncengine.execution.models.hub import short_name
 from asyncengine.execution.models.memory import caches
-from asyncengine.execution.models.multimodal import TextPart
+from asyncengine.execution.models.multimodal import TextSource
 from asyncengine.execution.models.vision.families import VISION
 from asyncengine.execution.models.weights import assign, settle_tie, slots_of, stored_forms
 
 logger = logging.getLogger("asyncengine")
 
 _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
-"""Copies that a step holds of the logits of the rows it samples, and hidden states of its tokens, in float32."""
+"""Copies in float32 that a step holds of its logits, and of the hidden states of its tokens (an estimate)."""
 _SCALE_BITS = 1.0
-"""Bits of a scale and a minimum for each weight: two bfloat16 for every 32."""
+"""Bits per weight of scale and minimum in 4-bit forms: two bfloat16 for every 32 weights."""
 _LONG = 32_768
-"""Tokens of the KV cache without a setting, if the model is not shorter: one long request."""
+"""Tokens of the KV cache if there is no setting and the model's context is not shorter: one long request."""
 _ENDLESS = 2**62
-"""Bytes of a machine that limits nothing."""
+"""Free bytes of a machine whose memory is no limit."""
 
 
 class Weights(NamedTuple):
-    """Tensors of a model: their names in the checkpoint, and what they take."""
+    """Tensors of a model: their names in the checkpoint, and their memory."""
 
     names: dict[str, str]
-    """The slot of each of the checkpoint's tensors."""
+    """{name in the checkpoint: name of the slot}"""
     forms: dict[str, StoredForm]
-    """Forms of the matrices that stay as they are stored, by path."""
+    """Forms of the quantized matrices that stay in their stored form, by module path."""
     kept_bytes: int
-    """Bytes of these matrices, and of a copy of the output layer."""
+    """Bytes of these matrices, and of a prediction head's copy of the output layer."""
     elements: dict[str, int]
-    """Numbers of all other tensors, by path."""
+    """Number of elements of each other tensor, by module path."""
 
 
 def outline_decoder(described: description.ModelDescription) -> tuple[Decoder, Weights]:
-    """The decoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
+    """The decoder on the meta device, and its weights. Raises `ModelNotFound` as `assign`."""
     assert isinstance(described.structure, DecoderConfig)
     structure = settle_tie(described.structure, described.checkpoint)
     decoder = Decoder(structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()), 1)
@@ -81,7 +81,7 @@ def outline_decoder(described: description.ModelDescription) -> tuple[Decoder, W
 
 
 def outline_encoder(described: description.ModelDescription) -> tuple[Encoder, Weights]:
-    """The encoder without memory, and its weights. Raises `ModelNotFound` for what `assign` refuses."""
+    """The encoder on the meta device, and its weights. Raises `ModelNotFound` as `assign`."""
     assert isinstance(described.structure, EncoderConfig)
     encoder = Encoder(described.structure, LayerOptions(described.dtype, torch.device("meta"), LayerKernels()))
     slots = by_stored_name(encoder.slots(), described.checkpoint.tensors, spelling_of(described.hf_config.model_type))
@@ -92,7 +92,7 @@ def _weights_of(
     described: description.ModelDescription, slots: Mapping[str, TensorSlot], ignored: Sequence[str],
     experts: Sequence[Collection[str]] = (),
 ) -> Weights:  # fmt: skip
-    """The tensors that `slots` are filled with. `experts`: as in `kept_forms`."""
+    """The tensors that fill `slots`. `experts`: as in `kept_forms`."""
     names = {} if described.dummy else assign(described.checkpoint, slots, ignored)
     forms = kept_forms(
         stored_forms(described.checkpoint, names), described.dtype, described.device, described.bits, experts
@@ -107,11 +107,11 @@ def kept_forms(
     stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None,
     experts: Sequence[Collection[str]] = (),
 ) -> dict[str, StoredForm]:  # fmt: skip
-    """The quantized matrices that stay as they are stored: all, or those of at most `bits` bits. `experts`: paths of
-    matrices that are one weight, of all experts.
+    """The quantized matrices that stay in their stored form: all, or those of at most `bits` bits. `experts`: paths of
+    the matrices that are stacked into one weight of all experts.
 
-    None stays where there are no kernels; on a GPU only those that a kernel reads, and `experts` that are all stored
-    alike, with inputs in order. The log says which become dense, and why.
+    None stays if there are no kernels for them. On a GPU, those stay that a kernel reads, and `experts` that are all
+    stored alike, with inputs in order. The log says which matrices become dense, and why.
     """
     missing, lost = stored_missing(dtype, device), defaultdict[str, list[str]](list)
     forms = [{stored.get(path) for path in paths} for paths in experts]
@@ -127,8 +127,8 @@ def kept_forms(
         elif device.type == "cuda" and chunk_group(each.numbers) is None:
             lost[f"there is no kernel for {each.numbers}"].append(path)
     for why, paths in lost.items():
-        kinds, form = ", ".join(sorted({stored[path].name for path in paths})), str(dtype).removeprefix("torch.")
-        logger.warning("%d quantized matrices (%s) become %s: %s", len(paths), kinds, form, why)
+        names, form = ", ".join(sorted({stored[path].name for path in paths})), str(dtype).removeprefix("torch.")
+        logger.warning("%d quantized matrices (%s) become %s: %s", len(paths), names, form, why)
     dense = {path for paths in lost.values() for path in paths}
     return {
         path: each for path, each in stored.items() if path not in dense and (bits is None or each.numbers.bits <= bits)
@@ -136,9 +136,8 @@ def kept_forms(
 
 
 def check_memory(elements: int, described: description.ModelDescription, kept_bytes: int = 0) -> None:
-    """Refuse weights that do not fit: `elements` numbers, and `kept_bytes` of matrices that stay as they are stored.
-
-    Raises `OutOfMemory`.
+    """Raise `OutOfMemory` for weights that do not fit into free memory: `elements` numbers, and `kept_bytes` of
+    matrices that stay in their stored form.
     """
     bits, device = described.bits, described.device
     need = kept_bytes + (elements * described.dtype.itemsize if bits is None else elements * bits // 8)
@@ -153,32 +152,32 @@ def check_memory(elements: int, described: description.ModelDescription, kept_by
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """Needs of a model in bytes, on a device and on a host alike."""
+    """Memory that a model needs, in bytes, on a GPU or a CPU."""
 
     name: str
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
-    """Keys and values of all layers; 0: it keeps none."""
+    """Keys and values of all layers; 0 if the model has no attention."""
     state_bytes: int
-    """Recurrent states of one sequence, all layers together; 0: it keeps none."""
+    """Recurrent states of one sequence, all layers together; 0 if the model has none."""
     num_states: int
-    """Slots for them: as `state_memory` says, else for `max_num_seqs` running requests and as many snapshots in at most
-    the 4 GiB that a CPU gives. (A device gives more where it has more.)"""
+    """Slots for recurrent states: as many as fit into `state_memory`, else for `max_num_seqs` running requests and as
+    many snapshots within a CPU's limit of 4 GiB. (A GPU with more memory gets more.)"""
     step_bytes: int
-    """Estimate of what the engine's largest step takes beside weights and KV cache, in all processes together."""
+    """Estimate of the engine's largest step without weights and KV cache, in all processes together."""
     max_model_len: int
     num_heads: int
-    """Heads of attention; 0: it has none."""
+    """Attention heads; 0 if the model has none."""
     vocab_size: int
     page_size: int
     two_pools: caches.TwoPools | None = None
-    """Division of the KV cache where layers with windows have pages of their own; None: they have not."""
+    """Division of the KV cache if layers with windows have pages of their own; None if all layers share pages."""
     image_bytes: int = 0
-    """Encoded pictures that are kept (`image_cache_memory`); 0: it reads none."""
+    """The cache of encoded pictures (`image_cache_memory`); 0 for a model that reads none."""
 
     def kv_tokens(self, kv_cache_memory: int | str | None) -> int:
-        """Tokens that the KV cache is to hold: those of `kv_cache_memory` bytes, or those of one long request."""
+        """Tokens that the KV cache holds: those of `kv_cache_memory` bytes; of a long request if that is unset."""
         if isinstance(kv_cache_memory, int) and self.kv_bytes_per_token:
             if self.two_pools is not None:
                 return max(self.two_pools.split(kv_cache_memory)[0] * self.page_size, 1)
@@ -193,16 +192,16 @@ class ModelNeeds:
         return min(every, self.two_pools.budget_for(-(-kv_tokens // self.page_size)))
 
     def total(self, kv_tokens: int) -> int:
-        """Bytes of everything, with a KV cache for `kv_tokens` tokens."""
+        """Bytes of weights, caches and a step, with a KV cache for `kv_tokens` tokens."""
         states = self.num_states * self.state_bytes
         return self.weight_bytes + self.kv_bytes(kv_tokens) + states + self.step_bytes + self.image_bytes
 
 
 def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | None = None) -> ModelNeeds:
     """Needs of the model in a folder, a file or a hub repository (which is downloaded). `device`: where it is to run,
-    which need not be here; None: the one that `config` would take here.
+    which may be another machine's; None: the device that `config` selects on this machine.
 
-    Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
+    Raises the errors of loading it: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
     checkpoint = open_configured(path_or_id, config)
     pooling = description.pooling_of(checkpoint, config.task, config.pooling)
@@ -211,17 +210,17 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         described = description.describe_encoder(checkpoint, config, device)
     else:
         on_cpu = (device or description.resolve_device(config.device)).type == "cpu"
-        named = on_cpu and config.draft_model not in (None, "demo/draft")  # which is bundled, and no head
+        named = on_cpu and config.draft_model not in (None, "demo/draft")  # the bundled model is no EAGLE-3 head
         options, draft = CheckpointOptions.of(config), str(config.draft_model)
         source = headed(checkpoint, open_checkpoint(draft, options, drafts=True) if named else None)
         described = description.describe_model(path_or_id, source, config, description.is_headless(pooling), device)
     text, tokens = described.hf_config.get_text_config(), config.max_num_batched_tokens
     kv_type, ranks = kv_dtype(config.kv_cache_dtype, described.dtype), config.tensor_parallel
     weight_bytes, per_token, layers, states = _sizes(described, kv_type, ranks, config.trust_remote_code)
-    part, tower_bytes = described.checkpoint, 0
+    text_source, tower_bytes = described.checkpoint, 0
     pictured = pooling is None and config.images != "off" and described.hf_config.model_type in VISION
-    if isinstance(part, TextPart) and pictured:
-        elements = sum(part.whole.tensors[name].elements for name in part.of_vision())
+    if isinstance(text_source, TextSource) and pictured:
+        elements = sum(text_source.whole.tensors[name].elements for name in text_source.of_vision())
         tower_bytes = elements * described.dtype.itemsize
     logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
     hidden = tokens * text.hidden_size * _COPIES_OF_STATES
@@ -244,14 +243,14 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
 def _sizes(
     described: description.ModelDescription, kv_type: torch.dtype, ranks: int, trust_remote_code: bool
 ) -> tuple[int, int, Sequence[LayerSpec], Sequence[StateSpec]]:
-    """(bytes of weights, bytes of keys and values of a token, layers that have these, recurrent states). `kv_type`:
-    that of keys and values. `ranks`: processes of tensor parallelism, each of which has some of the weights and heads,
-    or a copy of what cannot be divided."""
+    """(bytes of weights, bytes of the KV cache per token, layers with a KV cache, recurrent states). `kv_type`: type of
+    the KV cache. `ranks`: processes of tensor parallelism; KV heads and states that cannot be divided among them are
+    counted once for each."""
     if described.structure is None:
         from asyncengine.execution.models.fallback.model import count_elements
 
         text = described.hf_config.get_text_config()
-        # transformers' own module has keys and values of one width in every layer, or those of its latent attention
+        # keys and values of transformers' module have one width in every layer; those of latent attention are expanded
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         latent = getattr(text, "kv_lora_rank", None)
@@ -276,17 +275,17 @@ def _sizes(
 
 
 def _wide(elements: Mapping[str, int], described: description.ModelDescription) -> int:
-    """Numbers of the matrices that have 8 bits where others have 4."""
+    """Number of elements of the matrices that keep 8 bits when others are quantized to 4."""
     return sum(count for path, count in elements.items() if bits_of(path, described.bits) != described.bits)
 
 
 def _matrix_bytes(elements: int, wide: int, described: description.ModelDescription) -> int:
-    """Bytes of so many numbers, of which `wide` have 8 bits if they are quantized."""
+    """Bytes of matrices with `elements` numbers, of which `wide` get 8 bits if the model is quantized."""
     return _plain(elements - wide, described, described.bits) + _plain(wide, described, described.bits and 8)
 
 
 def _plain(elements: int, described: description.ModelDescription, bits: int | None) -> int:
-    """Bytes of numbers in the model's type or quantized by the engine, with the scales of 4 bits."""
+    """Bytes of `elements` numbers in the model's type (`bits` None) or quantized by the engine, scales included."""
     if bits is None:
         return elements * described.dtype.itemsize
     return int(elements * (8 if bits == 8 else bits + _SCALE_BITS) / 8)
@@ -294,12 +293,12 @@ def _plain(elements: int, described: description.ModelDescription, bits: int | N
 
 @dataclass(frozen=True, slots=True)
 class MemoryClaim:
-    """Demand of one of several models, in bytes. Caches as (least, most): below the first no modest request could run,
-    more than the second could not be used; (0, 0) where there is none, or where its size is a setting."""
+    """Demand of one of several models, in bytes. Caches are (least, most): a cache below the first could not run a
+    modest request, bytes above the second could not be used; (0, 0) if there is none or its size is a setting."""
 
     name: str
     fixed: int
-    """Weights, what a step takes beside them, and caches whose size is a setting."""
+    """Weights, a step, and caches whose size is a setting."""
     kv: tuple[int, int] = (0, 0)
     """Keys and values."""
     states: tuple[int, int] = (0, 0)
@@ -314,8 +313,8 @@ class MemoryClaim:
         return self.kv[1] + self.states[1]
 
     def settings(self, share: int) -> dict[str, int]:
-        """The fields of its configuration that give its caches `share` bytes together: each its least, and of the rest
-        as much as it could use of it."""
+        """The configuration fields that give both caches `share` bytes together: each gets its least, and of the rest a
+        part in proportion to what it could use."""
         room = self.most - self.least
         states = self.states[0]
         if room:
@@ -327,7 +326,8 @@ class MemoryClaim:
 def claim_of(
     name: str, needs: ModelNeeds, kv_cache_memory: int | str | None, state_memory: int | str | None, max_num_seqs: int
 ) -> MemoryClaim:
-    """At least a modest request, at most `max_num_seqs` of full length; the settings of memory, if there are any."""
+    """The demand of a model: caches for at least a modest request and at most `max_num_seqs` of full length, or of the
+    sizes that the settings give."""
     fixed = needs.weight_bytes + needs.step_bytes
     kv = states = (0, 0)
     if isinstance(kv_cache_memory, int):
@@ -344,21 +344,21 @@ def claim_of(
 
 
 def share_memory(budget: int, claims: Sequence[MemoryClaim]) -> list[int]:
-    """Bytes of cache for each claim, in order: between its `least` and its `most`, together with everything that is
-    fixed at most `budget`.
+    """Bytes of cache for each claim, in order, between its `least` and its `most`. With all fixed bytes they add up to
+    at most `budget`.
 
-    Raises `InvalidParameter` naming `memory` and what would be enough, if not even the least fits.
+    Raises `InvalidParameter` naming `memory` and the bytes that would suffice, if not even the least fits.
     """
     needed = sum(claim.fixed + claim.least for claim in claims)
     if needed > budget:
-        parts = ", ".join(f"{claim.name} {_mib(claim.fixed + claim.least)}" for claim in claims)
-        raise InvalidParameter("memory", f"must be at least {_mib(needed)} for these models ({parts})", _mib(budget))
+        demands = ", ".join(f"{claim.name} {_mib(claim.fixed + claim.least)}" for claim in claims)
+        raise InvalidParameter("memory", f"must be at least {_mib(needed)} for these models ({demands})", _mib(budget))
     shares = [claim.least for claim in claims]
     left = budget - needed
     growing = [index for index, claim in enumerate(claims) if claim.most > claim.least]
-    # by what each can still take: whoever needs little has it, and the rest is divided among the others
-    for place, index in enumerate(sorted(growing, key=lambda index: claims[index].most - claims[index].least)):
-        extra = min(claims[index].most - claims[index].least, left // (len(growing) - place))
+    # max-min fairness: in order of what a claim can still use, each gets that or an equal share of the rest
+    for served, index in enumerate(sorted(growing, key=lambda index: claims[index].most - claims[index].least)):
+        extra = min(claims[index].most - claims[index].least, left // (len(growing) - served))
         shares[index] += extra
         left -= extra
     return shares
@@ -371,14 +371,15 @@ def _mib(count: int) -> str:
 def divide(
     budget: int, setups: Mapping[str, tuple[str, EngineConfig]], in_turns: bool
 ) -> dict[str, tuple[EngineConfig, int]]:
-    """The same models with their shares of `budget` bytes (`assembly.wiring.divide_memory`)."""
+    """{name: (configuration with sizes of caches, bytes)} of models that share `budget` bytes. `setups`: {name: (path,
+    configuration)}. `in_turns`: models may be in memory one at a time (`assembly.wiring.divide_memory`)."""
     claims = [
         claim_of(name, read_needs(path, config), config.kv_cache_memory, config.state_memory, config.max_num_seqs)
         for name, (path, config) in setups.items()
     ]
     if in_turns and sum(claim.fixed + claim.least for claim in claims) > budget:
-        part = budget // len(claims)
-        shares = [share_memory(min(max(part, one.fixed + one.least), budget), [one])[0] for one in claims]
+        equal = budget // len(claims)
+        shares = [share_memory(min(max(equal, one.fixed + one.least), budget), [one])[0] for one in claims]
     else:
         shares = share_memory(budget, claims)
     return {

@@ -1,8 +1,7 @@
-"""Families that read pictures: what a template writes for one, what stands there for the model, and what its tower is
-told besides the pixels.
+"""Families that read pictures: the text that a picture becomes in a prompt, and the inputs of the vision tower.
 
-`VisionFamily` is all that differs; the rest is the same for all of them. The texts are those of transformers'
-processors, which cannot be made without torchvision, nor without processors of videos.
+A `VisionFamily` has all differences between them. The texts are those of transformers' processors, which cannot be
+created without torchvision and a video processor.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Image processor of LFM2-VL, of which transformers has one with torchvision alone: the same tiles, by Pillow.
+# Image processor of LFM2-VL: transformers' own needs torchvision; this one makes the same tiles with Pillow.
 
 _DEFAULTS: Mapping[str, Any] = {
     "downsample_factor": 2, "do_image_splitting": True, "min_tiles": 2, "max_tiles": 10, "use_thumbnail": True,
@@ -31,25 +30,25 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Lfm2ImageProcessor:
-    """Makes patches of one picture: of the whole, or of its tiles and then of the whole."""
+    """Makes the patches of one picture: of the whole picture, or of its tiles and then of the whole (thumbnail)."""
 
     def __init__(self, source: Path | Mapping[str, Any]) -> None:
         """`source`: the model's folder, or the settings themselves. Raises `OSError` where the folder has none."""
         from transformers import ImageProcessingMixin
 
-        found: Mapping[str, Any]
+        configured: Mapping[str, Any]
         if isinstance(source, Path):
-            found, _ = ImageProcessingMixin.get_image_processor_dict(str(source), local_files_only=True)
+            configured, _ = ImageProcessingMixin.get_image_processor_dict(str(source), local_files_only=True)
         else:
-            found = source
-        self._settings = {name: found.get(name, default) for name, default in _DEFAULTS.items()}
+            configured = source
+        self._settings = {name: configured.get(name, default) for name, default in _DEFAULTS.items()}
 
     def to_json_string(self) -> str:
         return json.dumps(self._settings)
 
     def __call__(self, images: Sequence[Image], return_tensors: str = "np") -> dict[str, Any]:
-        """`pixel_values` [tiles, patches, numbers of one], masks and sizes (in patches) of these, and how many columns
-        and rows of tiles there are before the whole."""
+        """`pixel_values` float32 [tiles, patches, numbers of a patch], `pixel_attention_mask` int64 [tiles, patches],
+        `spatial_shapes` [tiles, 2] (rows and columns of patches), and `columns` and `rows` of tiles."""
         (image,) = images
         settings = self._settings
         patch = settings["encoder_patch_size"]
@@ -76,19 +75,19 @@ class Lfm2ImageProcessor:
         }  # fmt: skip
 
     def _fitting(self, image: Image) -> tuple[int, int]:
-        """(width, height) of the whole picture as the tower sees it: multiples of a token's side, within limits."""
+        """(width, height) to which the whole picture is resized: multiples of a token's side, within limits."""
         unit = self._settings["encoder_patch_size"] * self._settings["downsample_factor"]
         least, most = (self._settings[f"{end}_image_tokens"] * unit**2 for end in ("min", "max"))
         sides, area = (image.width, image.height), image.width * image.height
-        found = [max(unit, round(side / unit) * unit) for side in sides]
-        if math.prod(found) > most:
-            found = [max(unit, math.floor(side / math.sqrt(area / most) / unit) * unit) for side in sides]
-        elif math.prod(found) < least:
-            found = [math.ceil(side * math.sqrt(least / area) / unit) * unit for side in sides]
-        return found[0], found[1]
+        fitted = [max(unit, round(side / unit) * unit) for side in sides]
+        if math.prod(fitted) > most:
+            fitted = [max(unit, math.floor(side / math.sqrt(area / most) / unit) * unit) for side in sides]
+        elif math.prod(fitted) < least:
+            fitted = [math.ceil(side * math.sqrt(least / area) / unit) * unit for side in sides]
+        return fitted[0], fitted[1]
 
     def _tiling(self, image: Image) -> tuple[int, int]:
-        """(columns, rows) of tiles into which a large picture is cut; (1, 1): it is not."""
+        """(columns, rows) of tiles into which a large picture is cut; (1, 1) if it is not cut."""
         settings = self._settings
         patch, side = settings["encoder_patch_size"], settings["tile_size"]
         unit = patch * settings["downsample_factor"]
@@ -108,35 +107,36 @@ class Lfm2ImageProcessor:
 
 
 Made = Mapping[str, Any]
-"""Output of the image processor for one picture: a batch of one, in arrays."""
+"""Output of the image processor for one picture: numpy arrays with a batch dimension of 1."""
 Token = Callable[[str], str]
-"""The text of the token that a field of config.json names by its id."""
+"""(field of config.json that holds a token id) -> the token's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """The way in which a family's prompts hold a picture."""
+    """How a family's prompts represent a picture."""
 
     placed: Callable[[Made, Any, Token], str]
-    """(what was made, configuration, tokens) -> the text that stands for the picture."""
+    """(processor's output, configuration, texts of tokens) -> the text that stands for the picture."""
     marker: str = "image_token_id"
     """The field of config.json with the token that a chat template writes for a picture."""
     inputs: tuple[str, ...] = ()
-    """Names of what the tower is given besides `pixel_values`."""
+    """Further inputs of the tower besides `pixel_values`."""
     grid: Callable[[Made, Any], tuple[int, int]] | None = None
-    """(rows, columns) of its hidden states, where positions have three axes."""
+    """(processor's output, configuration) -> (rows, columns) of a picture's tokens; None if positions have one axis."""
     block: Callable[[Any, Any], int] = lambda config, processor: 0
-    """(configuration, image processor) -> most tokens that attend to each other both ways; 0: none do."""
+    """(configuration, image processor) -> most tokens of a picture that attend to each other in both directions; 0 if
+    its attention is causal."""
     near: bool = False
-    """They do so in layers with windows alone."""
+    """Whether they do so in layers with sliding windows only."""
     processing: Callable[[Any], dict[str, Any]] = lambda config: {}
-    """Arguments of the image processor besides those of its own file."""
+    """Arguments of the image processor besides those of its settings file."""
     processor: Callable[[Path | Mapping[str, Any]], Any] | None = None
-    """Its image processor, of a folder or of settings; None: transformers' own."""
+    """Makes the image processor from a folder or from settings; None: transformers' own."""
 
 
 def _grid(made: Made, config: Any) -> tuple[int, int]:
-    """Rows and columns of Qwen's grid, of which the tower merges squares."""
+    """Rows and columns of tokens: the tower merges squares of the grid's patches (Qwen)."""
     merged = config.vision_config.spatial_merge_size
     _, rows, columns = map(int, made["image_grid_thw"][0])
     return rows // merged, columns // merged
@@ -148,7 +148,7 @@ def _by_grid(made: Made, config: Any, token: Token) -> str:
 
 
 def _gemma(made: Made, config: Any, token: Token) -> str:
-    """The picture, then its crops (pan and scan), each by itself."""
+    """The text for the picture, then those for its crops (pan and scan)."""
     inner = token("image_token_id") * config.mm_tokens_per_image
     one = f"\n\n{token('boi_token_index')}{inner}{token('eoi_token_index')}\n\n"
     crops = int(made["num_crops"][0]) if "num_crops" in made else 0
@@ -169,24 +169,24 @@ def _gemma4_block(config: Any, processor: Any) -> int:
 
 
 def _internvl(made: Made, config: Any, token: Token) -> str:
-    """The tiles, then the whole picture if there are several, with nothing between."""
+    """Tokens of all tiles, then of the whole picture if there are several tiles, without separators."""
     sides = zip(config.vision_config.image_size, config.vision_config.patch_size, strict=True)
     inner = math.prod(int(pixels // patch * config.downsample_ratio) for pixels, patch in sides)
     return f"<img>{token('image_token_id') * (inner * int(made['num_patches'][0]))}</img>"
 
 
 def _lfm2(made: Made, config: Any, token: Token) -> str:
-    """Tiles by row and column, then the whole picture."""
+    """Tokens of the tiles, each with its row and column, then of the whole picture."""
     counts = [math.prod(int(side) // config.downsample_factor for side in shape) for shape in made["spatial_shapes"]]
-    parts = [token("image_token_id") * count for count in counts]
-    places = product(range(1, made["rows"] + 1), range(1, made["columns"] + 1))
-    names = [f"<|img_row_{row}_col_{column}|>" for row, column in places]
+    tiles = [token("image_token_id") * count for count in counts]
+    grid = product(range(1, made["rows"] + 1), range(1, made["columns"] + 1))
+    names = [f"<|img_row_{row}_col_{column}|>" for row, column in grid]
     names = [*names, "<|img_thumbnail|>"] if len(names) > 1 else [""]
-    return f"<|image_start|>{''.join(name + part for name, part in zip(names, parts, strict=False))}<|image_end|>"
+    return f"<|image_start|>{''.join(name + tile for name, tile in zip(names, tiles, strict=False))}<|image_end|>"
 
 
 def _pixtral(made: Made, config: Any, token: Token) -> str:
-    """Row by row, with a token of text behind each."""
+    """Tokens row by row, with a text token behind each row."""
     size = config.vision_config.patch_size * config.spatial_merge_size
     rows, columns = (int(pixels) // size for pixels in made["image_sizes"][0])
     row = token("image_token_id") * columns
@@ -194,7 +194,7 @@ def _pixtral(made: Made, config: Any, token: Token) -> str:
 
 
 def _idefics(made: Made, config: Any, token: Token) -> str:
-    """Tiles by row and column, then the whole picture; a small one is its whole alone."""
+    """Tokens of the tiles, each with its row and column, then of the whole picture; a small picture has no tiles."""
     patches = config.vision_config.image_size // config.vision_config.patch_size
     inner = token("image_token_id") * (patches**2 // config.scale_factor**2)
     around = "<fake_token_around_image>"
@@ -226,4 +226,4 @@ VISION: Mapping[str, VisionFamily] = {
     ),
     "gemma4": VisionFamily(_gemma4, inputs=("image_position_ids",), block=_gemma4_block, near=True),
 }
-"""model_type -> how its prompts hold pictures. Of others in `families.MULTIMODAL` the text alone is served."""
+"""model_type -> how its prompts represent pictures. Other families of `families.MULTIMODAL` read text alone."""

@@ -1,6 +1,6 @@
-"""Pictures on their way to hidden states: what a tower is given, and the tower, which is of transformers' modules.
+"""Encoding of pictures: the inputs of a vision tower, and the tower, which consists of transformers' modules.
 
-The image processor is transformers', too, in the form that needs Pillow alone: the same pixels wherever it runs.
+The image processor is transformers', too, in the variant that needs Pillow alone: the same pixels wherever it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncengine.execution.layers.step import Encoded
 from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.formats import CheckpointSource
 from asyncengine.execution.models.loading import LoadedModel, quiet_transformers
-from asyncengine.execution.models.multimodal import TextPart, text_part
+from asyncengine.execution.models.multimodal import TextSource, text_source
 from asyncengine.execution.models.progress import LoadProgress
 from asyncengine.execution.models.vision.families import VISION, VisionFamily
 from asyncengine.images import DIGEST_BYTES, PromptImage
@@ -30,10 +30,10 @@ from asyncengine.images import DIGEST_BYTES, PromptImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# From a picture to what its model's tower is given, and to its identity.
+# From a picture to the inputs of its model's tower, and to the picture's identity.
 
 _KNOWN = 4096
-"""Pictures whose sizes are kept: who asks again about one is not made to wait until it has been processed."""
+"""Pictures whose placeholder texts are cached: a repeated one is processed only if its pixels are needed."""
 
 
 _PROCESSORS: WeakValueDictionary[bytes, ImageProcessor] = WeakValueDictionary()
@@ -41,8 +41,8 @@ _PROCESSORS: WeakValueDictionary[bytes, ImageProcessor] = WeakValueDictionary()
 
 
 class _Pixels:
-    """The arguments of the tower for a picture. Where they are sent to another process, the picture alone goes there,
-    and they are made by the processor of the same model there."""
+    """Deferred arguments of the tower for a picture. Pickled for another process, it holds the picture alone, of which
+    that process's image processor for the same model makes the arguments."""
 
     def __init__(self, settings: bytes, image: Image, made: Mapping[str, Any] | None = None) -> None:
         self._settings, self._image, self._made = settings, image, made
@@ -60,21 +60,21 @@ class ImageProcessor:
     def __init__(
         self, config: Any, source: Path | Mapping[str, Any], vocabulary: Mapping[str, int], token_bytes: int
     ) -> None:
-        """`config`: transformers' of the whole model. `source`: the folder with preprocessor_config.json, or what that
-        holds. `vocabulary`: its tokenizer's. `token_bytes`: of a picture's hidden states at one token.
+        """`config`: transformers' config of the multimodal model. `source`: the folder with preprocessor_config.json,
+        or its content. `vocabulary`: {token text: id}. `token_bytes`: bytes of a picture's hidden states per token.
 
-        Raises `OSError`, `ValueError` or `ImportError` where the folder has no image processor that can be used here.
+        Raises `OSError`, `ValueError` or `ImportError` if the folder has no image processor that can be used here.
         """
         self._config = config
         self._token_bytes = token_bytes
         self._processor: Any = (self.family.processor or _transformers_processor)(source)
         self._options = self.family.processing(config)
         self.block = self.family.block(config, self._processor)
-        """Most tokens of a picture that attend to each other both ways; 0: none do."""
+        """Most tokens of a picture that attend to each other in both directions; 0 if its attention is causal."""
         self._texts = {token: name for name, token in vocabulary.items()}
         self.token: int = _id_of(config, "image_token_id")
         self.placeholder = self._text_of("image_token_id")
-        """The text of the token that stands for one hidden state."""
+        """The text of the token that stands for one hidden state of a picture."""
         self.marker = self._text_of(self.family.marker)
         """The text that a chat template writes for a picture."""
         settings = (type(self._processor).__name__, self._processor.to_json_string(), repr(self._options))
@@ -84,7 +84,7 @@ class ImageProcessor:
 
     @property
     def family(self) -> VisionFamily:
-        """The facts of the model's family about pictures."""
+        """The `VisionFamily` of the model."""
         return VISION[self._config.model_type]
 
     def prepare(self, image: Image) -> tuple[PromptImage, str]:
@@ -108,7 +108,7 @@ class ImageProcessor:
         return PromptImage(digest, count, count * self._token_bytes, pixels, grid), text
 
     def process(self, image: Image, made: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """Arguments of the tower for a picture (RGB), by name, of what the processor has `made` of it."""
+        """Arguments of the tower for a picture (RGB), by name. `made`: the processor's output, if there is one yet."""
         made = made or self._made(image)
         return {name: made[name] for name in ("pixel_values", *self.family.inputs)}
 
@@ -124,32 +124,32 @@ def _transformers_processor(source: Path | Mapping[str, Any]) -> Any:
 
     if isinstance(source, Path):
         return AutoImageProcessor.from_pretrained(str(source), backend="pil", local_files_only=True)
-    with TemporaryDirectory() as folder:  # it finds the class of a name in folders alone
+    with TemporaryDirectory() as folder:  # `AutoImageProcessor` reads settings from folders only
         Path(folder, "preprocessor_config.json").write_text(json.dumps(dict(source)))
         return _transformers_processor(Path(folder))
 
 
 def _id_of(config: Any, field: str) -> int:
-    """The id of a token that config.json names, under either of two names."""
-    found = getattr(config, field, None)
-    if found is None:
-        found = getattr(config, field.replace("_id", "_index"), None)
-    if not isinstance(found, int):
+    """The token id at a field of config.json, "NAME_id" or "NAME_index". Raises `ValueError` if there is none."""
+    token_id = getattr(config, field, None)
+    if token_id is None:
+        token_id = getattr(config, field.replace("_id", "_index"), None)
+    if not isinstance(token_id, int):
         raise ValueError(f"config.json names no {field}")
-    return found
+    return token_id
 
 
 _SMALL = {
     "num_hidden_layers": 1, "vocab_size": 16, "intermediate_size": 8, "pad_token_id": None, "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0, "enable_moe_block": False,
 }  # fmt: skip
-"""The language model beside the tower in transformers' class, which is made with it, and let go of."""
+"""Sizes of the language model that transformers' class creates beside the tower, and which is dropped afterwards."""
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
 class TransformersTower:
-    """The part of a model that encodes pictures, one at a time, each as if it were alone: a transformers model without
-    its language model."""
+    """Vision tower and projector of a multimodal model: transformers' model without its language model. It encodes one
+    picture at a time, so that the result does not depend on others."""
 
     def __init__(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         self._module, self._dtype, self._device = module, dtype, device
@@ -157,28 +157,28 @@ class TransformersTower:
         """Bytes of its weights."""
 
     def encode(self, pixels: Mapping[str, Any]) -> Encoded:
-        """The picture of these `pixels` (and grids, masks, sizes), by the names of the tower's arguments. The tensors
-        are the caller's own."""
-        given = {name: torch.as_tensor(each).to(self._device) for name, each in pixels.items()}
-        found = self._module.get_image_features(**given, return_dict=True)
+        """Hidden states of one picture. `pixels`: the tower's arguments by name (pixels, grids, masks, sizes). The
+        returned tensors are not written to later."""
+        arguments = {name: torch.as_tensor(each).to(self._device) for name, each in pixels.items()}
+        output = self._module.get_image_features(**arguments, return_dict=True)
         return Encoded(
-            self._joined(found.pooler_output),
-            tuple(self._joined(each) for each in getattr(found, "deepstack_features", None) or ()),
+            self._joined(output.pooler_output),
+            tuple(self._joined(each) for each in getattr(output, "deepstack_features", None) or ()),
         )
 
-    def _joined(self, parts: Any) -> torch.Tensor:
-        """[n, width] of the parts of one picture, in memory of its own: the modules may write into theirs again."""
-        every = parts if isinstance(parts, torch.Tensor) else torch.cat([part.flatten(0, -2) for part in parts])
-        return every.flatten(0, -2).to(self._dtype, copy=True)
+    def _joined(self, maps: Any) -> torch.Tensor:
+        """Concatenate the feature maps of one picture to [n, width]. A copy, as the modules may reuse their buffers."""
+        joined = maps if isinstance(maps, torch.Tensor) else torch.cat([each.flatten(0, -2) for each in maps])
+        return joined.flatten(0, -2).to(self._dtype, copy=True)
 
 
 def load_tower(
-    part: TextPart, config: Any, dtype: torch.dtype, device: torch.device, *, random: bool = False
+    source: TextSource, config: Any, dtype: torch.dtype, device: torch.device, *, random: bool = False
 ) -> TransformersTower:
-    """The tower of transformers' `config`, which is changed, with all tensors of the checkpoint that are not the
-    language model's. `random`: made up.
+    """The tower of transformers' `config`, which is modified, with the tensors of the checkpoint that are not the
+    language model's. `random`: with random weights.
 
-    Raises `ModelNotFound` naming a tensor that is missing, `UnsupportedModel` for quantized ones.
+    Raises `ModelNotFound` naming a missing tensor, `UnsupportedModel` for a quantized one.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -190,20 +190,20 @@ def load_tower(
         config.audio_config = None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
-    kind = AutoModelForImageTextToText._model_mapping[type(config)]
+    model_class = AutoModelForImageTextToText._model_mapping[type(config)]
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
     if random:
-        module = kind._from_config(config, **options)
+        module = model_class._from_config(config, **options)
     else:
-        with quiet_transformers():  # it lacks its language model
-            module, info = kind.from_pretrained(
-                None, config=config, state_dict=_tensors(part), output_loading_info=True, ignore_mismatched_sizes=True,
-                **options,
+        with quiet_transformers():  # it would warn of the language model's missing tensors
+            module, info = model_class.from_pretrained(
+                None, config=config, state_dict=_tensors(source), output_loading_info=True,
+                ignore_mismatched_sizes=True, **options,
             )  # fmt: skip
         wrong = (*info["missing_keys"], *(each[0] for each in info["mismatched_keys"]))
-        bad = sorted(name for name in wrong if not any(f"{own}." in f"{name}." for own in _LANGUAGE))
+        bad = sorted(name for name in wrong if not any(f"{language}." in f"{name}." for language in _LANGUAGE))
         if bad:
-            raise ModelNotFound(f"{part.folder} lacks the vision tower's tensor {bad[0]}, or has it in a wrong shape")
+            raise ModelNotFound(f"{source.folder} lacks the vision tower's tensor {bad[0]}, or has it in a wrong shape")
     inner = module.model
     for name in ("language_model", "text_model"):
         if hasattr(inner, name):
@@ -211,27 +211,27 @@ def load_tower(
     return TransformersTower(inner.eval().requires_grad_(False).to(device), dtype, device)
 
 
-def _tensors(part: TextPart) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name in part.of_vision():
-        tensor = part.whole.read(name)
+def _tensors(source: TextSource) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name in source.of_vision():
+        tensor = source.whole.read(name)
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedModel(f"{name} of the vision tower is quantized")
-        found[name] = tensor.clone()
-        part.whole.release(tensor)
-    return found
+        tensors[name] = tensor.clone()
+        source.whole.release(tensor)
+    return tensors
 
 
 def read_tower(
     checkpoint: CheckpointSource, loaded: LoadedModel, vocabulary: Callable[[], Mapping[str, int]] | None,
     progress: LoadProgress, *, dummy: bool, attention_backend: str, max_num_batched_tokens: int,
 ) -> tuple[TransformersTower, ImageProcessor, bool]:  # fmt: skip
-    """(The tower of a `loaded` model, whose files are `checkpoint`, its image processor, whether positions have three
-    axes.) `vocabulary`: tokens of texts; None: there is no chat template. `dummy`: weights are made up.
-    `attention_backend` and `max_num_batched_tokens`: the engine's settings, by which pictures may be refused.
+    """(tower of a `loaded` model, its image processor, whether positions have three axes). `checkpoint`: the model's
+    files. `vocabulary`: gives {token text: id}; None if there is no chat template. `dummy`: weights are random.
+    `attention_backend` and `max_num_batched_tokens`: the engine's settings, which may rule pictures out.
 
-    Raises `ModelNotFound` for a tower whose tensors are missing; where there are to be no pictures, `UnsupportedModel`
-    or what transformers raises.
+    Raises `ModelNotFound` for missing tensors, `UnsupportedModel` (or an error of transformers) for a model that cannot
+    read pictures here.
     """
     model, family = loaded.model, VISION.get(loaded.hf_config.model_type)
     if family is None:
@@ -269,6 +269,6 @@ def read_tower(
         if model.device.type != "cpu" and attention_backend != "torch":
             reason = 'its pictures are attended to both ways, which needs attention_backend="torch" here'
             raise UnsupportedModel(reason)
-    part = text_part(checkpoint, model.config)
-    tower = load_tower(part, whole, loaded.dtype, loaded.device, random=dummy)
+    text = text_source(checkpoint, model.config)
+    tower = load_tower(text, whole, loaded.dtype, loaded.device, random=dummy)
     return tower, processor, axes and family.grid is not None

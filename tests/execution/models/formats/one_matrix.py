@@ -22,7 +22,7 @@ def matrix_of(
     save_file({path + name: tensor.contiguous() for name, tensor in tensors.items()}, str(file))
     opened, headers = OpenFiles(), read_header(file)
     (found,) = find_matrices(config, StoredTensors(folder, headers, lambda name: opened.read(file, name))).values()
-    return MappedMatrix(found, {part: opened.read(file, name) for part, name in found.parts.items()}, opened.release)
+    return MappedMatrix(found, {role: opened.read(file, name) for role, name in found.names.items()}, opened.release)
 
 
 def random_weight(outputs: int = 96, inputs: int = 128) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
         assert isinstance(stored, BlockMatrix)
         assert torch.equal(dense(stored, 40, 77), written[name][40:77])
         assert model.config["dtype"] == "bfloat16"
-    assert model.tensors[name].kind == kind
+    assert model.tensors[name].dtype == kind
     model.release(stored)
     model.release(model.read("model.norm.weight"))
     assert torch.equal(values(model, name), written[name].float())

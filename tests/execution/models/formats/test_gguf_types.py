@@ -55,8 +55,8 @@ def test_pages_are_given_back(tmp_path: Path) -> None:
         matrix.rows(first, first + 256)
         most = max(most, resident())
         matrix.release(first, first + 256)
-    assert most - before < matrix.parts[0][1].nbytes // 2
-    assert resident() - before < matrix.parts[0][1].nbytes // 4
+    assert most - before < matrix.segments[0][1].nbytes // 2
+    assert resident() - before < matrix.segments[0][1].nbytes // 4
 
 
 def test_every_byte_of_a_block(tmp_path: Path) -> None:

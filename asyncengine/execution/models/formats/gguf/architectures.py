@@ -1,7 +1,7 @@
-"""llama.cpp's architectures that are read, a row for each: what a file says, and what its converter did.
+"""llama.cpp's architectures that can be read: for each, how to get config.json's fields and transformers' tensors back.
 
-Sources: llama.cpp's conversion/*.py (once convert_hf_to_gguf.py) for what a converter does, src/models/*.cpp for what a
-header leaves to the reader. Comments name what Ollama's own converter does otherwise.
+Sources: llama.cpp's conversion/*.py (once convert_hf_to_gguf.py) for the changes that its converters make,
+src/models/*.cpp for defaults of missing values. Comments name the differences of Ollama's own converter.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Fields = Mapping[str, Any]
 
 
 class Moved(NamedTuple):
-    """Another order of a tensor's rows and columns.
+    """Permutation of a tensor's rows and columns between a file and transformers.
 
     Row i of transformers' tensor is row `rows[i]` of the file's, which has `total` rows (0: as many as `rows`).
-    Column i of the file's is column `columns[i]` of transformers'.
+    Column i of the file's tensor is column `columns[i]` of transformers'.
     """
 
     rows: Order | None = None
@@ -38,55 +38,56 @@ class Moved(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embeddings as far as a header may leave them out: base, linear factor, type of a scaling that has only a
-    factor; what `rope_parameters` of YaRN has beside; the base of layers with a window, if it is another."""
+    """Defaults of rotary embeddings for values that a header may leave out: `base`, linear `factor`, type of the
+    `scaling`, further `rope_parameters` of YaRN; `local` is the base of layers with a window, if it is another."""
 
     base: float = 10000.0
     factor: float = 0.0
-    kind: str = ""
+    scaling: str = ""
     yarn: Mapping[str, Any] = {}
     local: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One of llama.cpp's architectures: its model type in transformers, and how to come there from a file."""
+    """One of llama.cpp's architectures: its model_type in transformers, and how a file's content maps to that model."""
 
     model_type: str
     layer: Mapping[str, str] = field(default_factory=lambda: TABLES["LLAMA"])
     keys: str = ""
-    """Keys of config.json that tables of `config` read, and KEY=True or KEY=False for what is always so."""
+    """Fields of config.json that are read from the header, separated by spaces; FIELD=True, FIELD=False are fixed."""
     more: Callable[[Header], Mapping[str, Any]] | None = None
-    """Further content of config.json, and "rope": the `Rope`, where it is not that of most."""
+    """Function for further fields of config.json; "rope" among them is a `Rope` with other defaults than usual."""
     norm: str = "rms_norm_eps"
-    """Key of the norms' epsilon; "" where there is none, or `more` has it."""
+    """Field of the norms' epsilon; "" if the family has none, or `more` gives it."""
     attention: Literal["rotated", "unrotated", "latent", "none"] = "rotated"
-    """"rotated" reads rotary values and the length of a head, "unrotated" the latter, the others neither."""
+    """"rotated" reads rotary embeddings and the size of a head, "unrotated" the latter, the others neither."""
     partial: bool = False
-    """Heads may be rotated in part."""
+    """Whether the family can rotate a part of each head (`partial_rotary_factor`)."""
     norm_offset: float = 0.0
     """Number that the converter adds to the weights of norms."""
     moved: Callable[[Header, TensorName, int], Moved | None] | None = None
-    """Order of a tensor of so many rows. Raises `ValueError` for a number of rows that cannot be."""
+    """(header, name, rows) -> the permutation of a tensor with this number of rows; None: it is in order. Raises
+    `ValueError` for a number of rows that is impossible."""
     state: str = ""
-    """Keys of config.json for the `StateSizes`, in their order."""
+    """Fields of config.json for the `StateSizes`, in their order."""
     decay_shape: Sequence[int] = (-1,)
     """Shape of the states' decay in transformers."""
     join: Literal["turns", "below", "latent"] = "below"
-    """Joined tensors: rows of both parts in turns, and inputs before outputs; of each expert, the second part below the
-    first; of each head, the second below the first, which is transposed in the file."""
+    """How two tensors of a file make one of transformers': "turns" interleaves their rows and transposes the result;
+    "below" concatenates the rows of each expert; "latent" those of each head, the first of which a file transposes."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: names.FUSED)
     outer: Mapping[str, str] = field(default_factory=lambda: TABLES["OUTER"])
-    """Tensors outside of layers, as `layer`."""
+    """Names of tensors outside of layers, as in `layer`."""
     prefix: str = "model.layers.{}."
     head: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Tensors of the layer behind the last, as `outer`, where it predicts further tokens and is read."""
+    """Names of the tensors of a multi-token prediction head that is read, as in `outer`."""
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Keys of the header with a number for each layer that is a tensor in transformers: (name, shape)."""
+    """Key of the header with a number for each layer -> (name, shape) of the tensors that it is in transformers."""
 
 
 def halves(header: Header, name: TensorName, rows: int) -> Moved | None:
-    """Queries and keys: neighbours rotate together in a file, the halves of a head do in transformers."""
+    """Order of queries and keys: a file rotates neighbouring dimensions together, transformers the halves of a head."""
     if name.stem not in ("attn_q", "attn_k"):
         return None
     heads = header["attention.head_count"]
@@ -98,24 +99,24 @@ def halves(header: Header, name: TensorName, rows: int) -> Moved | None:
 
 
 def windows(header: Header, period: int, default: int | None = None) -> dict[str, Any]:
-    """The window, and which layers have it: those of `attention.sliding_window_pattern`, else all but the last of
-    each `period`. A window of 0 is none. `default` is the window that a header may leave out."""
+    """`sliding_window` and `layer_types`: windows are in the layers of `attention.sliding_window_pattern`, else in all
+    but the last of each `period`. A window of 0 means none. `default`: the window of a header without one."""
     key = "attention.sliding_window"
     window = header[key] if default is None else header.get(key, default)
     layers = min(header["block_count"], MAX_LAYERS)
     pattern = header.other("attention.sliding_window_pattern")
     if isinstance(pattern, list) and len(pattern) == layers:
-        windowed = [bool(each) for each in pattern]
+        windowed = [bool(slides) for slides in pattern]
     else:
         if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
             period = pattern
         windowed = [(index + 1) % period != 0 for index in range(layers)]
-    kinds = ["sliding_attention" if each and window else "full_attention" for each in windowed]
-    return {"sliding_window": window or None, "layer_types": kinds}
+    layer_types = ["sliding_attention" if slides and window else "full_attention" for slides in windowed]
+    return {"sliding_window": window or None, "layer_types": layer_types}
 
 
 def _scale_of_scores(header: Header, *, by_width: bool) -> int:
-    """The number whose root scores are divided by: the length of a head, in the largest models width over heads."""
+    """`query_pre_attn_scalar`: the size of a head, in the largest models width over heads (`by_width`)."""
     width = header["embedding_length"] // (header["attention.head_count"] or 1)
     return int(width if by_width else header.get("attention.key_length", width))
 
@@ -170,32 +171,32 @@ def _mistral3(header: Header) -> Fields:
 
 def _gpt_oss(header: Header) -> Fields:
     width = header.get("expert_feed_forward_length", header.get("feed_forward_length", 0))
-    rope = Rope(kind="yarn" if header.get("rope.scaling.factor") else "", yarn={"truncate": False})
+    rope = Rope(scaling="yarn" if header.get("rope.scaling.factor") else "", yarn={"truncate": False})
     return {"intermediate_size": width, "rope": rope, **windows(header, 2)}
 
 
 _QWEN_PERIOD = 4
-"""Layers of Qwen 3.5 from one with attention to the next, where a header does not say it."""
+"""Layers of Qwen 3.5 from one with attention to the next, for headers without `full_attention_interval`."""
 
 
 def _qwen(header: Header) -> Fields:
     recurrent = header.of_layers("attention.recurrent_layers")
     heads = header.of_layers("attention.head_count_kv")
     if not recurrent and 0 in heads:  # Ollama's converter says it so
-        recurrent = [not each for each in heads]
+        recurrent = [not marked for marked in heads]
     period = max(header.get("full_attention_interval", _QWEN_PERIOD), 1)
     marks = recurrent or [(index + 1) % period != 0 for index in range(min(header.layers, MAX_LAYERS))]
-    return {"layer_types": ["linear_attention" if each else "full_attention" for each in marks]}
+    return {"layer_types": ["linear_attention" if marked else "full_attention" for marked in marks]}
 
 
 def _grouped_heads(state: StateSizes, size: int, before: int = 0) -> Order:
-    """llama.cpp has heads of values in turns of the heads of keys that they belong to, transformers has those of one
-    head of keys beside each other: the order of `before` rows that stay, and `size` rows of each head."""
-    each = state.heads // state.groups
+    """Order of `before` rows that stay in place, then of value heads of `size` rows each. llama.cpp interleaves the
+    value heads over the key heads that they belong to; transformers keeps those of one key head together."""
+    heads_per_group = state.heads // state.groups
     head = np.arange(state.heads, dtype=np.int64)
-    places = (head % each) * state.groups + head // each
-    moved = (places[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
-    return np.concatenate([np.arange(before, dtype=np.int64), before + moved])
+    positions = (head % heads_per_group) * state.groups + head // heads_per_group
+    rows = (positions[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
+    return np.concatenate([np.arange(before, dtype=np.int64), before + rows])
 
 
 def _qwen35_moved(header: Header, name: TensorName, rows: int) -> Moved | None:
@@ -215,16 +216,16 @@ def _qwen35_moved(header: Header, name: TensorName, rows: int) -> Moved | None:
 
 
 def _of_each_group(groups: int, sizes: Sequence[int], wanted: Sequence[int]) -> Moved:
-    """Rows go group by group, in each part by part of so many rows (`sizes`): those of the parts `wanted`, of each the
-    rows of all groups."""
+    """Rows of the sections `wanted`, each with those of all groups. The file stores rows group by group, and within a
+    group section by section, with `sizes` rows each."""
     begins = np.cumsum([0, *sizes])
     groups_at = np.arange(groups, dtype=np.int64)[:, None] * begins[-1]
-    parts = [(groups_at + begins[part] + np.arange(sizes[part])).reshape(-1) for part in wanted]
-    return Moved(np.concatenate(parts), int(groups * begins[-1]))
+    rows = [(groups_at + begins[section] + np.arange(sizes[section])).reshape(-1) for section in wanted]
+    return Moved(np.concatenate(rows), int(groups * begins[-1]))
 
 
 def _qwen3next_moved(header: Header, name: TensorName, rows: int) -> Moved | None:
-    """The order of tensors that go key head by key head in a file: b and a, in older files all the others as well."""
+    """Order of fused tensors that a file stores key head by key head: b and a, in older files also q, k, v and z."""
     state = header.state_sizes()
     each = state.heads // state.groups
     match name.stem:
@@ -246,14 +247,14 @@ def _lfm(header: Header) -> Fields:
 
 
 def _nemotron(header: Header) -> Fields:
-    def kind(layer: int, heads: int) -> str:
+    def layer_type(layer: int, heads: int) -> str:
         if heads:
             return "full_attention"
         if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors:
             return "moe"
         return "mlp" if f"blk.{layer}.ffn_up.weight" in header.tensors else "linear_attention"
 
-    return {"layers_block_type": [kind(*each) for each in enumerate(header.attending())]}
+    return {"layers_block_type": [layer_type(*each) for each in enumerate(header.attending())]}
 
 
 def _kimi(header: Header) -> Fields:
@@ -283,9 +284,9 @@ MOVED = {"halves": halves, "qwen35": _qwen35_moved, "qwen3next": _qwen3next_move
 
 
 _TABLES = tomllib.loads((resources.files(__package__) / "architectures.toml").read_text(encoding="utf-8"))
-OTHER_KINDS, VALUES, PRESENT = (_TABLES.pop(title) for title in ("other kinds", "values", "present"))
-"""Files that are no text generator; keys of config.json by the header's and its value where a header lacks it ("none":
-a value of 0 is none, too; no value: it must be there); keys that are true if layers have one of these tensors."""
+OTHER_FILES, VALUES, PRESENT = (_TABLES.pop(title) for title in ("other files", "values", "present"))
+"""Messages for files that are no text generator; {field of config.json: (key of the header, default)}, where "none"
+makes 0 or no value None, and no default makes the key required; {field: tensors of which a layer must have one}."""
 
 
 def _read_rows() -> dict[str, Architecture]:
@@ -300,6 +301,6 @@ def _read_rows() -> dict[str, Architecture]:
 
 
 ARCHITECTURES = _read_rows()
-"""Rows by `general.architecture`."""
+"""Architectures by `general.architecture`."""
 LLAMA_ROW, MIXTRAL_ROW = ARCHITECTURES["llama"], ARCHITECTURES.pop("llama of experts")
-"""llama.cpp's name for Mixtral is llama, too: a header with experts is."""
+"""llama.cpp calls Mixtral "llama", too: a header with experts is Mixtral's."""

@@ -16,16 +16,16 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.execution.layers.stored import StoredMatrix
 from asyncengine.execution.models.formats import CheckpointSource, StoredTensor
 from asyncengine.execution.models.formats.gguf import architectures
-from asyncengine.execution.models.formats.gguf.container import Metadata, TensorPlace, broken, open_files
+from asyncengine.execution.models.formats.gguf.container import Metadata, TensorInfo, broken, open_files
 from asyncengine.execution.models.formats.gguf.header import Header, shortest
-from asyncengine.execution.models.formats.gguf.tensors import Held, model_tensors
+from asyncengine.execution.models.formats.gguf.tensors import Mapped, model_tensors
 from asyncengine.execution.models.refusals import check_sizes
 
-# A GGUF header as the config.json that its model has on the Hugging Face hub, so that a family is written down once.
+# A GGUF header as the config.json of the same model on the Hugging Face hub, so that each family has one table only.
 
 Factors = Mapping[str, NDArray[np.float32]]
-"""The tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, those that a file has: frequencies that
-converters worked out beforehand, as the number that each is divided by."""
+"""Those of the tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short` that a file has: divisors of the
+rotary frequencies, which converters computed beforehand."""
 
 
 def _width_of_shared_experts(header: Header) -> int:
@@ -34,7 +34,7 @@ def _width_of_shared_experts(header: Header) -> int:
 
 
 def _experts(header: Header, key: str) -> int:
-    # dense models of a family with experts have no such key
+    # a dense model of a family with experts has no router, and may lack the key
     return int(header[key] if "ffn_gate_inp.weight" in header.tensors_of_layers else header.get(key, 0))
 
 
@@ -47,7 +47,7 @@ def _expansion(header: Header) -> int:
 
 
 def original_length(header: Header) -> int:
-    """The longest text without the scaling of frequencies."""
+    """The context length before rotary frequencies were scaled."""
     return int(header.get("rope.scaling.original_context_length", header["context_length"]))
 
 
@@ -69,20 +69,20 @@ WORKED_OUT: Mapping[str, Callable[[Header], Any]] = {
     ),
     **dict.fromkeys(("mamba_expand", "expand"), _expansion),
 }
-"""Other keys of config.json that rows name."""
+"""Functions for fields of config.json that follow from more than one value of the header."""
 
 
 def header_of(
-    path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]
+    path: Path, metadata: Metadata, tensors: Mapping[str, TensorInfo]
 ) -> tuple[Header, architectures.Architecture]:
-    """The header of a text generator and its row. Raises `UnsupportedModel` for files of other kinds and unknown
-    architectures, `ModelNotFound` for what is no model."""
+    """The header of a text generator, and its architecture. Raises `UnsupportedModel` for a file of another type or an
+    unknown architecture, `ModelNotFound` for a file that is no model."""
     name = metadata.get("general.architecture")
-    for found in (metadata.short.get("general.type"), name):
-        if isinstance(found, str) and found in architectures.OTHER_KINDS:
-            raise UnsupportedModel(f"{path} {architectures.OTHER_KINDS[found]}")
+    for file_type in (metadata.short.get("general.type"), name):
+        if isinstance(file_type, str) and file_type in architectures.OTHER_FILES:
+            raise UnsupportedModel(f"{path} {architectures.OTHER_FILES[file_type]}")
     if any(key.startswith("imatrix.") for key in metadata.short):
-        raise UnsupportedModel(f"{path} {architectures.OTHER_KINDS['imatrix']}")
+        raise UnsupportedModel(f"{path} {architectures.OTHER_FILES['imatrix']}")
     if not isinstance(name, str) or not name:
         raise ModelNotFound(f"{path} names no general.architecture: it is no model")
     if name not in architectures.ARCHITECTURES:
@@ -103,15 +103,15 @@ def hugging_face_config(header: Header, row: architectures.Architecture, factors
     if table is None or len(table.shape) != 2:
         raise ModelNotFound(f"{header.path}: the tensor token_embd.weight is missing, or is no matrix")
     more = dict(row.more(header)) if row.more else {}
-    given_rope = more.pop("rope", architectures.Rope())
-    named = ("bos", "eos", "eot", "eom", "padding")
-    ids = {name: header.metadata.short.get(f"tokenizer.ggml.{name}_token_id") for name in named}
+    preset = more.pop("rope", architectures.Rope())
+    token_names = ("bos", "eos", "eot", "eom", "padding")
+    ids = {name: header.metadata.short.get(f"tokenizer.ggml.{name}_token_id") for name in token_names}
     listed = header.metadata.short.get("tokenizer.ggml.eos_token_ids")
-    given = [ids["eos"], ids["eot"], ids["eom"], *(listed if isinstance(listed, list) else ())]
-    ends = list(dict.fromkeys([token for token in given if type(token) is int]))
+    candidates = [ids["eos"], ids["eot"], ids["eom"], *(listed if isinstance(listed, list) else ())]
+    ends = list(dict.fromkeys([token for token in candidates if type(token) is int]))
     config: dict[str, Any] = {
         "model_type": row.model_type,
-        "architectures": ["ForCausalLM"],  # the ending is what tells text generators
+        "architectures": ["ForCausalLM"],  # `refusals.check_architectures` looks at the ending alone
         "vocab_size": table.shape[0],
         "hidden_size": header["embedding_length"],
         "intermediate_size": header.get("feed_forward_length", 0),
@@ -130,13 +130,13 @@ def hugging_face_config(header: Header, row: architectures.Architecture, factors
         if header.get("attention.value_length", head_dim) != head_dim:
             raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
     if row.attention == "rotated":
-        rope = config["rope_parameters"] = _rope_parameters(header, given_rope, factors, head_dim, partial=row.partial)
+        rope = config["rope_parameters"] = _rope_parameters(header, preset, factors, head_dim, partial=row.partial)
         config |= {"partial_rotary_factor": rope["partial_rotary_factor"]} if row.partial else {}
     if row.norm:
         rms, plain = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
         config[row.norm] = header[plain if rms not in header and plain in header else rms]
-    if any(place.kind.form is not None for place in header.tensors.values()):
-        config["dtype"] = "bfloat16"  # for what is not quantized, and the numbers between layers
+    if any(info.type.form is not None for info in header.tensors.values()):
+        config["dtype"] = "bfloat16"  # of tensors that are not quantized, and of activations
     config |= zip(row.state.split(), header.state_sizes(), strict=True) if row.state else ()
     for key in row.keys.split():
         name, fixed, value = key.partition("=")
@@ -147,23 +147,23 @@ def hugging_face_config(header: Header, row: architectures.Architecture, factors
         elif name in WORKED_OUT:
             config[name] = WORKED_OUT[name](header)
         else:
-            there, *default = architectures.VALUES[name]
+            header_key, *default = architectures.VALUES[name]
             if default == ["none"]:
-                config[name] = header.get(there, None) or None
+                config[name] = header.get(header_key, None) or None
             else:
-                config[name] = header.get(there, *default) if default else header[there]
+                config[name] = header.get(header_key, *default) if default else header[header_key]
     return config | more
 
 
 def _rope_parameters(
-    header: Header, given: architectures.Rope, factors: Factors, head_dim: int, *, partial: bool
+    header: Header, preset: architectures.Rope, factors: Factors, head_dim: int, *, partial: bool
 ) -> dict[str, Any]:
-    """The `rope_parameters` of transformers, by kind of layer where those with a window have others.
+    """The `rope_parameters` of transformers, by layer type if layers with a window have others.
 
-    Raises `UnsupportedModel` for a scaling that is not known, or a part of heads that the family cannot rotate.
+    Raises `UnsupportedModel` for an unknown scaling, or partly rotated heads in a family that cannot have them.
     """
     before = f"{header.path}: {header.architecture}"
-    theta = header.get("rope.freq_base", given.base)
+    theta = header.get("rope.freq_base", preset.base)
     if theta <= 0:
         raise ModelNotFound(f"{before}.rope.freq_base must be positive, got {theta}")
     rotated = header.get("rope.dimension_count", head_dim)
@@ -174,34 +174,34 @@ def _rope_parameters(
     for name, values in factors.items():
         if values.shape != (rotated // 2,) or not np.isfinite(values).all() or not (values > 0).all():
             raise ModelNotFound(f"{header.path}: the tensor {name} must hold {rotated // 2} positive numbers")
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    found |= {"partial_rotary_factor": rotated / head_dim} if partial else {}
-    kind = header.metadata.short.get(f"{header.architecture}.rope.scaling.type", given.kind or None)
-    factor = header.get("rope.scaling.factor", header.get("rope.scale_linear", given.factor))
-    # Llama 3's scaling among others: alike for every length
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    rope |= {"partial_rotary_factor": rotated / head_dim} if partial else {}
+    scaling = header.metadata.short.get(f"{header.architecture}.rope.scaling.type", preset.scaling or None)
+    factor = header.get("rope.scaling.factor", header.get("rope.scale_linear", preset.factor))
+    # `rope_freqs` (Llama 3's scaling, among others) hold for every length: both sets of factors are then the same
     long, short = (factors.get("rope_freqs", factors.get(f"rope_factors_{name}")) for name in ("long", "short"))
     if long is not None and short is not None:
-        found |= {
+        rope |= {
             "rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist(),
             "original_max_position_embeddings": original_length(header),
         }  # fmt: skip
-        found |= {"factor": 1.0, "attention_factor": 1.0} if "rope_freqs" in factors else {}
-    elif kind == "yarn":
-        found |= {
+        rope |= {"factor": 1.0, "attention_factor": 1.0} if "rope_freqs" in factors else {}
+    elif scaling == "yarn":
+        rope |= {
             "rope_type": "yarn", "factor": factor or 1.0, "original_max_position_embeddings": original_length(header),
         }  # fmt: skip
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            found[name] = header.get(f"rope.scaling.yarn_{name}", header.get(f"rope.scaling.{name}", default))
+            rope[name] = header.get(f"rope.scaling.yarn_{name}", header.get(f"rope.scaling.{name}", default))
         if "rope.scaling.yarn_attn_factor" in header:
-            found["attention_factor"] = header["rope.scaling.yarn_attn_factor"]
-        found |= given.yarn
-    elif kind not in (None, "none", "linear"):
-        raise UnsupportedModel(f"{before}.rope.scaling.type {str(kind)[:40]!r} is not read")
-    elif kind != "none" and factor not in (0.0, 1.0):
-        found |= {"rope_type": "linear", "factor": factor}
-    if given.local is None:
-        return found
-    return {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": given.local}}
+            rope["attention_factor"] = header["rope.scaling.yarn_attn_factor"]
+        rope |= preset.yarn
+    elif scaling not in (None, "none", "linear"):
+        raise UnsupportedModel(f"{before}.rope.scaling.type {str(scaling)[:40]!r} is not read")
+    elif scaling != "none" and factor not in (0.0, 1.0):
+        rope |= {"rope_type": "linear", "factor": factor}
+    if preset.local is None:
+        return rope
+    return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": preset.local}}
 
 
 _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
@@ -209,32 +209,33 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 class GgufModel(CheckpointSource):
-    """A GGUF file, or a model's several."""
+    """A model in a GGUF file, or in several (gguf-split)."""
 
     def __init__(self, path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Open a file, or any one of a model's several, and read its header. `defaults` go before the file's own.
+        """Open a file, or any one of a model's several, and read its header. `defaults`: sampling parameters that
+        override the file's own.
 
-        Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has
-        an architecture or a type of tensors that is not read.
+        Raises `ModelNotFound` for a missing or broken file, `UnsupportedModel` for one that is no text generator, or
+        has an architecture or tensor type that is not read.
         """
         self.path = self.folder = path
         self._opened = files = open_files(path)
         self.files = tuple([file.path for file in files])
         self.metadata: Metadata = files[0].metadata
-        places: dict[str, Held] = {name: (file, place) for file in files for name, place in file.tensors.items()}
-        if len(places) != sum([len(file.tensors) for file in files]):
+        tensors: dict[str, Mapped] = {name: (file, info) for file in files for name, info in file.tensors.items()}
+        if len(tensors) != sum([len(file.tensors) for file in files]):
             raise broken(path, "two of its parts have a tensor of the same name")
-        header, row = header_of(path, self.metadata, {name: place for name, (_, place) in places.items()})
+        header, row = header_of(path, self.metadata, {name: info for name, (_, info) in tensors.items()})
         factors = {}
         for factor in _FACTORS:
-            if f"{factor}.weight" in places:
-                file, place = places[f"{factor}.weight"]
-                if place.kind.plain != "F32" or len(place.shape) != 1:
+            if f"{factor}.weight" in tensors:
+                file, info = tensors[f"{factor}.weight"]
+                if info.type.plain != "F32" or len(info.shape) != 1:
                     raise broken(file.path, "its rotary factors are no vector of float32")
-                factors[factor] = file.array(place).view("<f4")
+                factors[factor] = file.array(info).view("<f4")
         self.config = hugging_face_config(header, row, factors)
         try:
-            check_sizes(self.config, len(places))
+            check_sizes(self.config, len(tensors))
         except ModelNotFound as error:
             raise ModelNotFound(f"{path}: {str(error).removeprefix('config.json: ')}") from None
         self._defaults: dict[str, Any] = {}
@@ -243,25 +244,25 @@ class GgufModel(CheckpointSource):
             if type(value) in (int, float):
                 self._defaults[name] = shortest(value) if isinstance(value, float) else value
         self._defaults.update(defaults)
-        self._stored = model_tensors(header, row, places)
+        self._stored = model_tensors(header, row, tensors)
         self.tensors = {name: tensor.stored for name, tensor in self._stored.items()}
         self._values: dict[str, torch.Tensor] = {}
-        for key, (there, shape) in row.values.items():
+        for key, (name_in_layer, shape) in row.values.items():
             for layer, value in enumerate(_each_layer(header, key)):
-                name = row.prefix.format(layer) + there
+                name = row.prefix.format(layer) + name_in_layer
                 self._values[name] = torch.full(shape, value)
                 self.tensors[name] = StoredTensor("F32", shape, path)
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling parameters under generation_config.json's names: Ollama's first, then the file's own."""
+        """Sampling parameters under generation_config.json's names: the file's own, overridden by Ollama's."""
         return dict(self._defaults)
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
-        """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
+        """The tensor of this name in transformers: memory-mapped if nothing has to be undone, or in its stored form."""
         return self._values[name].clone() if name in self._values else self._stored[name].read()
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """A tensor from `read` will not be read again. Nothing happens to a copy."""
+        """Let the system reclaim the pages of a tensor from `read`. Does nothing for a copy."""
         if not isinstance(tensor, torch.Tensor):
             tensor.release(0, tensor.shape[0])
             return
@@ -272,10 +273,11 @@ class GgufModel(CheckpointSource):
 
 
 def _each_layer(header: Header, key: str) -> list[float]:
-    """A finite number for each layer, by the key's whole name: an array, or one for all. Raises `ModelNotFound`."""
+    """A finite number for each layer. `key`: the full key of an array, or of one number for all layers. Raises
+    `ModelNotFound`."""
     layers = header["block_count"]
-    found = header.metadata.short.get(key)
-    values: list[Any] = found if isinstance(found, list) else [found] * layers
+    stored = header.metadata.short.get(key)
+    values: list[Any] = stored if isinstance(stored, list) else [stored] * layers
     if len(values) != layers or not all(isinstance(each, float) and math.isfinite(each) for each in values):
         raise ModelNotFound(f"{header.path}: {key} must have a finite number for each of {layers} layers")
     return values

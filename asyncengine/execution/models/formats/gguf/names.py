@@ -1,4 +1,4 @@
-"""Names of tensors: in a file, and in transformers' checkpoints."""
+"""Tensor names in GGUF files, and the names in transformers' checkpoints that they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorName(NamedTuple):
-    """A tensor's name in a file: "blk.LAYER.STEM.SUFFIX"; the layer is None outside of layers, the suffix may be ""."""
+    """A tensor's name in a file, "blk.LAYER.STEM.SUFFIX". `layer` is None outside of layers; `suffix` may be ""."""
 
     layer: int | None
     stem: str
@@ -22,7 +22,7 @@ class TensorName(NamedTuple):
 
 
 NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,4})\.)?(?!blk\.)(.+?)(?:\.(weight|bias))?", re.DOTALL)
-"""Names that converters give: layer, stem and suffix."""
+"""Pattern of tensor names that converters write: layer, stem and suffix."""
 
 
 def read_tables(file: str) -> Mapping[str, Mapping[str, str]]:
@@ -43,19 +43,19 @@ def read_tables(file: str) -> Mapping[str, Mapping[str, str]]:
 
 
 TABLES = read_tables("names.toml")
-"""Stem in a file -> name of the module in transformers, of the tensors of each architecture's layers, and outside of
-them (names.toml)."""
+"""Tables of names.toml, {title: {stem in a file: module in transformers}}: of an architecture's layers, or of the
+tensors outside of layers."""
 FUSED: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
 }  # fmt: skip
-"""Stems that stand for several, one below the other: llama.cpp's converter makes them if it is told so
-(`--fuse-qkv`, `--fuse-gate-up-exps`), and Ollama's first gpt-oss has the former."""
+"""Stem of a fused tensor -> stems of the tensors whose rows it concatenates. llama.cpp's converter writes them with
+`--fuse-qkv` and `--fuse-gate-up-exps`, and Ollama's first gpt-oss has the former."""
 QWEN3_NEXT_FUSED = {**FUSED, "ssm_in": ("attn_qkv", "attn_gate"), "ssm_ba": ("ssm_beta", "ssm_alpha")}
 PARAMETERS = ("sinks", "expert_bias", "e_score_correction_bias", "dt_bias", "A_log", "D")
-"""Parameters that a module has itself: transformers adds no suffix; files have ".weight", ".bias" or none."""
+"""Names of bare parameters: in transformers they have no suffix; files write ".weight", ".bias" or none."""
 XIELU = {
     f"xielu.{name}": (f"mlp.act_fn.{name}", shape)
     for name, shape in {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}.items()
 }
 HEAD_LAYER = "mtp.layers.0."
-"""The beginning of transformers' names of other tensors of the layer behind the last."""
+"""transformers' prefix of the tensors of a multi-token prediction head, which GGUF files have as one more layer."""

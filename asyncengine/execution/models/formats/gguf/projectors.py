@@ -1,8 +1,8 @@
-"""Kinds of image parts of GGUF models (`clip.projector_type`): what each adds to the language model's configuration,
-and the names of its tensors in transformers.
+"""Projector types of GGUF vision towers (`clip.projector_type`): the fields that each adds to the language model's
+configuration, and its tensor names in transformers.
 
-Sources: llama.cpp's conversion/{qwenvl,qwen3vl,gemma,smolvlm,internvl,lfm2,llava}.py for what a converter does, which
-is undone here, and tools/mtmd/clip.cpp for what a header leaves to the reader.
+Sources: llama.cpp's conversion/{qwenvl,qwen3vl,gemma,smolvlm,internvl,lfm2,llava}.py for the changes of its converters,
+which are undone here, and tools/mtmd/clip.cpp for defaults of missing values.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from asyncengine.execution.models.formats.gguf.model import GgufModel
 from asyncengine.execution.models.formats.gguf.names import read_tables
 
 _TOKENS = (8, 4096)
-"""Fewest and most tokens of a picture of Qwen's where the header has no limits in pixels: clip.cpp's own."""
+"""Fewest and most tokens of a picture for Qwen if the header has no limits in pixels: clip.cpp's defaults."""
 _MAX_PIXELS = 2**26
-"""Pixels to which a picture may be enlarged; Qwen's own limit is a quarter of it."""
+"""Most pixels to which a header may let a picture be enlarged; Qwen's own limit is a quarter of it."""
 
 
 LAYER = re.compile(r"v\.(blk|deepstack)\.([0-9]{1,5})\.")
-"""A tensor's name up to what it is of its layer."""
+"""Prefix of the tensor names of a layer: stem and layer number."""
 
 
 class Tower:
-    """The image part's header, with sizes of its tensors; `model` is the language model."""
+    """Header of a vision tower, with sizes read from its tensors; `model` is the language model."""
 
     def __init__(self, header: Header, model: GgufModel) -> None:
-        """Raises `ModelNotFound` for layers that are not there."""
+        """Raises `ModelNotFound` for missing layers."""
         self.header, self.model = header, model
         self.width, *_, self.patch = self.shape("v.patch_embd.weight", 4)
-        every = [(found[1], int(found[2])) for name in header.tensors if (found := LAYER.match(name))]
-        layers, self.deep = (sorted({number for kind, number in every if kind == of}) for of in ("blk", "deepstack"))
-        self.layers = len(layers)  # `deep`: those whose hidden states go into the language model's first layers as well
+        listed = [(match[1], int(match[2])) for name in header.tensors if (match := LAYER.match(name))]
+        layers, self.deep = (sorted({number for stem, number in listed if stem == key}) for key in ("blk", "deepstack"))
+        self.layers = len(layers)  # `deep`: those whose features go into the language model's first layers (DeepStack)
         if layers != list(range(self.layers)):
             raise self.wrong("lacks some of its layers")
         if self.deep and self.deep[-1] >= self.layers:
@@ -49,38 +49,38 @@ class Tower:
         outputs, inputs = self.shape("v.blk.0.ffn_up.weight")
         names = ("v.blk.{}.ffn_up", "v.blk.{}.ffn_down")
         self.swapped = dict(zip(names, names[::-1], strict=True)) if inputs != self.width == outputs else {}
-        """Names of layers' tensors that early converters took for each other."""
+        """Tensor names that early converters swapped."""
         self.inner = inputs if self.swapped else outputs
 
     def shape(self, name: str, axes: int = 2) -> tuple[int, ...]:
-        """The shape of a tensor that has to be there. Raises `ModelNotFound`."""
-        place = self.header.tensors.get(name)
-        if place is None or len(place.shape) != axes:
+        """The shape of a required tensor with `axes` dimensions. Raises `ModelNotFound`."""
+        info = self.header.tensors.get(name)
+        if info is None or len(info.shape) != axes:
             raise self.wrong(f"lacks the tensor {name}, or has it in another shape than one of {axes} dimensions")
-        return place.shape
+        return info.shape
 
     def rows(self, name: str) -> int:
         """The number of rows of a tensor's matrices. Raises `ModelNotFound`."""
-        place = self.header.tensors.get(name)
-        if place is None or len(place.shape) < 2:
+        info = self.header.tensors.get(name)
+        if info is None or len(info.shape) < 2:
             raise self.wrong(f"lacks the tensor {name}, or has it as a vector")
-        return int(place.shape[-2])
+        return int(info.shape[-2])
 
-    def wrong(self, what: str) -> ModelNotFound:
-        return ModelNotFound(f"{self.header.path} {what}")
+    def wrong(self, problem: str) -> ModelNotFound:
+        return ModelNotFound(f"{self.header.path} {problem}")
 
     def sections(self) -> list[int]:
-        """Pairs of a head's numbers that rotate by time, row and column. Raises `ModelNotFound`."""
+        """`mrope_section`: pairs of a head's dimensions that rotate by time, row and column. Raises `ModelNotFound`."""
         key = f"{self.model.metadata.short.get('general.architecture')}.rope.dimension_sections"
-        found = self.model.metadata.short.get(key)
-        found = found[:3] if isinstance(found, list) and 3 <= len(found) <= 4 else []
+        sections = self.model.metadata.short.get(key)
+        sections = sections[:3] if isinstance(sections, list) and 3 <= len(sections) <= 4 else []
         rope = self.model.config["rope_parameters"]
-        if 2 * sum(found) != int(self.model.config["head_dim"] * rope.get("partial_rotary_factor", 1.0)):
+        if 2 * sum(sections) != int(self.model.config["head_dim"] * rope.get("partial_rotary_factor", 1.0)):
             raise ModelNotFound(f"{self.model.path}: {key} must say which pairs of a head rotate by which axis")
-        return found
+        return sections
 
     def merged(self, name: str) -> int:
-        """The side of the square of patches that `name` projects into one token."""
+        """The side, in patches, of the square that matrix `name` projects into one token. Raises `ModelNotFound`."""
         inputs = self.shape(name)[1]
         side = math.isqrt(inputs // self.width)
         if not side or side * side * self.width != inputs:
@@ -88,7 +88,7 @@ class Tower:
         return side
 
     def side(self) -> int:
-        """Patches along a side of the pictures, which are square, by its table of positions."""
+        """Patches along a side of the (square) pictures, by the size of the position table. Raises `ModelNotFound`."""
         rows = self.shape("v.position_embd.weight")[0]
         if math.isqrt(rows) ** 2 != rows:
             raise self.wrong(f"has {rows} positions, which are no square")
@@ -109,63 +109,64 @@ class Tower:
 
     @property
     def activation(self) -> str:
-        """The name of the activation, where a header has a switch for it."""
+        """The name of the activation, as `clip.use_silu` says."""
         return "silu" if self.header.metadata.get("clip.use_silu") is True else "gelu"
 
     def colors(self) -> dict[str, list[float]]:
-        """Mean and deviation of each color, which are taken from pixels."""
-        found = {}
+        """`image_mean` and `image_std` of the pixels' normalization, by color channel. Raises `ModelNotFound`."""
+        statistics = {}
         for name in ("image_mean", "image_std"):
             values = self.header.other(name)
             fit = isinstance(values, list) and len(values) == 3 and all(isinstance(each, float) for each in values)
             if not fit or not all(map(math.isfinite, values)):
                 raise self.wrong(f"must have three finite numbers as clip.vision.{name}")
-            found[name] = [shortest(value) for value in values]
-        return found
+            statistics[name] = [shortest(value) for value in values]
+        return statistics
 
 
 Facts = Callable[[Tower], Mapping[str, Any]]
-"""Values that a kind works out of header and tensors, by the names that its tables have for them; and "text" itself.
-Raises `ModelNotFound`, `UnsupportedModel`."""
+"""Function that computes values of a projector type from header and tensors, by the names that projectors.toml has for
+them, and "text": fields of the language model. Raises `ModelNotFound`, `UnsupportedModel`."""
 Restore = Callable[[Tower, str, torch.Tensor], torch.Tensor]
-"""(tower, name in transformers, tensor as it is stored) -> the tensor as transformers has it."""
+"""(tower, name in transformers, tensor of the file) -> the tensor as transformers has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """One of llama.cpp's kinds of image parts, a table of projectors.toml."""
+    """One of llama.cpp's projector types, a table of projectors.toml."""
 
     names: Mapping[str, str]
-    """Tensors without their endings -> their names in transformers: "#N": part N of those that are joined, "": a copy
-    of what the language model has."""
+    """Tensor names without suffix -> names in transformers. "NAME#N": component N of a joined tensor; "": a copy of a
+    tensor that the language model has."""
     families: Mapping[str, Sequence[str]]
-    """model_type of the language model's file alone -> (model_type of the whole, of the language model in it)."""
+    """model_type of the language model's file -> (model_type of the multimodal model, of the language model in it)."""
     tokens: Mapping[str, str]
-    """Fields of config.json with the id of a token -> the token, which the vocabulary must have."""
+    """Fields of config.json that hold a token id -> text of the token, which the vocabulary must have."""
     content: Mapping[str, Mapping[str, Any]]
-    """Configurations that the tower adds to its language model's: "vision", "processor" and "whole"."""
+    """Templates of the configurations "vision", "processor" and "whole" that the tower adds to the language model's."""
     facts: Facts
     restore: Restore = lambda tower, name, tensor: tensor
 
     def describe(self, tower: Tower) -> dict[str, dict[str, Any]]:
-        """The same of one tower, and "text": fields that the language model's own has as well. Raises as `facts`."""
+        """`content` filled in for one tower, and "text": fields to override in the language model's configuration.
+        Raises as `facts`."""
         known = self.facts(tower)
         return {"text": known.get("text", {}), **_filled(self.content, tower, known)}
 
 
-def _filled(given: Any, tower: Tower, known: Mapping[str, Any]) -> Any:
-    """Content of a table, with "=NAME" as what is known by that name, or else the tower's, and "?NAME" as whether there
-    is such a tensor."""
-    if isinstance(given, Mapping):
-        return {name: _filled(own, tower, known) for name, own in given.items()}
-    if isinstance(given, list):
-        return [_filled(own, tower, known) for own in given]
-    if isinstance(given, str) and given.startswith("?"):
-        return given[1:] in tower.header.tensors
-    if isinstance(given, str) and given.startswith("="):
-        name = given[1:]
+def _filled(template: Any, tower: Tower, known: Mapping[str, Any]) -> Any:
+    """A template with "=NAME" replaced by the value `known` by that name, or else the tower's attribute, and "?NAME" by
+    whether the file has that tensor."""
+    if isinstance(template, Mapping):
+        return {name: _filled(inner, tower, known) for name, inner in template.items()}
+    if isinstance(template, list):
+        return [_filled(inner, tower, known) for inner in template]
+    if isinstance(template, str) and template.startswith("?"):
+        return template[1:] in tower.header.tensors
+    if isinstance(template, str) and template.startswith("="):
+        name = template[1:]
         return known[name] if name in known else getattr(tower, name)
-    return given
+    return template
 
 
 def _gemma3(tower: Tower) -> Mapping[str, Any]:
@@ -202,9 +203,9 @@ def _qwen25(tower: Tower) -> Mapping[str, Any]:
 
 
 def _qwen3(tower: Tower) -> Mapping[str, Any]:
-    found = _qwen(tower) | {"positions": tower.side() ** 2}
-    found["text"]["rope_parameters"]["mrope_interleaved"] = True
-    return found
+    facts = _qwen(tower) | {"positions": tower.side() ** 2}
+    facts["text"]["rope_parameters"]["mrope_interleaved"] = True
+    return facts
 
 
 def _internvl(tower: Tower) -> Mapping[str, Any]:
@@ -230,7 +231,7 @@ def _lfm2(tower: Tower) -> Mapping[str, Any]:
 
 
 def _restore_lfm2(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A patch's colors are last in transformers' matrix, and first in a convolution."""
+    """Color channels come last in a patch of transformers' matrix, and first in the file's convolution."""
     return tensor.permute(0, 2, 3, 1).reshape(len(tensor), -1) if tensor.ndim == 4 else tensor
 
 
@@ -253,7 +254,7 @@ def _restore_pixtral(tower: Tower, name: str, tensor: torch.Tensor) -> torch.Ten
 
 
 PARAMETERS = ("_weight", "cls_token", "position_embeddings", "lambda_1", "lambda_2")
-"""Endings of names in transformers that are whole, with no "weight" or "bias" behind them."""
+"""Endings of names in transformers that take no ".weight" or ".bias"."""
 _BATCHED = ("cls_token", "position_embeddings")
 """InternVL's parameters that transformers has as a batch of one."""
 _NAMES = read_tables("projector_names.toml")
@@ -268,9 +269,9 @@ _CODE: Mapping[str, Sequence[Any]] = {
     "lfm2": (_lfm2, _restore_lfm2),
     "pixtral": (_pixtral, _restore_pixtral),
 }
-"""`facts` and, where anything is done to tensors, `restore` of each kind."""
+"""`facts` of each projector type and, if its converter changes tensors, `restore`."""
 PROJECTORS: Mapping[str, Projector] = {
-    kind: Projector(_NAMES[kind], table.pop("families"), table.pop("tokens"), {"whole": {}} | table, *_CODE[kind])
-    for kind, table in _TABLES.items()
+    name: Projector(_NAMES[name], table.pop("families"), table.pop("tokens"), {"whole": {}} | table, *_CODE[name])
+    for name, table in _TABLES.items()
 }
-"""Kinds by `clip.projector_type`."""
+"""Projectors by `clip.projector_type`."""

@@ -117,6 +117,19 @@ def test_encoder_decoder_and_encoder(tmp_path: Path) -> None:
         load_model(save(vit, tmp_path / "vit", hf.AutoModel), CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"hidden_act": "soft"}, "hidden_act is 'soft'; known are gelu, .*silu"),
+     ({"rope_parameters": {"rope_type": "soft", "rope_theta": 1e4}}, "rope_type is 'soft'; known are default, .*yarn")],
+)  # fmt: skip
+def test_an_unknown_function(fields: Any, says: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "a")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **fields}))
+    with pytest.raises(UnsupportedModel, match=rf"^config\.json: {says}"):
+        load_model(str(folder), CONFIG)
+
+
 def test_an_unknown_quantization(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "a")
     content = json.loads((folder / "config.json").read_text())

@@ -75,7 +75,7 @@ def modules_of(decoder: Decoder, page_size: int, kv_dtype: torch.dtype) -> list[
 def attention_modules(
     flashinfer: Any, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype, *, hopper: bool
 ) -> list[Callable[[], object]]:
-    """Those of the functions that build attention, all of whose `layers` run on FlashInfer. `hopper`: the device has
+    """The functions of `modules_of` that build attention, if all `layers` run on FlashInfer. `hopper`: the device has
     compute capability 9."""
     builds: dict[tuple[Any, ...], Callable[[], object]] = {}
     for group in map(LayerGroup.of, layers):

@@ -80,7 +80,7 @@ def text_source(whole: CheckpointSource, described: DecoderConfig) -> TextSource
 
 
 def language_names(names: Iterable[str]) -> set[str]:
-    """Those of a checkpoint's tensor names that may belong to its language model."""
+    """The tensor names of a checkpoint that may belong to its language model."""
     known = set(names)
     spelled = _spelling(known)
     return known if spelled is None else {name for name in known if name.startswith(spelled)}

@@ -114,7 +114,7 @@ Token = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """How a family's prompts represent a picture."""
+    """The representation of a picture in a family's prompts."""
 
     placed: Callable[[Made, Any, Token], str]
     """(processor's output, configuration, texts of tokens) -> the text that stands for the picture."""

@@ -74,7 +74,7 @@ class Architecture:
     decay_shape: Sequence[int] = (-1,)
     """Shape of the states' decay in transformers."""
     join: Literal["turns", "below", "latent"] = "below"
-    """How two tensors of a file make one of transformers': "turns" interleaves their rows and transposes the result;
+    """The way to join two tensors of a file into one: "turns" interleaves their rows and transposes the result;
     "below" concatenates the rows of each expert; "latent" those of each head, the first of which a file transposes."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: names.FUSED)
     outer: Mapping[str, str] = field(default_factory=lambda: TABLES["OUTER"])

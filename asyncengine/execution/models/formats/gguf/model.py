@@ -24,8 +24,8 @@ from asyncengine.execution.models.refusals import check_sizes
 # A GGUF header as the config.json of the same model on the Hugging Face hub, so that each family has one table only.
 
 Factors = Mapping[str, NDArray[np.float32]]
-"""Those of the tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short` that a file has: divisors of the
-rotary frequencies, which converters computed beforehand."""
+"""Tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, as far as a file has them: divisors of the rotary
+frequencies, which converters computed beforehand."""
 
 
 def _width_of_shared_experts(header: Header) -> int:

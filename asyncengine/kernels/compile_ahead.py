@@ -193,6 +193,7 @@ class CompileAhead:
             self._changed.notify_all()
         self._open()
         with self._changed:
+            # once all processes have ended, none is left to take this out of the list again
             if self._alive and not self._closed:
                 elsewhere.append(self)
 
@@ -332,7 +333,7 @@ class CompileAhead:
                     with self._changed:
                         later = task.later or answer[0] == "?"
                         self._add(answer[1:], _LATER if later else _CALLED, later=later)
-            finally:
+            finally:  # also if the process is gone: callers wait for this task
                 with self._changed:
                     task.state = _State.KEPT if answer == "=" else _State.FAILED
                     self._done.append(task)

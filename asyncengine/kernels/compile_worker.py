@@ -31,6 +31,7 @@ def main() -> None:
         # the compiler holds the interpreter's lock for seconds, in which no thread here hears of the input's end
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     names, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # the program reads standard output: a library's print must not look like an answer
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)

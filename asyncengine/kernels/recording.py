@@ -75,6 +75,7 @@ class Arena:
             if end - begin >= size:
                 self._free[index : index + 1] = [(begin + size, end)] if end - begin > size else []
                 block = self._memory[begin : begin + size]
+                # every view of the tensor keeps the block, so this fires once the last of them is gone
                 self._blocks[begin] = weakref.ref(block, partial(self._give_back, begin, begin + size))
                 return torch.from_numpy(block).view(dtype)[:count].view(*shape)
         return None

@@ -28,8 +28,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     out = torch.empty_like(x)
     width = weight.shape[0]
     rows = x.numel() // width
-    where = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    norm(*where, rows, width, np.float32(epsilon), tag_of(x.dtype), use_team())
+    addresses = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    norm(*addresses, rows, width, np.float32(epsilon), tag_of(x.dtype), use_team())
     return out
 
 
@@ -41,9 +41,9 @@ def add_rms_norm(
     total, out = torch.empty_like(residual), torch.empty_like(residual)
     width = weight.shape[0]
     rows = residual.numel() // width
-    where = (residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
+    addresses = (residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
     numbers = (np.float32(scale), np.float32(epsilon), tag_of(residual.dtype))
-    add_norm(*where, rows, width, *numbers, use_team())
+    add_norm(*addresses, rows, width, *numbers, use_team())
     return total, out
 
 
@@ -66,13 +66,13 @@ def norm_heads(
 @serial_in_order
 def norm_columns(
     begin: int, end: int, x: int, weight: int, bias: int, rows: int, stride: int, first: int, groups: int,
-    width: int, step: int, epsilon: np.float32, centred: bool, kind: np.generic,
+    width: int, step: int, epsilon: np.float32, centred: bool, dtype: np.generic,
 ) -> None:  # fmt: skip
     """`norm_heads` by address; `step`: numbers from one group's weight to the next."""
     for unit in range(begin, end):
         row, group = unit // groups, unit % groups
-        at = x + (row * stride + first + group * width) * size_of(kind)
-        values = array(pointer(at, kind), (width,))
+        row_start = x + (row * stride + first + group * width) * size_of(dtype)
+        values = array(pointer(row_start, dtype), (width,))
         weights = array(pointer(weight + group * step * 4, np.float32(0)), (width,))
         shifts = array(pointer(bias + group * step * 4, np.float32(0)), (width,))
         mean, total = np.float32(0), np.float32(0)
@@ -81,30 +81,30 @@ def norm_columns(
                 mean += widen(values[index])
             mean /= np.float32(width)
             for index in range(width):
-                apart = widen(values[index]) - mean
-                total += apart * apart
+                deviation = widen(values[index]) - mean
+                total += deviation * deviation
         else:
-            total = square_sum(at, width, kind)
+            total = square_sum(row_start, width, dtype)
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
         for index in range(width):
             number = (widen(values[index]) - mean) * scale * weights[index]
-            values[index] = narrow(number + shifts[index] if bias != 0 else number, kind)
+            values[index] = narrow(number + shifts[index] if bias != 0 else number, dtype)
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
 def norm(
-    first: int, last: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic
+    first: int, last: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, dtype: np.generic
 ) -> None:
     """`rms_norm` by address."""
-    values = array(pointer(x, kind), (last, width))
+    values = array(pointer(x, dtype), (last, width))
     weights = array(pointer(weight, np.float32(0)), (width,))
-    results = array(pointer(out, kind), (last, width))
+    results = array(pointer(out, dtype), (last, width))
     for row in range(first, last):
-        total = square_sum(x + row * width * size_of(kind), width, kind)
+        total = square_sum(x + row * width * size_of(dtype), width, dtype)
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
         for index in range(width):
-            results[row, index] = narrow(widen(values[row, index]) * scale * weights[index], kind)
+            results[row, index] = narrow(widen(values[row, index]) * scale * weights[index], dtype)
 
 
 _norm_rows = norm.share
@@ -114,16 +114,17 @@ _norm_rows = norm.share
 @serial_in_order
 def add_norm(
     first: int, last: int, residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int,
-    factor: np.float32, epsilon: np.float32, kind: np.generic,
+    factor: np.float32, epsilon: np.float32, dtype: np.generic,
 ) -> None:  # fmt: skip
     """`add_rms_norm` by address; `total` may be `residual`."""
-    left, right = array(pointer(residual, kind), (last, width)), array(pointer(branch, kind), (last, width))
-    sums = array(pointer(total, kind), (last, width))
+    left, right = array(pointer(residual, dtype), (last, width)), array(pointer(branch, dtype), (last, width))
+    sums = array(pointer(total, dtype), (last, width))
     for row in range(first, last):
         for index in range(width):
-            product = widen(narrow(widen(right[row, index]) * factor, kind))
-            sums[row, index] = narrow(widen(left[row, index]) + product, kind)
-    _norm_rows(first, last, total, weight, out, rows, width, epsilon, kind)
+            # torch rounds the product before it is added
+            product = widen(narrow(widen(right[row, index]) * factor, dtype))
+            sums[row, index] = narrow(widen(left[row, index]) + product, dtype)
+    _norm_rows(first, last, total, weight, out, rows, width, epsilon, dtype)
 
 
 # Layer normalisation (Ba et al. 2016), alone or with the residual sum before it.
@@ -132,11 +133,11 @@ def add_norm(
 # Written in vectors: a numba loop over so many rows at once is left as it stands.
 
 _LAYER_NORM_WORK = 12
-"""The same of a layer norm."""
+"""The same as `_WORK`, of a layer norm."""
 
 
 def fits(width: int) -> bool:
-    """Whether rows of so many numbers are whole vectors."""
+    """Whether rows of `width` numbers are whole vectors."""
     return width % LANES == 0
 
 
@@ -157,13 +158,13 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilo
 
 def add_layer_norm(
     residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, bias: torch.Tensor,
-    epsilon: float, kept: bool,
+    epsilon: float, keep_sum: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(sum, its `layer_norm`) of residual + branch * scale, all [..., width]: the norm is of the sum before it is
-    rounded. Not `kept`: the norm in place of the sum."""
+    rounded. Without `keep_sum` it is (norm, norm)."""
     residual, branch = residual.contiguous(), branch.contiguous()
     out = torch.empty_like(residual)
-    total = torch.empty_like(residual) if kept else out
+    total = torch.empty_like(residual) if keep_sum else out
     width = weight.shape[0]
     normalise(
         residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), bias.data_ptr(),
@@ -175,10 +176,10 @@ def add_layer_norm(
 
 def _write_row(
     builder: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any, factor: Any,
-    epsilon: Any, kind: Any, *, alone: bool,
+    epsilon: Any, dtype: Any, *, alone: bool,
 ) -> None:  # fmt: skip
-    """Write one row, by address. `alone`: there is no branch, and the sum is not written."""
-    size = kind.bitwidth // 8
+    """Write code for one row, by address. `alone`: without a branch; the sum is not stored."""
+    size = dtype.bitwidth // 8
     factors = vectors.splat(builder, factor)
     count = builder.udiv(width, LONG(LANES))
     length = builder.uitofp(width, FLOAT)
@@ -187,42 +188,42 @@ def _write_row(
         return builder.add(base, builder.mul(index, LONG(LANES * bytes_each)))
 
     def value(index: Any) -> Any:
-        left = vectors.read(builder, at(residual, index, size), kind)
+        left = vectors.read(builder, at(residual, index, size), dtype)
         if alone:
             return left
-        return vectors.multiply_add(builder, vectors.read(builder, at(branch, index, size), kind), factors, left)
+        return vectors.multiply_add(builder, vectors.read(builder, at(branch, index, size), dtype), factors, left)
 
     mean = vectors.splat(builder, builder.fdiv(_sum(builder, count, value), length))
 
     def square(index: Any) -> Any:
-        apart = builder.fsub(value(index), mean)
-        return builder.fmul(apart, apart)
+        deviation = builder.fsub(value(index), mean)
+        return builder.fmul(deviation, deviation)
 
     variance = builder.fadd(builder.fdiv(_sum(builder, count, square), length), epsilon)
     root = vectors.call(builder, "llvm.sqrt.f32", FLOAT, [variance])
     scale = vectors.splat(builder, builder.fdiv(FLOAT(1.0), root))
     with cgutils.for_range(builder, count) as loop:
-        found = value(loop.index)
+        summed = value(loop.index)
         if not alone:
-            vectors.write(builder, found, at(total, loop.index, size), kind)
+            vectors.write(builder, summed, at(total, loop.index, size), dtype)
         normed = builder.fmul(
-            builder.fmul(builder.fsub(found, mean), scale), load(builder, at(weight, loop.index, 4), FLOATS)
+            builder.fmul(builder.fsub(summed, mean), scale), load(builder, at(weight, loop.index, 4), FLOATS)
         )
         normed = builder.fadd(normed, load(builder, at(bias, loop.index, 4), FLOATS))
-        vectors.write(builder, normed, at(out, loop.index, size), kind)
+        vectors.write(builder, normed, at(out, loop.index, size), dtype)
 
 
 def _sum(builder: Any, count: Any, value: Any) -> Any:
-    """The sum of value(0) to value(count - 1), vectors all, in four chains."""
+    """The sum of value(0) to value(count - 1), vectors all, in four chains: an addition waits for the one before it."""
     sums = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(4)]
     fours = builder.udiv(count, LONG(4))
     with cgutils.for_range(builder, fours) as loop:
-        for part, total in enumerate(sums):
-            index = builder.add(builder.mul(loop.index, LONG(4)), LONG(part))
+        for chain, total in enumerate(sums):
+            index = builder.add(builder.mul(loop.index, LONG(4)), LONG(chain))
             builder.store(builder.fadd(builder.load(total), value(index)), total)
-    done = builder.mul(fours, LONG(4))
-    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
-        builder.store(builder.fadd(builder.load(sums[0]), value(builder.add(done, loop.index))), sums[0])
+    summed = builder.mul(fours, LONG(4))
+    with cgutils.for_range(builder, builder.sub(count, summed)) as loop:
+        builder.store(builder.fadd(builder.load(sums[0]), value(builder.add(summed, loop.index))), sums[0])
     return vectors.sum_all(builder, sums)
 
 
@@ -235,13 +236,13 @@ _norm_row, _add_norm_row = (
 @serial_in_order
 def normalise(
     first: int, last: int, residual: int, branch: int, weight: int, bias: int, total: int, out: int, rows: int,
-    width: int, factor: np.float32, epsilon: np.float32, kind: np.generic,
+    width: int, factor: np.float32, epsilon: np.float32, dtype: np.generic,
 ) -> None:  # fmt: skip
-    """The same by address; no branch: 0."""
-    size = width * size_of(kind)
+    """`layer_norm` and `add_layer_norm` by address; `branch` is 0 without one."""
+    size = width * size_of(dtype)
     for row in range(first, last):
         at = row * size
         if branch == 0:
-            _norm_row(residual + at, 0, weight, bias, 0, out + at, width, factor, epsilon, kind)
+            _norm_row(residual + at, 0, weight, bias, 0, out + at, width, factor, epsilon, dtype)
         else:
-            _add_norm_row(residual + at, branch + at, weight, bias, total + at, out + at, width, factor, epsilon, kind)
+            _add_norm_row(residual + at, branch + at, weight, bias, total + at, out + at, width, factor, epsilon, dtype)

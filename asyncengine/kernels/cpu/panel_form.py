@@ -39,7 +39,7 @@ class PanelForm:
     bits: int
     """4, 6 or 8."""
     group: int
-    """16, 32, 64 or 128; 0: there are row scales only."""
+    """16, 32, 64 or 128; 0 where rows alone have scales."""
     below: str = "middle"
     """"middle", "zeros", "minima" or "table"."""
     block: int = 0
@@ -62,31 +62,31 @@ class PanelForm:
 
     @cached_property
     def chunk(self) -> int:
-        """Inputs of a chunk: those of a block, or so many that few bytes are lost to filling up."""
+        """Inputs of a chunk: a block, or enough that filling lines up wastes few bytes."""
         if self.block:
             return self.block
         return 2 * GROUP if self.group == 2 * GROUP or self.group * _SIZES[self.scale] == 2 * GROUP else GROUP
 
     @cached_property
     def planes(self) -> dict[str, tuple[int, int, int]]:
-        """Planes of what groups have, by the names of `GroupedRows`: (offset in a chunk, bytes of one, how many a chunk
-        has for each output)."""
+        """Planes of scales, steps, minima and zeros of groups, by `GroupedRows`' names: (offset in a chunk, bytes of an
+        item, items of a chunk for each output)."""
         if not self.group:
             return {}
         groups, size = self.chunk // self.group, _SIZES[self.scale]
         wide = (size, 1 if self.block else groups)
-        parts = {"scales": wide, **({"minima": wide} if self.below == "minima" else {})}
+        sizes = {"scales": wide, **({"minima": wide} if self.below == "minima" else {})}
         if self.block:
-            parts["steps"] = (1, groups)
+            sizes["steps"] = (1, groups)
             if self.below == "minima":
-                parts["minimum_steps"] = (1, groups)
+                sizes["minimum_steps"] = (1, groups)
         if self.below == "zeros":
-            parts["zeros"] = (1, groups)
-        found, offset = {}, 0
-        for name, (each, count) in parts.items():
-            found[name] = (offset, each, count)
-            offset += each * count * PANEL
-        return found
+            sizes["zeros"] = (1, groups)
+        planes, offset = {}, 0
+        for name, (item_size, count) in sizes.items():
+            planes[name] = (offset, item_size, count)
+            offset += item_size * count * PANEL
+        return planes
 
     @cached_property
     def head(self) -> int:

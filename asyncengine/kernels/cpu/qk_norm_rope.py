@@ -44,94 +44,94 @@ def rotate_heads(
 @serial_in_order
 def rotate_columns(
     first: int, last: int, x: int, cos: int, sin: int, rows: int, stride: int, heads: int, dim: int, rotary: int,
-    interleaved: bool, kind: np.generic, angle_kind: np.generic,
+    interleaved: bool, dtype: np.generic, angle_dtype: np.generic,
 ) -> None:  # fmt: skip
     """`rotate_heads` by address."""
     half = rotary // 2
-    step, apart = (2, 1) if interleaved else (1, half)
-    cosines, sines = array(pointer(cos, angle_kind), (rows, rotary)), array(pointer(sin, angle_kind), (rows, rotary))
+    step, distance = (2, 1) if interleaved else (1, half)
+    cosines, sines = array(pointer(cos, angle_dtype), (rows, rotary)), array(pointer(sin, angle_dtype), (rows, rotary))
     for unit in range(first, last):
         row, head = unit // heads, unit % heads
-        values = array(pointer(x + (row * stride + head * dim) * size_of(kind), kind), (rotary,))
+        values = array(pointer(x + (row * stride + head * dim) * size_of(dtype), dtype), (rotary,))
         for pair in range(half):
-            one, other = pair * step, pair * step + apart
-            first, second = widen(values[one]), widen(values[other])
-            left = first * widen(cosines[row, one]) - second * widen(sines[row, one])
-            right = second * widen(cosines[row, other]) + first * widen(sines[row, other])
-            values[one], values[other] = narrow(left, kind), narrow(right, kind)
+            low, high = pair * step, pair * step + distance
+            first, second = widen(values[low]), widen(values[high])
+            left = first * widen(cosines[row, low]) - second * widen(sines[row, low])
+            right = second * widen(cosines[row, high]) + first * widen(sines[row, high])
+            values[low], values[high] = narrow(left, dtype), narrow(right, dtype)
 
 
 @serial_in_order
 def prepare_head(
-    source: int, out: int, dim: int, norm: int, epsilon: np.float32, cos: int, sin: int, rotary: int, kind: Any
+    source: int, out: int, dim: int, norm: int, epsilon: np.float32, cos: int, sin: int, rotary: int, dtype: Any
 ) -> None:
     """Normalise by the root of the mean square (`norm` 0: not), then rotate the first `rotary` dimensions by halves."""
     scale = np.float32(1)
     if norm != 0:
-        scale = np.float32(1) / np.sqrt(square_sum(source, dim, kind) / np.float32(dim) + epsilon)
+        scale = np.float32(1) / np.sqrt(square_sum(source, dim, dtype) / np.float32(dim) + epsilon)
     if dim % LANES == 0 and rotary % (2 * LANES) == 0:
-        _rotate_vectors(source, out, dim, norm, scale, cos, sin, rotary, kind)
+        _rotate_vectors(source, out, dim, norm, scale, cos, sin, rotary, dtype)
     else:
-        _rotate_numbers(source, out, dim, norm, scale, cos, sin, rotary, kind)
+        _rotate_numbers(source, out, dim, norm, scale, cos, sin, rotary, dtype)
 
 
 @serial_in_order
 def _rotate_numbers(
-    source: int, out: int, dim: int, norm: int, scale: np.float32, cos: int, sin: int, rotary: int, kind: Any
+    source: int, out: int, dim: int, norm: int, scale: np.float32, cos: int, sin: int, rotary: int, dtype: Any
 ) -> None:
-    values, results = array(pointer(source, kind), (dim,)), array(pointer(out, kind), (dim,))
+    values, results = array(pointer(source, dtype), (dim,)), array(pointer(out, dtype), (dim,))
     if norm != 0:
         weights = array(pointer(norm, np.float32(0)), (dim,))
         for index in range(dim):
-            results[index] = narrow(widen(values[index]) * scale * weights[index], kind)
+            results[index] = narrow(widen(values[index]) * scale * weights[index], dtype)
     else:
         for index in range(dim):
             results[index] = values[index]
     half = rotary // 2
-    cosines, sines = array(pointer(cos, kind), (rotary,)), array(pointer(sin, kind), (rotary,))
+    cosines, sines = array(pointer(cos, dtype), (rotary,)), array(pointer(sin, dtype), (rotary,))
     for index in range(half):
         first, second = widen(results[index]), widen(results[index + half])
-        cosine_part = narrow(first * widen(cosines[index]), kind)
-        sine_part = narrow(-second * widen(sines[index]), kind)
-        results[index] = narrow(widen(cosine_part) + widen(sine_part), kind)
-        cosine_part = narrow(second * widen(cosines[index + half]), kind)
-        sine_part = narrow(first * widen(sines[index + half]), kind)
-        results[index + half] = narrow(widen(cosine_part) + widen(sine_part), kind)
+        by_cosine = narrow(first * widen(cosines[index]), dtype)
+        by_sine = narrow(-second * widen(sines[index]), dtype)
+        results[index] = narrow(widen(by_cosine) + widen(by_sine), dtype)
+        by_cosine = narrow(second * widen(cosines[index + half]), dtype)
+        by_sine = narrow(first * widen(sines[index + half]), dtype)
+        results[index + half] = narrow(widen(by_cosine) + widen(by_sine), dtype)
 
 
 @emitted(*[INT64] * 4, FLOAT32, *[INT64] * 3, TAG)
 def _rotate_vectors(
-    builder: Any, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any, rotary: Any, kind: Any
+    builder: Any, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any, rotary: Any, dtype: Any
 ) -> None:
     """`_rotate_numbers` in vectors, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""
     with builder.if_else(builder.icmp_signed("!=", norm, LONG(0))) as (then, otherwise):
         with then:
-            _write_rotation(builder, kind, True, source, out, dim, norm, scale, cos, sin, rotary)
+            _write_rotation(builder, dtype, True, source, out, dim, norm, scale, cos, sin, rotary)
         with otherwise:
-            _write_rotation(builder, kind, False, source, out, dim, norm, scale, cos, sin, rotary)
+            _write_rotation(builder, dtype, False, source, out, dim, norm, scale, cos, sin, rotary)
 
 
 def _write_rotation(
-    builder: Any, kind: Any, normed: bool, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any,
+    builder: Any, dtype: Any, normed: bool, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any,
     rotary: Any,
 ) -> None:  # fmt: skip
     factor = vectors.splat(builder, scale)
 
-    def place(base: Any, index: Any) -> Any:
-        return builder.add(base, builder.mul(index, LONG(kind.bitwidth // 8)))
+    def address(base: Any, index: Any) -> Any:
+        return builder.add(base, builder.mul(index, LONG(dtype.bitwidth // 8)))
 
     def read(base: Any, index: Any) -> Any:
-        return vectors.read(builder, place(base, index), kind)
+        return vectors.read(builder, address(base, index), dtype)
 
     def normal(index: Any) -> Any:
-        own = read(source, index)
+        value = read(source, index)
         if not normed:
-            return own
+            return value
         weights = load(builder, builder.add(norm, builder.mul(index, LONG(4))), FLOATS)
-        return _rounded(builder, builder.fmul(builder.fmul(own, factor), weights), kind)
+        return _rounded(builder, builder.fmul(builder.fmul(value, factor), weights), dtype)
 
     def product(left: Any, base: Any, index: Any) -> Any:
-        return _rounded(builder, builder.fmul(left, read(base, index)), kind)
+        return _rounded(builder, builder.fmul(left, read(base, index)), dtype)
 
     half = builder.lshr(rotary, LONG(1))
     with cgutils.for_range(builder, builder.udiv(half, LONG(LANES))) as loop:
@@ -139,17 +139,17 @@ def _write_rotation(
         high = builder.add(low, half)
         first, second = normal(low), normal(high)
         minus = builder.fsub(ir.Constant(FLOATS, [-0.0] * LANES), second)
-        vectors.write(builder, builder.fadd(product(first, cos, low), product(minus, sin, low)), place(out, low), kind)
-        vectors.write(
-            builder, builder.fadd(product(second, cos, high), product(first, sin, high)), place(out, high), kind
-        )
+        turned = builder.fadd(product(first, cos, low), product(minus, sin, low))
+        vectors.write(builder, turned, address(out, low), dtype)
+        turned = builder.fadd(product(second, cos, high), product(first, sin, high))
+        vectors.write(builder, turned, address(out, high), dtype)
     rest = builder.udiv(builder.sub(dim, rotary), LONG(LANES))
     with cgutils.for_range(builder, rest) as loop:
         index = builder.add(rotary, builder.mul(loop.index, LONG(LANES)))
-        vectors.write(builder, normal(index), place(out, index), kind)
+        vectors.write(builder, normal(index), address(out, index), dtype)
 
 
-def _rounded(builder: Any, floats: Any, kind: Any) -> Any:
-    if kind != numba.types.uint16:
+def _rounded(builder: Any, floats: Any, dtype: Any) -> Any:
+    if dtype != numba.types.uint16:
         return floats
     return vectors.widen_halves(builder, vectors.narrow(builder, floats), "bfloat16")

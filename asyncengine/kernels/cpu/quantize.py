@@ -33,37 +33,37 @@ _MOST = 15.0
 @emitted(*[INT64] * 6)
 def round_group(builder: Any, values: Any, count: Any, present: Any, scales: Any, minima: Any, numbers: Any) -> None:
     """Round the float32 [INT4_GROUP, 16] at `values`, of which the first `count` inputs of the first `present` outputs
-    are there and the rest is 0, to 16 scales and 16 minima of bfloat16 and numbers of 4 bits; 0 for what is not there.
+    are weights and the rest is 0, to 16 scales and 16 minima of bfloat16 and numbers of 4 bits; all 0 for the rest.
     """
-    there = _below(builder, present)
+    in_outputs = _below(builder, present)
     best = _best_steps(builder, values)
-    for found, plane in zip(best, (scales, minima), strict=True):
-        half = vectors.narrow(builder, found)
-        store(builder, builder.select(there, half, constant(half.type, 0)), plane)
+    for fitted, plane in zip(best, (scales, minima), strict=True):
+        half = vectors.narrow(builder, fitted)
+        store(builder, builder.select(in_outputs, half, constant(half.type, 0)), plane)
     scale, minimum = best
     inverse = _inverse(builder, scale)
     lines = INT4_GROUP // UNIT * 2
     with cgutils.for_range(builder, LONG(lines)) as loop:
         line = constant(WORDS, 0)
-        for place in range(UNIT // 2):
-            index = builder.add(builder.mul(loop.index, LONG(UNIT // 2)), LONG(place))
+        for position in range(UNIT // 2):
+            index = builder.add(builder.mul(loop.index, LONG(UNIT // 2)), LONG(position))
             number = builder.fptosi(_nearest(builder, _value(builder, values, index), minimum, inverse), WORDS)
-            known = builder.and_(there, splat(builder, builder.icmp_signed("<", index, count)))
-            kept = builder.select(known, number, constant(WORDS, 0))
-            line = builder.or_(line, builder.shl(kept, constant(WORDS, place % 4 * 8 + place // 4 * 4)))
+            is_weight = builder.and_(in_outputs, splat(builder, builder.icmp_signed("<", index, count)))
+            kept = builder.select(is_weight, number, constant(WORDS, 0))
+            line = builder.or_(line, builder.shl(kept, constant(WORDS, position % 4 * 8 + position // 4 * 4)))
         store(builder, line, builder.add(numbers, builder.mul(loop.index, LONG(vectors.LINE))))
 
 
 @emitted(*[INT64] * 3, TAG)
-def columns(builder: Any, source: Any, stride: Any, target: Any, kind: Any) -> None:
-    """Write 16 numbers of each of 16 rows, which are `stride` bytes apart, as float32 [16 numbers, 16 rows]."""
-    item = ir.IntType(16) if kind == numba.types.uint16 else WORD
+def columns(builder: Any, source: Any, stride: Any, target: Any, dtype: Any) -> None:
+    """Transpose 16 numbers of each of 16 rows, which are `stride` bytes apart, as float32 [16 numbers, 16 rows]."""
+    item = ir.IntType(16) if dtype == numba.types.uint16 else WORD
     rows = [
         load(builder, builder.add(source, builder.mul(stride, LONG(row))), ir.VectorType(item, LANES))
         for row in range(LANES)
     ]
     halves = [
-        ir.Constant(WORDS, [place // 2 + place % 2 * LANES for place in range(first, first + LANES)])
+        ir.Constant(WORDS, [lane // 2 + lane % 2 * LANES for lane in range(first, first + LANES)])
         for first in (0, LANES)
     ]
     for _ in range(LANES.bit_length() - 1):  # each turn brings numbers of two rows side by side
@@ -86,11 +86,11 @@ def _below(builder: Any, count: Any) -> Any:
 
 def _nearest(builder: Any, value: Any, minimum: Any, inverse: Any) -> Any:
     """The nearest whole numbers of 0 .. 15, as float32."""
-    found = builder.fmul(builder.fadd(value, minimum), inverse)
-    found = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [found])
+    rounded = builder.fmul(builder.fadd(value, minimum), inverse)
+    rounded = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [rounded])
     for bound, beyond in ((constant(FLOATS, 0.0), "<"), (constant(FLOATS, _MOST), ">")):
-        found = builder.select(builder.fcmp_ordered(beyond, found, bound), bound, found)
-    return found
+        rounded = builder.select(builder.fcmp_ordered(beyond, rounded, bound), bound, rounded)
+    return rounded
 
 
 def _inverse(builder: Any, scale: Any) -> Any:
@@ -118,32 +118,31 @@ def _best_steps(builder: Any, start: Any) -> list[Any]:
     least = cgutils.alloca_once_value(builder, constant(FLOATS, float("inf")))
     sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(5)]
     guesses = ir.Constant(ir.ArrayType(FLOAT, 2 * len(ENDS)), [x for a, b in ENDS for x in (a, (1 - a - b) / _MOST)])
-    known = cgutils.global_constant(builder, "ends", guesses)
+    guessed = cgutils.global_constant(builder, "ends", guesses)
     with cgutils.for_range(builder, LONG(len(ENDS))) as choice:
-        place = builder.mul(choice.index, LONG(2))
-        part, step = (
-            splat(builder, builder.load(builder.gep(known, [LONG(0), builder.add(place, LONG(own))]))) for own in (0, 1)
-        )
+        first = builder.mul(choice.index, LONG(2))
+        numbers = (builder.gep(guessed, [LONG(0), builder.add(first, LONG(item))]) for item in (0, 1))
+        fraction, step = (splat(builder, builder.load(number)) for number in numbers)
         for total in sums:
             builder.store(zero, total)
-        guess = builder.fneg(vectors.multiply_add(builder, span, part, low)), builder.fmul(span, step)
-        found = _fitted(builder, start, low, guess, sums[:4])
-        inverse, negative = _inverse(builder, found[0]), builder.fneg(found[0])
+        guess = builder.fneg(vectors.multiply_add(builder, span, fraction, low)), builder.fmul(span, step)
+        fitted = _fitted(builder, start, low, guess, sums[:4])
+        inverse, negative = _inverse(builder, fitted[0]), builder.fneg(fitted[0])
         with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
             value = _value(builder, start, loop.index)
-            number = _nearest(builder, value, found[1], inverse)
-            missing = vectors.multiply_add(builder, number, negative, builder.fadd(value, found[1]))
-            builder.store(vectors.multiply_add(builder, missing, missing, builder.load(sums[4])), sums[4])
+            number = _nearest(builder, value, fitted[1], inverse)
+            error = vectors.multiply_add(builder, number, negative, builder.fadd(value, fitted[1]))
+            builder.store(vectors.multiply_add(builder, error, error, builder.load(sums[4])), sums[4])
         total = builder.load(sums[4])
         better = builder.fcmp_ordered("<", total, builder.load(least))
-        for cell, own in zip((*best, least), (*found, total), strict=True):
-            builder.store(builder.select(better, own, builder.load(cell)), cell)
+        for cell, candidate in zip((*best, least), (*fitted, total), strict=True):
+            builder.store(builder.select(better, candidate, builder.load(cell)), cell)
     return [builder.load(cell) for cell in best]
 
 
 def _fitted(builder: Any, start: Any, low: Any, guess: Any, sums: list[Any]) -> list[Any]:
     """Scale and minimum that fit best the numbers to which a guess (minimum, scale) rounds, by linear regression:
-    rounded to bfloat16. `low`: the least of each lane, from which on is counted, for nothing to cancel out."""
+    rounded to bfloat16. `low`: the least of each lane, which is subtracted first, so that sums do not cancel."""
     minimum, inverse = guess[0], _inverse(builder, guess[1])
     with cgutils.for_range(builder, LONG(INT4_GROUP)) as loop:
         value = _value(builder, start, loop.index)
@@ -155,12 +154,12 @@ def _fitted(builder: Any, start: Any, low: Any, guess: Any, sums: list[Any]) -> 
     numbers, squares, aboves, products = (builder.load(total) for total in sums)
     count = constant(FLOATS, float(INT4_GROUP))
     variance = vectors.multiply_add(builder, builder.fneg(numbers), numbers, builder.fmul(count, squares))
-    together = vectors.multiply_add(builder, builder.fneg(numbers), aboves, builder.fmul(count, products))
-    differ = builder.fcmp_ordered(">", variance, constant(FLOATS, 0.0))
-    scale = builder.select(differ, builder.fdiv(together, variance), constant(FLOATS, 0.0))
-    rest = vectors.multiply_add(builder, builder.fneg(scale), numbers, aboves)
-    least = builder.fneg(vectors.multiply_add(builder, rest, constant(FLOATS, 1.0 / INT4_GROUP), low))
-    return [vectors.widen_halves(builder, vectors.narrow(builder, found), "bfloat16") for found in (scale, least)]
+    covariance = vectors.multiply_add(builder, builder.fneg(numbers), aboves, builder.fmul(count, products))
+    varies = builder.fcmp_ordered(">", variance, constant(FLOATS, 0.0))
+    scale = builder.select(varies, builder.fdiv(covariance, variance), constant(FLOATS, 0.0))
+    residual = vectors.multiply_add(builder, builder.fneg(scale), numbers, aboves)
+    least = builder.fneg(vectors.multiply_add(builder, residual, constant(FLOATS, 1.0 / INT4_GROUP), low))
+    return [vectors.widen_halves(builder, vectors.narrow(builder, fitted), "bfloat16") for fitted in (scale, least)]
 
 
 _KEPT = INT4_GROUP * PANEL
@@ -173,7 +172,7 @@ _SIZE = np.int32(2**31 - 1)
 def quantize_rows(
     weight: torch.Tensor, panels: torch.Tensor, row_scales: torch.Tensor | None, bits: int, first: int
 ) -> None:
-    """Put a bfloat16 or float32 weight [n, inputs] in the place of rows `first` to `first + n` of panels of
+    """Round a bfloat16 or float32 weight [n, inputs] into rows `first` to `first + n` of panels of
     `panel_form.int_form`. `row_scales` float32 [outputs] are for 8 bits only.
 
     `first` is a multiple of `PANEL`; so is n, or these are the last rows.
@@ -198,16 +197,16 @@ def quantize_rows(
 @allocates
 def _to_panels(
     begin: int, end: int, weight: int, panels: int, row_scales: int, rows: int, inputs: int, chunks: int,
-    chunk: int, chunk_bytes: int, head: int, bits: int, offset: int, kind: np.generic,
+    chunk: int, chunk_bytes: int, head: int, bits: int, offset: int, dtype: np.generic,
 ) -> None:  # fmt: skip
-    """A panel's numbers never leave the core's own cache between being rounded and being put in their places."""
+    """A panel's numbers never leave the core's own cache between being rounded and being packed."""
     wide = chunks * chunk
-    values = array(pointer(weight, kind), (rows, inputs))
-    own = np.zeros(PANEL * wide if bits == 8 else 1, np.uint8)
-    words = array(pointer(np.int64(own.ctypes.data), np.uint32(0)), (PANEL, wide // 4))
-    numbers = array(pointer(np.int64(own.ctypes.data), np.uint8(0)), (PANEL, wide))
+    values = array(pointer(weight, dtype), (rows, inputs))
+    buffer = np.zeros(PANEL * wide if bits == 8 else 1, np.uint8)
+    words = array(pointer(np.int64(buffer.ctypes.data), np.uint32(0)), (PANEL, wide // 4))
+    numbers = array(pointer(np.int64(buffer.ctypes.data), np.uint8(0)), (PANEL, wide))
     for panel in range(begin, end):
-        here, first = panels + panel * chunks * chunk_bytes, panel * PANEL
+        panel_start, first = panels + panel * chunks * chunk_bytes, panel * PANEL
         present = min(PANEL, rows - first)
         if bits == 8:
             scales = array(pointer(row_scales, np.float32(0)), (rows,))
@@ -216,36 +215,37 @@ def _to_panels(
             for lane in range(present, PANEL):
                 for index in range(wide):
                     numbers[lane, index] = 0
-        for place in range(chunks):
-            target = here + place * chunk_bytes
+        for index in range(chunks):
+            target = panel_start + index * chunk_bytes
             if bits == 8:
-                pack_units(words, target + head, place * chunk, chunk, bits)
+                pack_units(words, target + head, index * chunk, chunk, bits)
             else:
-                _chunk_to_int4(values[first : first + present], place * chunk, chunk, target, offset, target + head)
-    keep(own)
+                _chunk_to_int4(values[first : first + present], index * chunk, chunk, target, offset, target + head)
+    keep(buffer)
 
 
 @inline
 def _chunk_to_int4(values: Any, begin: int, chunk: int, scales: int, minima: int, numbers: int) -> None:
     """The groups of a chunk, whose first input is `begin`: `values` [16 outputs at most, inputs]. `minima`: bytes from
     scales to minima."""
-    kept, present, inputs = room(_KEPT, np.float32(0)), values.shape[0], values.shape[1]
+    group_values, present, inputs = room(_KEPT, np.float32(0)), values.shape[0], values.shape[1]
     for group in range(chunk // INT4_GROUP):
         first = begin + group * INT4_GROUP
         count = max(min(INT4_GROUP, inputs - first), 0)
         if count == INT4_GROUP and present == PANEL:
             for block in range(INT4_GROUP // PANEL):
                 start = np.int64(values[0, first + block * PANEL :].ctypes.data)
-                columns(start, values.strides[0], np.int64(kept.ctypes.data) + block * PANEL * PANEL * 4, values[0, 0])
+                into = np.int64(group_values.ctypes.data) + block * PANEL * PANEL * 4
+                columns(start, values.strides[0], into, values[0, 0])
         else:
             for index in range(_KEPT):
-                kept[index] = 0
+                group_values[index] = 0
             for lane in range(present):
                 for index in range(count):
-                    kept[index * PANEL + lane] = widen(values[lane, first + index])
+                    group_values[index * PANEL + lane] = widen(values[lane, first + index])
         outputs = present if count > 0 else 0
         plane, target = scales + group * PANEL * 2, numbers + group * INT4_GROUP * PANEL // 2
-        round_group(np.int64(kept.ctypes.data), count, outputs, plane, plane + minima, target)
+        round_group(np.int64(group_values.ctypes.data), count, outputs, plane, plane + minima, target)
 
 
 @inline

@@ -34,14 +34,14 @@ _SIGNS = 0x80808080
 
 
 def run_of(form: PanelForm) -> int:
-    """Vectors of products whose 16-bit sums can be added up: 1, 2, 4 or 8; 0: numbers have to have their sign."""
+    """Vectors of products whose 16-bit sums can be added up: 1, 2, 4 or 8; 0 where numbers must have their sign."""
     fitting = min(_RUN, SHORT_MOST // (2 * 128 * form.largest))
     return 1 << fitting.bit_length() - 1 if fitting else 0
 
 
 def narrow_fits(form: PanelForm) -> bool:
-    """Whether these are the tiles for such numbers. Those whose sums can be added up in 16 bits are for the wider
-    vectors, where there are any. What is taken off as sums of x that are no integers says nothing about signs."""
+    """Whether these are the tiles for such numbers. Those whose sums can be added up in 16 bits are left to
+    wider vectors, if the CPU has them. Numbers with "minima", whose sums of x are no integers, have no sign."""
     return not cpu_has("avx512f") if run_of(form) else form.below != "minima"
 
 
@@ -62,7 +62,7 @@ class NarrowWriter(TileWriter):
         """The 128 that `_signed` leaves out are part of it."""
         return super().zero(plane) if self._run else self.builder.fsub(vectors.constant(self.floats, 128.0), plane)
 
-    def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
+    def dots(self, numbers: Any, first: Any, sum_index: Any) -> Cells:
         builder, form = self.builder, self.form
         units = form.summed // UNIT
         stretch = min(units, max(1, self._run // _QUADS))
@@ -71,20 +71,20 @@ class NarrowWriter(TileWriter):
             unit = builder.mul(loop.index, LONG(stretch))
             begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
             inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
-            if self.panels == 1:  # of large tiles one after the other has its turn
+            if self.panels == 1:  # large tiles share a panel: each prefetches in its turn
                 with builder.if_then(builder.icmp_signed("!=", self.ahead, LONG(0))):
                     self.ask(begin, stretch * form.unit_bytes // LINE)
             (self._add_lifted if self._run else self._add_signed)(begin, inputs, stretch, dots)
-        found = {cell: builder.load(value) for cell, value in dots.items()}
+        totals = {cell: builder.load(value) for cell, value in dots.items()}
         if self._run and form.offset:  # at the end: before, there would be no registers for it
             for row in range(self.rows):
-                taken = self.of_row(self.sums, self.sums_size, row, where, WORD)
+                taken = self.of_row(self.sums, self.sums_size, row, sum_index, WORD)
                 for eight in self.vectors:
-                    found[row, eight] = builder.add(found[row, eight], taken)
-        return found
+                    totals[row, eight] = builder.add(totals[row, eight], taken)
+        return totals
 
     def _ask_alone(self, begin: Any, quad: int) -> None:
-        """Small tiles share their weights with no other, and wait for memory: they ask for a unit with each unit."""
+        """Small tiles share their weights with no other, and wait for memory: they prefetch a unit with each unit."""
         if self.panels > 1 and quad % _QUADS == 0:
             size = self.form.unit_bytes
             self.ask(self.builder.add(begin, LONG(quad // _QUADS * size)), size // LINE)
@@ -98,13 +98,13 @@ class NarrowWriter(TileWriter):
             for row in range(self.rows):
                 x = self._x(row, inputs, quad)
                 for eight in self.vectors:
-                    cell, made = (row, eight), self._multiplied(weights[eight], x)
+                    cell, product = (row, eight), self._multiplied(weights[eight], x)
                     if cell in sums:  # they fit; LLVM would add products to each other first, were it a plain sum
-                        made = vectors.call(self.builder, "llvm.sadd.sat.v16i16", _SHORTS, [sums[cell], made])
-                    sums[cell] = made
+                        product = vectors.call(self.builder, "llvm.sadd.sat.v16i16", _SHORTS, [sums[cell], product])
+                    sums[cell] = product
             if (quad + 1) % self._run == 0 or quad + 1 == units * _QUADS:
-                for cell, made in sums.items():
-                    self._add_shorts(made, dots[cell])
+                for cell, product in sums.items():
+                    self._add_shorts(product, dots[cell])
                 sums = {}
 
     def _add_signed(self, begin: Any, inputs: Any, units: int, dots: Cells) -> None:
@@ -117,16 +117,16 @@ class NarrowWriter(TileWriter):
             for row in range(self.rows):
                 x = self._x(row, inputs, quad)
                 for eight in self.vectors:
-                    own = vectors.call(builder, "llvm.x86.avx2.psign.b", _BYTES, [x, weights[eight]])
-                    self._add_shorts(self._multiplied(sizes[eight], own), dots[row, eight])
+                    signed_x = vectors.call(builder, "llvm.x86.avx2.psign.b", _BYTES, [x, weights[eight]])
+                    self._add_shorts(self._multiplied(sizes[eight], signed_x), dots[row, eight])
 
     def _multiplied(self, unsigned: Any, signed: Any) -> Any:
         """Sums of two products of bytes, of 16 bits."""
         return vectors.call(self.builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, [unsigned, signed])
 
     def _add_shorts(self, shorts: Any, into: Any) -> None:
-        """Two of 16 bits to each of eight sums, about which LLVM is told nothing: it would make sums of sums first, and
-        has too few registers for those."""
+        """Add two numbers of 16 bits to each of eight sums. Empty assembly hides the sum from LLVM, which would else
+        add such sums to each other first, and has too few registers for that."""
         builder = self.builder
         pairs = [shorts, ir.Constant(_SHORTS, [1] * 16)]
         pairs_sum = vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, pairs)
@@ -143,17 +143,17 @@ class NarrowWriter(TileWriter):
         """Half of a line of numbers, as words."""
         builder = self.builder
         panel, half = divmod(eight, _HALVES)
-        place = builder.add(begin, LONG(line * LINE + half * LINE // 2))
-        return load(builder, at(builder, self.weights, self.panel, panel, place), EIGHT_WORDS)
+        offset = builder.add(begin, LONG(line * LINE + half * LINE // 2))
+        return load(builder, at(builder, self.weights, self.panel, panel, offset), EIGHT_WORDS)
 
     def _lifted(self, eight: int, begin: Any, inputs: Any, quad: int) -> Any:
         """Four inputs of eight outputs as they are stored, a number in a byte."""
         builder, form = self.builder, self.form
         if self.spread:
             panel, half = divmod(eight, _HALVES)
-            place = builder.add(builder.mul(inputs, LONG(PANEL)), LONG(quad * LINE + half * LINE // 2))
+            offset = builder.add(builder.mul(inputs, LONG(PANEL)), LONG(quad * LINE + half * LINE // 2))
             size = builder.mul(self.chunks, LONG(form.chunk * PANEL))
-            return load(builder, at(builder, self.bytes, size, panel, place), _BYTES)
+            return load(builder, at(builder, self.bytes, size, panel, offset), _BYTES)
         unit, inside = divmod(quad, _QUADS)
         lines = unit * form.unit_bytes // LINE
         words = self._line(eight, begin, lines + inside // 2)
@@ -169,7 +169,7 @@ class NarrowWriter(TileWriter):
         return builder.bitcast(words, _BYTES)
 
     def _signed(self, eight: int, begin: Any, quad: int) -> Any:
-        """The same as they are meant, with their sign; of "zeros", 128 less than they are stored."""
+        """Four inputs of eight outputs with their sign; of "zeros", 128 less than they are stored."""
         builder, form = self.builder, self.form
         if form.bits == 8:
             words = self._line(eight, begin, quad)
@@ -185,5 +185,5 @@ class NarrowWriter(TileWriter):
 
     def _entries(self, words: Any, table: list[int]) -> Any:
         entries = ir.Constant(_BYTES, [entry % 256 for entry in table] * 2)
-        places = self.builder.bitcast(words, _BYTES)
-        return vectors.call(self.builder, "llvm.x86.avx2.pshuf.b", _BYTES, [entries, places])
+        indices = self.builder.bitcast(words, _BYTES)
+        return vectors.call(self.builder, "llvm.x86.avx2.pshuf.b", _BYTES, [entries, indices])

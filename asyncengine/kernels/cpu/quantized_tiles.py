@@ -22,7 +22,7 @@ what they write to memory and read again costs more than numbers that are taken 
 SPREAD = 3 if MOST > 1 else 0
 """Turns of rows from which on numbers of 6 bits are spread to bytes beforehand, once for all of them; 0: never."""
 _NEAR = 512
-"""Bytes that a panel of a `StreamWriter` is asked for before it is read."""
+"""Bytes that a panel of a `StreamWriter` is prefetched before it is read."""
 _LINES = 4
 """Lines of numbers that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
@@ -37,13 +37,13 @@ class WideWriter(TileWriter):
     def panels_of(cls, rows: int) -> int:
         return PANELS
 
-    def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
+    def dots(self, numbers: Any, first: Any, sum_index: Any) -> Cells:
         builder, form = self.builder, self.form
         dots = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
         for row, panel in self.cells:
             start = vectors.constant(WORDS, 0)
             if form.offset:
-                start = self.of_row(self.sums, self.sums_size, row, where, WORD)
+                start = self.of_row(self.sums, self.sums_size, row, sum_index, WORD)
             builder.store(start, dots[row, panel])
         units = form.summed // UNIT
         lines = 2 if self.spread else form.unit_bytes // LINE
@@ -56,8 +56,8 @@ class WideWriter(TileWriter):
                 self.ask(begin, form.unit_bytes // LINE)
                 quads = [self._unit(panel, begin, inputs) for panel in range(self.panels)]
                 for row in range(self.rows):
-                    places = [builder.add(inputs, LONG(4 * quad)) for quad in range(UNIT // 4)]
-                    words = [load(builder, at(builder, self.x, self.x_size, row, place), WORD) for place in places]
+                    offsets = [builder.add(inputs, LONG(4 * quad)) for quad in range(UNIT // 4)]
+                    words = [load(builder, at(builder, self.x, self.x_size, row, offset), WORD) for offset in offsets]
                     values = [vectors.splat(builder, word) for word in words]
                     for panel in range(self.panels):
                         cell = dots[row, panel]
@@ -68,12 +68,12 @@ class WideWriter(TileWriter):
         """The numbers of sixteen inputs, four in each vector: of byte `begin` of a panel, or where they are spread."""
         builder, form = self.builder, self.form
         if not self.spread:
-            places = [builder.add(begin, LONG(line * LINE)) for line in range(form.unit_bytes // LINE)]
-            own = [at(builder, self.weights, self.panel, panel, place) for place in places]
-            return _quads(builder, form, [load(builder, address, WORDS) for address in own])
+            offsets = [builder.add(begin, LONG(line * LINE)) for line in range(form.unit_bytes // LINE)]
+            addresses = [at(builder, self.weights, self.panel, panel, offset) for offset in offsets]
+            return _quads(builder, form, [load(builder, address, WORDS) for address in addresses])
         size, first = builder.mul(self.chunks, LONG(form.chunk * PANEL)), builder.mul(inputs, LONG(PANEL))
-        places = [builder.add(first, LONG(quad * LINE)) for quad in range(UNIT // 4)]
-        return [load(builder, at(builder, self.bytes, size, panel, place), WORDS) for place in places]
+        offsets = [builder.add(first, LONG(quad * LINE)) for quad in range(UNIT // 4)]
+        return [load(builder, at(builder, self.bytes, size, panel, offset), WORDS) for offset in offsets]
 
 
 class StreamWriter(WideWriter):
@@ -88,7 +88,7 @@ class StreamWriter(WideWriter):
     def panels_of(cls, rows: int) -> int:
         return 1
 
-    def distance(self, place: Any) -> Any:
+    def distance(self, index: Any) -> Any:
         return LONG(_NEAR)
 
 
@@ -99,13 +99,13 @@ class FloatWriter(WideWriter):
         super().__init__(builder, form, *others)
         self.x_size = builder.mul(self.x_size, LONG(4))
 
-    def x_scale(self, row: int, place: Any) -> Any:
+    def x_scale(self, row: int, index: Any) -> Any:
         return vectors.constant(self.floats, 1.0)
 
     def as_float(self, dot: Any) -> Any:
         return dot
 
-    def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
+    def dots(self, numbers: Any, first: Any, sum_index: Any) -> Cells:
         builder, form = self.builder, self.form
         dots = self._zeros()
         with cgutils.for_range(builder, LONG(form.summed // UNIT)) as loop:
@@ -115,9 +115,9 @@ class FloatWriter(WideWriter):
             units = [self._unit(panel, begin, inputs) for panel in range(self.panels)]
             for index in range(UNIT):
                 weights = [self._widened(quads[index // 4], index % 4) for quads in units]
-                place = builder.mul(builder.add(inputs, LONG(index)), LONG(4))
+                offset = builder.mul(builder.add(inputs, LONG(index)), LONG(4))
                 for row in range(self.rows):
-                    value = load(builder, at(builder, self.x, self.x_size, row, place), FLOAT)
+                    value = load(builder, at(builder, self.x, self.x_size, row, offset), FLOAT)
                     for panel in range(self.panels):
                         self._multiply_add(weights[panel], vectors.splat(builder, value), dots[row, panel])
         return {cell: builder.load(value) for cell, value in dots.items()}
@@ -130,8 +130,8 @@ class FloatWriter(WideWriter):
 
 
 def streamed_rows(form: PanelForm) -> int:
-    """Rows of x up to which tiles of one panel are faster. What is made for each row and group (scales, sums of x) is
-    then made for each panel: there is too much of that where groups are of 16, and for 8 bits also where of 32."""
+    """Rows of x up to which tiles of one panel are faster. Loads for each row and group (scales, sums of x) are
+    then repeated for each panel: there is too much of that where groups are of 16, and for 8 bits also where of 32."""
     if not cpu_has("avx512f"):
         return 0
     return 3 if form.summed == GROUP or (form.summed >= 32 and form.bits < 8) else 0
@@ -176,32 +176,32 @@ def _add_unit(builder: Any, form: PanelForm, total: Any, unsigned: list[Any], si
 
 
 def _halves(builder: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """The same of a few vectors whose sums of two products, added up, fit into 16 bits; eight lanes at a time."""
-    kind, numbers, made = ir.VectorType(ir.IntType(16), 16), ir.VectorType(BYTE, 32), []
+    """Sums of the products of a few vectors, whose 16-bit sums of two can be added up; eight lanes at a time."""
+    short_vector, numbers, halves = ir.VectorType(ir.IntType(16), 16), ir.VectorType(BYTE, 32), []
     for half in range(2):
         lanes = ir.Constant(EIGHT_WORDS, list(range(8 * half, 8 * half + 8)))
-        total = ir.Constant(kind, [0] * 16)
+        total = ir.Constant(short_vector, [0] * 16)
         for pair in pairs:
             sides = [builder.bitcast(builder.shuffle_vector(side, side, lanes), numbers) for side in pair]
-            total = builder.add(total, vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, sides))
-        ones = ir.Constant(kind, [1] * 16)
-        made.append(vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, [total, ones]))
-    return builder.shuffle_vector(*made, ir.Constant(WORDS, list(range(LANES))))
+            total = builder.add(total, vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", short_vector, sides))
+        ones = ir.Constant(short_vector, [1] * 16)
+        halves.append(vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, [total, ones]))
+    return builder.shuffle_vector(*halves, ir.Constant(WORDS, list(range(LANES))))
 
 
 def _add_shorts(builder: Any, form: PanelForm, total: Any, unsigned: list[Any], signed: list[Any]) -> Any:
     """The same by NEON, which adds pairs of 16 bits to sums of 32: products of bytes at even places and of those at odd
     ones fit in 16 bits, and of small numbers sums of several do. Every such CPU has this, unlike products of bytes."""
-    kind, products = ir.VectorType(ir.IntType(16), 2 * LANES), []
-    eight, low = (vectors.constant(kind, value) for value in (8, 255))
+    short_vector, products = ir.VectorType(ir.IntType(16), 2 * LANES), []
+    eight, low = (vectors.constant(short_vector, value) for value in (8, 255))
     for pair in zip(unsigned, signed, strict=True):
-        numbers, values = (builder.bitcast(side, kind) for side in pair)
+        numbers, values = (builder.bitcast(side, short_vector) for side in pair)
         products.append(builder.mul(builder.and_(numbers, low), builder.ashr(builder.shl(values, eight), eight)))
         products.append(builder.mul(builder.lshr(numbers, eight), builder.ashr(values, eight)))
     fitting = max(1, SHORT_MOST // (128 * form.largest))
     for first in range(0, len(products), fitting):
         shorts = functools.reduce(builder.add, products[first : first + fitting])
-        total = builder.add(total, vectors.by_parts(builder, shorts, 8, _add_neighbours))
+        total = builder.add(total, vectors.by_slices(builder, shorts, 8, _add_neighbours))
     return total
 
 
@@ -211,9 +211,9 @@ def _add_neighbours(builder: Any, shorts: Any) -> Any:
 
 def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """To each of sixteen sums, the products of four bytes without and four with sign, by plain arithmetic."""
-    for place in range(4):
-        left = builder.and_(builder.lshr(unsigned, vectors.constant(WORDS, 8 * place)), vectors.constant(WORDS, 255))
-        lifted = builder.shl(signed, vectors.constant(WORDS, 24 - 8 * place))
+    for byte in range(4):
+        left = builder.and_(builder.lshr(unsigned, vectors.constant(WORDS, 8 * byte)), vectors.constant(WORDS, 255))
+        lifted = builder.shl(signed, vectors.constant(WORDS, 24 - 8 * byte))
         right = builder.ashr(lifted, vectors.constant(WORDS, 24))
         total = builder.add(total, builder.mul(left, right))
     return total
@@ -224,19 +224,19 @@ def make_spreader(form: PanelForm, panels: int) -> Any:
     `bytes` has room for uint8 [panels, inputs / 4, outputs of a panel, 4]."""
 
     @emitted(*[INT64] * 4)
-    def spread(builder: Any, own: Any, size: Any, chunks: Any, target: Any) -> None:
+    def spread(builder: Any, weights: Any, size: Any, chunks: Any, target: Any) -> None:
         units, unit = form.chunk // UNIT, UNIT * PANEL
         for number in range(panels):
             with cgutils.for_range(builder, chunks) as outer, cgutils.for_range(builder, LONG(units)) as inner:
                 begin = builder.add(builder.mul(outer.index, LONG(form.chunk_bytes)), LONG(form.head))
                 begin = builder.add(begin, builder.mul(inner.index, LONG(form.unit_bytes)))
                 lines = range(form.unit_bytes // LINE)
-                places = [at(builder, own, size, number, builder.add(begin, LONG(line * LINE))) for line in lines]
-                quads = _quads(builder, form, [load(builder, place, WORDS) for place in places])
+                offsets = [at(builder, weights, size, number, builder.add(begin, LONG(line * LINE))) for line in lines]
+                quads = _quads(builder, form, [load(builder, offset, WORDS) for offset in offsets])
                 done = builder.mul(builder.add(builder.mul(outer.index, LONG(units)), inner.index), LONG(unit))
                 whole = builder.mul(chunks, LONG(form.chunk * PANEL))
                 for quad, words in enumerate(quads):
-                    place = builder.add(done, LONG(quad * LINE))
-                    vectors.store(builder, words, at(builder, target, whole, number, place))
+                    offset = builder.add(done, LONG(quad * LINE))
+                    vectors.store(builder, words, at(builder, target, whole, number, offset))
 
     return spread

@@ -28,7 +28,7 @@ class RouteSettings(NamedTuple):
     sigmoid: bool
     """Scores are sigmoids of the logits; else their softmax."""
     groups: int
-    """Equal parts of the experts, of which a row uses those `kept` with the largest sum of their two best."""
+    """Equal groups of the experts, of which a row uses those `kept` with the largest sum of their two best."""
     kept: int
     normalised: bool
     """Weights of a row are divided by their sum, or by `least` if that is larger."""
@@ -71,33 +71,33 @@ def route_rows(
 ) -> None:  # fmt: skip
     """`route` by address."""
     single = np.float32(0)
-    given = array(pointer(logits, single), (rows, columns))
+    row_logits = array(pointer(logits, single), (rows, columns))
     corrections = array(pointer(correction, single), (experts,))
     factors = array(pointer(by_expert, single), (experts,))
-    found = array(pointer(ids, np.int64(0)), (rows, chosen))
+    chosen_ids = array(pointer(ids, np.int64(0)), (rows, chosen))
     shares = array(pointer(weights, single), (rows, chosen))
     scores, choice = np.empty(experts, np.float32), np.empty(experts, np.float32)
     by_group = np.empty(groups, np.float32)
     for row in range(rows):
         if spread >= 0:
-            _mix_sparsely(given[row, :experts], found[row], shares[row], spread)
+            _mix_sparsely(row_logits[row, :experts], chosen_ids[row], shares[row], spread)
             continue
-        _score(given[row], scores, experts, sigmoid)
+        _score(row_logits[row], scores, experts, sigmoid)
         for expert in range(experts):
             choice[expert] = scores[expert] + corrections[expert] if correction != 0 else scores[expert]
         if kept < groups:
             _keep_groups(choice, by_group, experts // groups, kept, by_best)
         total = np.float32(0)
-        for place in range(chosen):
-            best = _take_best(choice, found[row], place)
-            shares[row, place] = scores[best]
+        for rank in range(chosen):
+            best = _take_best(choice, chosen_ids[row], rank)
+            shares[row, rank] = scores[best]
             total += scores[best]
-        for place in range(chosen):
-            share = shares[row, place]
+        for rank in range(chosen):
+            share = shares[row, rank]
             if normalised:
                 share /= max(total, least)
             share *= scale
-            shares[row, place] = share * factors[found[row, place]] if by_expert != 0 else share
+            shares[row, rank] = share * factors[chosen_ids[row, rank]] if by_expert != 0 else share
 
 
 _route_few = with_gil(route_rows)
@@ -108,15 +108,15 @@ def _mix_sparsely(
     logits: NDArray[np.float32], taken: NDArray[np.int64], shares: NDArray[np.float32], spread: np.float32
 ) -> None:
     """One expert after the other, each with its share among those that are left and near it (`layers.routing`)."""
-    for place in range(len(taken)):
-        largest, total = logits[_take_best(logits, taken, place)], np.float32(0)
+    for rank in range(len(taken)):
+        largest, total = logits[_take_best(logits, taken, rank)], np.float32(0)
         for expert in range(len(logits)):
             near = not (largest - logits[expert]) / max(abs(logits[expert]), largest) > np.float32(2) * spread
-            for earlier in range(place):
+            for earlier in range(rank):
                 near = near and taken[earlier] != expert
             if near:
                 total += exponential(logits[expert] - largest)
-        shares[place] = np.float32(1) / total
+        shares[rank] = np.float32(1) / total
 
 
 @inline
@@ -137,21 +137,21 @@ def _score(logits: NDArray[np.float32], scores: NDArray[np.float32], experts: in
 
 
 @inline
-def _take_best(choice: NDArray[np.float32], taken: NDArray[np.int64], place: int) -> int:
-    """The expert with the largest value that is not among the first `place` of `taken`, to which it is added.
+def _take_best(choice: NDArray[np.float32], taken: NDArray[np.int64], rank: int) -> int:
+    """The expert with the largest value that is not among the first `rank` of `taken`, to which it is added.
 
-    A value that is no number is never larger than another, so that there is always one.
+    NaN is never larger than another value, but the first free expert is taken whatever its value: there is always one.
     """
     best = -1
     for expert in range(len(choice)):
         free = True
         if not (best < 0 or choice[expert] > choice[best]):
             continue
-        for earlier in range(place):
+        for earlier in range(rank):
             free = free and taken[earlier] != expert
         if free:
             best = expert
-    taken[place] = best
+    taken[rank] = best
     return best
 
 
@@ -159,7 +159,7 @@ def _take_best(choice: NDArray[np.float32], taken: NDArray[np.int64], place: int
 def _keep_groups(
     choice: NDArray[np.float32], by_group: NDArray[np.float32], size: int, kept: int, by_best: bool
 ) -> None:
-    """All but the `kept` best groups are out of the choice."""
+    """Set all experts of `choice` to -inf but those of the `kept` best groups."""
     for group in range(len(by_group)):
         first, second = _NONE, _NONE
         for expert in range(group * size, (group + 1) * size):
@@ -170,12 +170,12 @@ def _keep_groups(
                 second = value
         by_group[group] = first if by_best else first + second
     best = np.empty(kept, np.int64)
-    for place in range(kept):
-        _take_best(by_group, best, place)
+    for rank in range(kept):
+        _take_best(by_group, best, rank)
     for group in range(len(by_group)):
         stays = False
-        for place in range(kept):
-            stays = stays or best[place] == group
+        for rank in range(kept):
+            stays = stays or best[rank] == group
         if not stays:
             for expert in range(group * size, (group + 1) * size):
                 choice[expert] = _NONE

@@ -32,32 +32,33 @@ _BINS = 4096
 _BINS_PER_UNIT = 64
 """The top-p set is looked for among bins of this many to a factor of e, below the likeliest token."""
 _SHORT, _LATER = 16, 128
-"""Numbers that are not worth another part of the sort; ends of parts that it may put off."""
+"""Numbers of a range that is left to the insertion sort; room for the ends of ranges that are sorted later."""
 
 
 @serial
 def top_k_threshold(
-    values: int, places: int, memory: int, found: int, vocab: int, maximum: np.float32, top_k: int, top_p: np.float32
-) -> None:
-    """The smallest value that top-k, then top-p over what that left, keep."""
-    scaled, kept = array(pointer(values, _SINGLE), (vocab,)), array(pointer(memory, _SINGLE), (vocab,))
-    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
-    result = array(pointer(found, _SINGLE), (1,))
+    values: int, block_maxima: int, memory: int, threshold: int, vocab: int, maximum: np.float32, top_k: int,
+    top_p: np.float32,
+) -> None:  # fmt: skip
+    """Store to `threshold` the smallest value that top-k, then top-p over what that left, keep."""
+    scaled, candidates = array(pointer(values, _SINGLE), (vocab,)), array(pointer(memory, _SINGLE), (vocab,))
+    maxima = array(pointer(block_maxima, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
+    result = array(pointer(threshold, _SINGLE), (1,))
     floor = np.float32(-np.inf)
     if top_k <= len(maxima):  # as many blocks reach this as tokens are wanted, so the answer is no smaller
         for block in range(len(maxima)):
-            kept[block] = maxima[block]
+            candidates[block] = maxima[block]
         call(_sort, (memory, len(maxima)))
-        floor = kept[len(maxima) - top_k]
+        floor = candidates[len(maxima) - top_k]
     count = 0
     for block in range(len(maxima)):
         if maxima[block] >= floor:
             for index in range(block * BLOCK, min((block + 1) * BLOCK, len(scaled))):
                 if scaled[index] >= floor:
-                    kept[count] = scaled[index]
+                    candidates[count] = scaled[index]
                     count += 1
     call(_sort, (memory, count))
-    ordered = kept[:count]
+    ordered = candidates[:count]
     smallest = ordered[count - top_k]
     if top_p >= 1:
         result[0] = smallest
@@ -70,14 +71,14 @@ def top_k_threshold(
 
 @serial
 def _sort(memory: int, count: int) -> None:
-    """Ascending float32 [count], none of them NaN, in their place.
+    """Sort float32 [count], none of them NaN, ascending and in place.
 
     As quick as `numpy.ndarray.sort`, which takes numba ten times as long to compile (C. A. R. Hoare: Quicksort, 1962;
     short parts are left to one insertion sort at the end: R. Sedgewick, 1978).
     """
     values = array(pointer(memory, _SINGLE), (count,))
-    later = room(_LATER, _WHOLE)  # the longer of two parts each time: no more than bits in `count`
-    waiting, low, high = 0, 0, count - 1
+    deferred = room(_LATER, _WHOLE)  # the longer of two ranges each time: no more of them than bits in `count`
+    num_deferred, low, high = 0, 0, count - 1
     while True:
         while high - low >= _SHORT:
             first, middle, last = values[low], values[(low + high) // 2], values[high]
@@ -89,27 +90,27 @@ def _sort(memory: int, count: int) -> None:
                 while values[right] > pivot:
                     right -= 1
                 if left <= right:
-                    kept = values[left]
+                    swapped = values[left]
                     values[left] = values[right]
-                    values[right] = kept
+                    values[right] = swapped
                     left, right = left + 1, right - 1
             if right - low > high - left:
-                later[waiting], later[waiting + 1] = low, right
+                deferred[num_deferred], deferred[num_deferred + 1] = low, right
                 low = left
             else:
-                later[waiting], later[waiting + 1] = left, high
+                deferred[num_deferred], deferred[num_deferred + 1] = left, high
                 high = right
-            waiting += 2
-        if waiting == 0:
+            num_deferred += 2
+        if num_deferred == 0:
             break
-        waiting -= 2
-        low, high = later[waiting], later[waiting + 1]
+        num_deferred -= 2
+        low, high = deferred[num_deferred], deferred[num_deferred + 1]
     for index in range(1, count):
-        value, place = values[index], index
-        while place > 0 and values[place - 1] > value:
-            values[place] = values[place - 1]
-            place -= 1
-        values[place] = value
+        value, position = values[index], index
+        while position > 0 and values[position - 1] > value:
+            values[position] = values[position - 1]
+            position -= 1
+        values[position] = value
 
 
 @serial
@@ -126,12 +127,12 @@ def _walk(ordered: NDArray[np.float32], maximum: Any, running: Any, wanted: Any)
 
 @serial
 def top_p_threshold(
-    values: int, places: int, memory: int, found: int, vocab: int, maximum: np.float32, top_p: np.float32
+    values: int, block_maxima: int, memory: int, threshold: int, vocab: int, maximum: np.float32, top_p: np.float32
 ) -> None:
     """The smallest value that top-p keeps: by bins of likelihood, then exactly inside the bin where it ends."""
-    scaled, kept = array(pointer(values, _SINGLE), (vocab,)), array(pointer(memory, _SINGLE), (vocab,))
-    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
-    result = array(pointer(found, _SINGLE), (1,))
+    scaled, candidates = array(pointer(values, _SINGLE), (vocab,)), array(pointer(memory, _SINGLE), (vocab,))
+    maxima = array(pointer(block_maxima, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
+    result = array(pointer(threshold, _SINGLE), (1,))
     weights, bins, sums = room(BLOCK, _SINGLE), room(BLOCK, np.int32(0)), room(_BINS, np.float64(0))
     for index in range(_BINS):
         sums[index] = 0.0
@@ -156,13 +157,13 @@ def top_p_threshold(
         _weights_and_bins(values + block * (BLOCK * 4), size, maximum, weights, bins)
         for index in range(size):
             if bins[index] == end:
-                kept[count] = scaled[block * BLOCK + index]
+                candidates[count] = scaled[block * BLOCK + index]
                 count += 1
     if not count:
-        result[0] = faint  # rounding alone kept the sum from what was wanted: everything belongs to it
+        result[0] = faint  # only rounding kept the sum below its target: every token belongs to the set
         return
     call(_sort, (memory, count))
-    result[0] = _walk(kept[:count], maximum, running, wanted)
+    result[0] = _walk(candidates[:count], maximum, running, wanted)
 
 
 @serial_in_order
@@ -203,7 +204,7 @@ class SamplerKernel:
     """Chooses one token for each row. Holds working memory: one step at a time."""
 
     few = 64
-    """Rows up to which lists of what they ask for take less time than arrays."""
+    """Rows up to which flat lists of their parameters take less time than arrays."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -213,7 +214,7 @@ class SamplerKernel:
         self._scratch = torch.empty((0, 0), dtype=torch.float32)
         self._few = np.empty(3 * self.few, dtype=np.float32), np.empty(4 * self.few, dtype=np.int64)
         self._few_at = self._few[0].ctypes.data, self._few[1].ctypes.data
-        # compiled now rather than in somebody's first step
+        # compiled now rather than in a request's first step
         self.choose(torch.zeros((1, vocab_size)), np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
 
     @staticmethod
@@ -237,7 +238,7 @@ class SamplerKernel:
     def choose_few(
         self, logits: torch.Tensor, params: Sequence[float], keys: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of up to `few` rows, whose numbers come one behind the other."""
+        """`choose` for up to `few` rows, whose params and keys come as flat lists, row by row."""
         numbers, whole = self._few
         numbers[: len(params)] = params
         whole[: len(keys)] = keys
@@ -265,14 +266,14 @@ def _choose(
     team: int,
 ) -> None:  # fmt: skip
     pieces = pieces_of(rows * vocab * _WORK, rows, team)
-    parallel_for(_choose_part, team, pieces, (logits, params, keys, scratch, tokens, best, rows, vocab, width))
+    parallel_for(_choose_rows, team, pieces, (logits, params, keys, scratch, tokens, best, rows, vocab, width))
 
 
 _choose_at_once = with_gil(_choose)
 
 
 @serial
-def _choose_part(
+def _choose_rows(
     piece: int, pieces: int, worker: int,
     logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
 ) -> None:  # fmt: skip
@@ -286,14 +287,14 @@ def _choose_part(
 
 @serial
 def _choose_row(logits: int, params: int, keys: int, scratch: int, token: int, best: int, vocab: int) -> None:
-    """All by address; the parts that take a compiler long are called that way too, so that several may compile them,
-    and those last that no request calls that takes the largest (`models.first_kernels` knows which models' do)."""
+    """Choose one row's token. Functions that compile slowly are called by address: several processes compile them, and
+    last those that greedy requests do not call (`models.first_kernels` knows which models' requests are greedy)."""
     blocks = (vocab + BLOCK - 1) // BLOCK
-    found, maxima = scratch, scratch + 4
+    result, maxima = scratch, scratch + 4
     scaled = maxima + blocks * 4
     kept = scaled + vocab * 4
-    chosen, cut = array(pointer(token, _WHOLE), (1,)), array(pointer(found, _SINGLE), (1,))
-    call(_largest_of_blocks, (logits, maxima, found, vocab))
+    chosen, cut = array(pointer(token, _WHOLE), (1,)), array(pointer(result, _SINGLE), (1,))
+    call(_largest_of_blocks, (logits, maxima, result, vocab))
     largest = cut[0]
     array(pointer(best, _SINGLE), (1,))[0] = largest
     values, tops = array(pointer(logits, _SINGLE), (vocab,)), array(pointer(maxima, _SINGLE), (blocks,))
@@ -303,29 +304,30 @@ def _choose_row(logits: int, params: int, keys: int, scratch: int, token: int, b
         chosen[0] = 0
         return
     if temperature == 0:
-        chosen[0] = _place_of(values, tops, largest)
+        chosen[0] = _first_index_of(values, tops, largest)
         return
-    divided = array(pointer(scaled, _SINGLE), (vocab,))
+    scaled_logits = array(pointer(scaled, _SINGLE), (vocab,))
     for index in range(vocab):
-        divided[index] = values[index] / temperature
+        scaled_logits[index] = values[index] / temperature
+    # division by a positive number keeps the order, so these are still the maxima of their blocks
     for block in range(blocks):
         tops[block] /= temperature
     maximum = largest / temperature
     least = max(maximum + np.log(min_p), maximum - np.float32(FAINT))
     if wanted[0] > 0:
-        call_rare(top_k_threshold, (scaled, maxima, kept, found, vocab, maximum, wanted[0], top_p))
+        call_rare(top_k_threshold, (scaled, maxima, kept, result, vocab, maximum, wanted[0], top_p))
         least = max(least, cut[0])
     elif top_p < 1:
-        call_rare(top_p_threshold, (scaled, maxima, kept, found, vocab, maximum, top_p))
+        call_rare(top_p_threshold, (scaled, maxima, kept, result, vocab, maximum, top_p))
         least = max(least, cut[0])
     call_rare(_draw, (scaled, maxima, token, vocab, maximum, least, wanted[1], wanted[2], wanted[3]))
 
 
 @serial
-def _largest_of_blocks(logits: int, places: int, found: int, vocab: int) -> None:
-    """Fills the float32 [blocks] at `places`; `found`: where the largest goes, or NaN if there is one anywhere."""
+def _largest_of_blocks(logits: int, block_maxima: int, result: int, vocab: int) -> None:
+    """Fill float32 [blocks] at `block_maxima`; to `result` goes the largest of all, or NaN if there is one anywhere."""
     values = array(pointer(logits, _SINGLE), (vocab,))
-    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
+    maxima = array(pointer(block_maxima, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
     lanes = room(_LANES, _SINGLE)
     unordered = 0
     maximum = np.float32(-np.inf)
@@ -348,12 +350,12 @@ def _largest_of_blocks(logits: int, places: int, found: int, vocab: int) -> None
             greatest = max(greatest, lanes[lane])
         maxima[block] = greatest
         maximum = max(maximum, greatest)
-    array(pointer(found, _SINGLE), (1,))[0] = np.float32(np.nan) if unordered else maximum
+    array(pointer(result, _SINGLE), (1,))[0] = np.float32(np.nan) if unordered else maximum
 
 
 @serial
-def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], maximum: Any) -> int:
-    """The first place of the largest value."""
+def _first_index_of(values: NDArray[np.float32], maxima: NDArray[np.float32], maximum: Any) -> int:
+    """The index of the first value that equals `maximum`, the largest."""
     for block in range(len(maxima)):
         if maxima[block] == maximum:
             for index in range(block * BLOCK, min((block + 1) * BLOCK, len(values))):
@@ -364,15 +366,16 @@ def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], maximum:
 
 @serial
 def _draw(
-    values: int, places: int, token: int, vocab: int, maximum: np.float32, least: np.float32, seed_low: int,
+    values: int, block_maxima: int, token: int, vocab: int, maximum: np.float32, least: np.float32, seed_low: int,
     seed_high: int, position: int,
 ) -> None:  # fmt: skip
     """A token with a value of `least` or more, as likely as its share of the sum of e^value. Goes to `token`."""
     scaled = array(pointer(values, _SINGLE), (vocab,))
-    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
-    low, high, where = np.uint32(seed_low), np.uint32(seed_high), np.uint32(position)
-    inner = _mix(_mix(_mix(low ^ np.uint32(0x9E3779B9)) ^ high) ^ where)
-    outer = _mix(_mix(_mix(high ^ np.uint32(0x7F4A7C15)) ^ where) ^ low)
+    maxima = array(pointer(block_maxima, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
+    low, high, position_bits = np.uint32(seed_low), np.uint32(seed_high), np.uint32(position)
+    # the same hash as in `sampling.sampler` and the GPU's kernel: a seed gives the same noise on every device
+    inner = _mix(_mix(_mix(low ^ np.uint32(0x9E3779B9)) ^ high) ^ position_bits)
+    outer = _mix(_mix(_mix(high ^ np.uint32(0x7F4A7C15)) ^ position_bits) ^ low)
     winner, top = 0, np.float32(-np.inf)
     for block in range(len(maxima)):
         if maxima[block] < least:

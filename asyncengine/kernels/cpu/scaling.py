@@ -38,8 +38,8 @@ def add(y: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def add_both(residual: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """residual + first + second in float32, rounded once; all [rows, width] and contiguous."""
     out, (rows, width) = torch.empty_like(residual), residual.shape
-    where = (residual.data_ptr(), first.data_ptr(), second.data_ptr(), out.data_ptr())
-    add_branches(*where, rows, width, tag_of(residual.dtype), use_team())
+    addresses = (residual.data_ptr(), first.data_ptr(), second.data_ptr(), out.data_ptr())
+    add_branches(*addresses, rows, width, tag_of(residual.dtype), use_team())
     return out
 
 
@@ -70,8 +70,8 @@ def scaled_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     contiguous."""
     (rows, width), count = x.shape, factors.shape[1]
     out = torch.empty((rows * count, width), dtype=x.dtype)
-    where = x.data_ptr(), factors.data_ptr(), out.data_ptr()
-    multiply_rows(*where, rows * count, count, width, width, tag_of(x.dtype), use_team())
+    addresses = x.data_ptr(), factors.data_ptr(), out.data_ptr()
+    multiply_rows(*addresses, rows * count, count, width, width, tag_of(x.dtype), use_team())
     return out
 
 
@@ -79,16 +79,16 @@ def scaled_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 @serial_in_order
 def multiply_rows(
     first: int, last: int, x: int, factors: int, out: int, rows: int, count: int, stride: int, columns: int,
-    kind: np.generic,
+    dtype: np.generic,
 ) -> None:  # fmt: skip
     """`scaled_rows` by address, of the first `columns` of rows that are `stride` numbers apart: `rows` are those of the
     result, `count` have one of x."""
     factor = array(pointer(factors, np.float32(0)), (rows,))
     for row in range(first, last):
-        numbers = array(pointer(x + row // count * stride * size_of(kind), kind), (columns,))
-        results = array(pointer(out + row * stride * size_of(kind), kind), (columns,))
+        numbers = array(pointer(x + row // count * stride * size_of(dtype), dtype), (columns,))
+        results = array(pointer(out + row * stride * size_of(dtype), dtype), (columns,))
         for index in range(columns):
-            results[index] = narrow(widen(numbers[index]) * factor[row], kind)
+            results[index] = narrow(widen(numbers[index]) * factor[row], dtype)
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,9 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 @team_kernel(lambda rows, width: (rows * width, rows * width * _WORK))
 @serial_in_order
-def widen_all(first: int, last: int, x: int, out: int, rows: int, width: int, kind: np.generic) -> None:
+def widen_all(first: int, last: int, x: int, out: int, rows: int, width: int, dtype: np.generic) -> None:
     """`widened` by address."""
-    values, numbers = array(pointer(x, kind), (last,)), array(pointer(out, np.float32(0)), (last,))
+    values, numbers = array(pointer(x, dtype), (last,)), array(pointer(out, np.float32(0)), (last,))
     for index in range(first, last):
         numbers[index] = widen(values[index])
 
@@ -112,53 +112,53 @@ def widen_all(first: int, last: int, x: int, out: int, rows: int, width: int, ki
 @team_kernel(lambda rows, width: (rows * width, rows * width * _WORK))
 @serial_in_order
 def add_branches(
-    begin: int, end: int, residual: int, first: int, second: int, out: int, rows: int, width: int, kind: np.generic
+    begin: int, end: int, residual: int, first: int, second: int, out: int, rows: int, width: int, dtype: np.generic
 ) -> None:
     """`add_both` by address."""
-    stream, sums = array(pointer(residual, kind), (end,)), array(pointer(out, kind), (end,))
-    one, other = array(pointer(first, kind), (end,)), array(pointer(second, kind), (end,))
+    stream, sums = array(pointer(residual, dtype), (end,)), array(pointer(out, dtype), (end,))
+    left, right = array(pointer(first, dtype), (end,)), array(pointer(second, dtype), (end,))
     for index in range(begin, end):
-        sums[index] = narrow(widen(stream[index]) + widen(one[index]) + widen(other[index]), kind)
+        sums[index] = narrow(widen(stream[index]) + widen(left[index]) + widen(right[index]), dtype)
 
 
 @team_kernel(lambda rows, width: (rows, rows * width * _WORK))
 @serial_in_order
 def add_shared(
     first: int, last: int, y: int, shared: int, gates: int, stride: int, out: int, rows: int, width: int,
-    kind: np.generic,
+    dtype: np.generic,
 ) -> None:  # fmt: skip
     """`add_gated` by address; the gates are `stride` numbers apart, 0: there are none."""
     for row in range(first, last):
         share = np.float32(1)
         if gates != 0:
             share /= np.float32(1) + exponential(-array(pointer(gates + row * stride * 4, np.float32(0)), (1,))[0])
-        place = row * width * size_of(kind)
-        left, right = array(pointer(y + place, kind), (width,)), array(pointer(shared + place, kind), (width,))
-        sums = array(pointer(out + place, kind), (width,))
+        offset = row * width * size_of(dtype)
+        left, right = array(pointer(y + offset, dtype), (width,)), array(pointer(shared + offset, dtype), (width,))
+        sums = array(pointer(out + offset, dtype), (width,))
         for index in range(width):
-            sums[index] = narrow(widen(left[index]) + widen(right[index]) * share, kind)
+            sums[index] = narrow(widen(left[index]) + widen(right[index]) * share, dtype)
 
 
 @team_kernel(lambda rows, columns: (rows, rows * columns * _WORK))
 @serial_in_order
 def scale_columns(
-    first: int, last: int, x: int, factors: int, rows: int, stride: int, columns: int, kind: np.generic
+    first: int, last: int, x: int, factors: int, rows: int, stride: int, columns: int, dtype: np.generic
 ) -> None:
     """The first `columns` of x [rows, stride] times `factors`, float32 [columns]."""
     factor = array(pointer(factors, np.float32(0)), (columns,))
     for row in range(first, last):
-        numbers = array(pointer(x + row * stride * size_of(kind), kind), (columns,))
+        numbers = array(pointer(x + row * stride * size_of(dtype), dtype), (columns,))
         for index in range(columns):
-            numbers[index] = narrow(widen(numbers[index]) * factor[index], kind)
+            numbers[index] = narrow(widen(numbers[index]) * factor[index], dtype)
 
 
 @team_kernel(lambda rows, width: (rows * width, rows * width * _WORK))
 @serial_in_order
 def add_beside(
-    first: int, last: int, left: int, factor: np.float32, right: int, rows: int, width: int, kind: np.generic
+    first: int, last: int, left: int, factor: np.float32, right: int, rows: int, width: int, dtype: np.generic
 ) -> None:
     """left = left * factor + right, both [rows, width]; the product is rounded, and so is the sum."""
-    sums, added = array(pointer(left, kind), (last,)), array(pointer(right, kind), (last,))
+    sums, added = array(pointer(left, dtype), (last,)), array(pointer(right, dtype), (last,))
     for index in range(first, last):
-        product = widen(narrow(widen(sums[index]) * factor, kind))
-        sums[index] = narrow(product + widen(added[index]), kind)
+        product = widen(narrow(widen(sums[index]) * factor, dtype))
+        sums[index] = narrow(product + widen(added[index]), dtype)

@@ -71,11 +71,11 @@ class Team:
         self._words[loops.CALLER_SPIN // 8] = loops.CALLER_SPIN_NS
         loops.make(self._address, threads)
         self._end = weakref.finalize(self, _stop, self._memory, self._address, threads, os.getpid())
-        self._end.atexit = False  # helpers are daemons: nobody waits for them when the program ends
+        self._end.atexit = False  # helpers are daemons: the interpreter does not join them when the program ends
 
     @contextmanager
     def joined(self, threads: int | None = None) -> Iterator[None]:
-        """Within, kernels called on this thread share their loops among so many of the team's threads; None: all.
+        """Within, kernels called on this thread share their loops among `threads` of the team's threads; None for all.
 
         Raises `RuntimeError` if another thread is within, or if the team is closed.
         """
@@ -97,11 +97,12 @@ class Team:
         if threads > 1 and not self._started:
             self._started = True  # once, even if the system has no thread: it would be asked for in every step
             self._start_helpers()
+        # `limit` may have lowered WANTED in an earlier step
         if not self._words[loops.ACTIVE // 8] == self._words[loops.WANTED // 8] == threads - 1:
             loops.change(self._address, loops.ACTIVE, threads - 1, self.threads)
 
     def limit(self, threads: int) -> None:
-        """From the next loop on, within the `joined` that is going on, so many threads at most. From any thread."""
+        """Share the next loops, within this `joined`, among `threads` threads at most. Any thread may call this."""
         self._words[loops.WANTED // 8] = max(1, min(threads, self._joined)) - 1
 
     def _start_helpers(self) -> None:
@@ -139,7 +140,7 @@ class Team:
 
 _even_count: Any = loops.even_count
 even_count: Callable[[int, int, int, int], int] = _even_count.py_func
-"""The same for what Python plans."""
+"""`team_loops.even_count` for plans that Python makes."""
 _LOCAL = threading.local()
 """`team`: whose turn it is on this thread. Kernels are called through modules that know nothing of threads."""
 

@@ -2,14 +2,14 @@
 
 One thread owns the team and calls; helpers join in. A loop is cut into more pieces than there are threads. Each thread
 has a share of pieces that follow each other, takes them one by one, and then takes from the end of the others' shares
-(work stealing: Blumofe and Leiserson, 1999): a helper without a core holds nobody up but for a piece that it had
-already begun. Whoever waits spins for a moment and then sleeps: in a step's midst the next loop comes within that
+(work stealing: Blumofe and Leiserson, 1999): a helper without a core delays a loop only by a piece that it had
+already begun. A waiting thread spins for a moment and then sleeps: in a step's midst the next loop comes within that
 moment, and in company a sleeping caller leaves its core to the helper it waits for. OpenMP's runtimes do neither: they
 share loops out beforehand, and either spin for milliseconds or sleep after every loop.
 
 All of it is one block of memory. A share is one word, the next piece and the end; a piece is taken by exchanging the
-word as it was seen. Shares of a loop that is over are empty, so whoever succeeds has a piece of the present loop, and
-the caller cannot go on before it is done: only then is it read what the loop is made of (function, record, pieces).
+word as it was seen. Shares of a loop that is over are empty, so a successful exchange yields a piece of the present
+loop, whose end the caller awaits: only then are the loop's function, record and number of pieces read.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from asyncengine.kernels.cpu.vectors import LONG
 
 LINE = 64
 """Bytes that travel between cores together: words that different threads write do not share them."""
-# Places in bytes. What all read and the caller writes ...
+# Offsets in bytes. Words that all threads read and the caller writes ...
 FUNCTION, RECORD, PIECES, ACTIVE, STOPPED, PIECE, HELPER_SPIN, CALLER_SPIN = range(0, LINE, 8)
 DONE = 1 * LINE
 SLEEPERS = 2 * LINE
 WAITING = 3 * LINE
 WANTED = 3 * LINE + 8
 """The value that ACTIVE gets when the next loop begins; any thread may write it."""
-# ... and what only the caller uses: pieces that helpers have been counted on for, and its account of the loops.
+# ... and words that only the caller uses: pieces expected of helpers so far, and its account of the loops.
 EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range(4 * LINE, 4 * LINE + 56, 8)
 MUTEX = 5 * LINE
 DONE_CONDITION = MUTEX + atomics.LOCK_BYTES
 WORKERS = DONE_CONDITION + atomics.LOCK_BYTES
 """For each worker, the caller first: a line with its share; one with two words for its clock, whether it sleeps, its
-thread's number and whether it is kept off a core; the condition that it sleeps on; and its cores. One condition each:
-who wakes a condition's sleepers a second time waits, in glibc, for those that were woken the first time, and one of
-them may have no core."""
+thread's number and whether it is kept off a core; the condition that it sleeps on; and its cores. Each has its own
+condition: in glibc, a thread that wakes a condition's sleepers a second time waits for those that were woken the first
+time, and one of them may have no core."""
 _CLOCK, _ASLEEP, THREAD, _KEPT_OFF, _CONDITION = LINE, LINE + 16, LINE + 24, LINE + 32, 2 * LINE
 _CORES = _CONDITION + atomics.LOCK_BYTES
 WORKER = _CORES + 2 * atomics.AFFINITY_BYTES
@@ -54,21 +54,21 @@ PER_THREAD = 16
 PIECE_BYTES = 2**17
 """Work in a piece at least, in bytes of memory read once (or arithmetic that takes as long): some microseconds."""
 HELPER_SPIN_NS, CALLER_SPIN_NS = 30_000, 20_000
-"""Nanoseconds that who waits spins before it sleeps, about as long as it takes to sleep and run again: then no more is
-lost than twice what must be (Karlin et al., 1994). Helpers wait for the next loop, longer than what lies between two of
-a step takes; the caller for helpers, longer than a piece that has begun."""
+"""Nanoseconds that a waiting thread spins before it sleeps, about as long as it takes to sleep and run again:
+then no more is lost than twice what must be (Karlin et al., 1994). Helpers wait for the next loop, longer than the time
+between two of a step; the caller for helpers, longer than a piece that has begun."""
 
 
 @emitted(*[INT64] * 5)
 def call_piece(builder: Any, function: Any, piece: Any, pieces: Any, worker: Any, record: Any) -> None:
     """Call a function at an address."""
-    kind = ir.FunctionType(ir.VoidType(), [LONG] * 4)
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [piece, pieces, worker, record])
+    function_type = ir.FunctionType(ir.VoidType(), [LONG] * 4)
+    builder.call(builder.inttoptr(function, function_type.as_pointer()), [piece, pieces, worker, record])
 
 
 @inline
 def _share_of(team: int, worker: int) -> int:
-    """The place of a worker's share, from which on the others of its are counted."""
+    """The address of a worker's share, from which the offsets of its other words are counted."""
     return team + WORKERS + worker * WORKER
 
 
@@ -93,7 +93,7 @@ def _wake_helpers(team: int, helpers: int) -> None:
 
 @serial_in_order
 def _any_left(team: int) -> bool:
-    """Is there a piece that nobody has taken?"""
+    """Whether a piece of the present loop is not taken yet."""
     for worker in range(atomics.load(team + ACTIVE) + 1):
         share = atomics.load(_share_of(team, worker))
         if share >> 32 < share & _END:
@@ -113,31 +113,31 @@ def even_count(work: int, least: int, most: int, threads: int) -> int:
 
 @serial_in_order
 def pieces_of(work: int, most: int, team: int) -> int:
-    """In how many pieces a loop is cut, `most` at most: as many as `work` bytes to read are worth, 1 without a team."""
+    """The number of pieces of a loop, `most` at most: as many as `work` bytes to read are worth, 1 without a team."""
     return 1 if team == 0 else even_count(work, atomics.load(team + PIECE), most, atomics.load(team + ACTIVE) + 1)
 
 
 @inline
 def reads_worth(rows: int, even: int) -> int:
-    """The number of times a weight could be read while its product with so many rows is computed; one up to `even`
-    rows."""
+    """The number of times a weight could be read while its product with `rows` rows is computed; 1 up to `even`."""
     return (rows + even - 1) // even
 
 
 @serial_in_order
 def _take_pieces(team: int, worker: int) -> int:
-    """Compute pieces of the present loop until all are taken. How many there were for this thread."""
+    """Compute pieces of the present loop until all are taken. Return how many this thread computed."""
     count = 0
     workers = atomics.load(team + ACTIVE) + 1
     for turn in range(workers):
         other = worker + turn
-        place = _share_of(team, other if other < workers else other - workers)
+        share_address = _share_of(team, other if other < workers else other - workers)
         while True:
-            share = atomics.load(place)
+            share = atomics.load(share_address)
             first, end = share >> 32, share & _END
             if first >= end:
                 break
-            if atomics.exchange(place, share, share + _NEXT if turn == 0 else share - 1) == 1:
+            # thieves take from the end, where the share's owner comes last
+            if atomics.exchange(share_address, share, share + _NEXT if turn == 0 else share - 1) == 1:
                 piece = first if turn == 0 else end - 1
                 function, record = atomics.load(team + FUNCTION), atomics.load(team + RECORD)
                 call_piece(function, piece, atomics.load(team + PIECES), worker, record)
@@ -147,7 +147,7 @@ def _take_pieces(team: int, worker: int) -> int:
 
 @serial_in_order
 def _follow(team: int) -> None:
-    """Between two loops: as many helpers as are wanted now. Those that rest and are wanted again are woken."""
+    """Between two loops, set the number of active helpers to WANTED, and wake those that rested and are active now."""
     wanted, before = atomics.load(team + WANTED), atomics.load(team + ACTIVE)
     atomics.store(team + ACTIVE, wanted)
     if wanted > before:
@@ -170,6 +170,7 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
     for worker in range(workers):
         first, end = pieces * worker // workers, pieces * (worker + 1) // workers
         atomics.store(_share_of(team, worker), first * _NEXT + end)
+    # after the shares: a helper counts itself as a sleeper before it looks at them, so that one sees the other
     if atomics.load(team + SLEEPERS) > 0:
         _wake_helpers(team, workers - 1)
     began = atomics.nanoseconds(clock)
@@ -217,6 +218,7 @@ def help_along(team: int, index: int) -> None:
             if count > 0:
                 atomics.add(team + DONE, count)
                 if atomics.load(team + WAITING) != 0:
+                    # a caller between its look at DONE and its sleep holds the mutex: it must sleep before it is woken
                     atomics.lock(team + MUTEX)
                     atomics.unlock(team + MUTEX)
                     atomics.wake(team + DONE_CONDITION)
@@ -231,8 +233,8 @@ def help_along(team: int, index: int) -> None:
 
 @serial_in_order
 def _sleep(team: int, index: int) -> None:
-    """Until there may be a piece for this helper, or the team is stopped. Only who waits for pieces is a sleeper: a
-    caller need not wake helpers that are to rest."""
+    """Sleep until there may be a piece for this helper, or the team is stopped. Only helpers that wait for pieces count
+    as sleepers: a caller need not wake those that are to rest."""
     worker = index + 1
     atomics.lock(team + MUTEX)
     active = index < atomics.load(team + ACTIVE)
@@ -261,7 +263,7 @@ def _wait(team: int, worker: int) -> None:
 
 @serial_in_order
 def make(team: int, workers: int) -> None:
-    """The locks of a team whose memory is all zeros."""
+    """Initialise the locks of a team whose memory is all zeros."""
     atomics.make_mutex(team + MUTEX)
     atomics.make_condition(team + DONE_CONDITION)
     for worker in range(workers):
@@ -269,9 +271,9 @@ def make(team: int, workers: int) -> None:
 
 
 @serial_in_order
-def change(team: int, place: int, value: int, workers: int) -> None:
-    """ACTIVE or STOPPED, for helpers that sleep as well; no loop is running."""
-    if place == ACTIVE:
+def change(team: int, word: int, value: int, workers: int) -> None:
+    """Set `word`, ACTIVE or STOPPED, and wake the helpers to see it; no loop may be running."""
+    if word == ACTIVE:
         atomics.store(team + WANTED, value)
-    atomics.store(team + place, value)
+    atomics.store(team + word, value)
     _wake_helpers(team, workers - 1)

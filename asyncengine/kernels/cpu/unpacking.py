@@ -17,7 +17,7 @@ from asyncengine.kernels.cpu.jit import array, inline, pointer, serial
 
 
 class UnpackedBlocks(NamedTuple):
-    """Some rows. B blocks in a row, G groups."""
+    """Rows of a matrix, of B blocks and G groups each."""
 
     numbers: NDArray[np.uint8]
     """[n, inputs]"""
@@ -36,61 +36,61 @@ def _bytes(address: int, count: int):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _half(block, place: int):  # type: ignore[no-untyped-def]
-    return np.uint16(block[place]) | (np.uint16(block[place + 1]) << np.uint16(8))
+def _half(block, index: int):  # type: ignore[no-untyped-def]
+    return np.uint16(block[index]) | (np.uint16(block[index + 1]) << np.uint16(8))
 
 
 @inline
 def _nibbles(block, first: int, out, at: int, half: int):  # type: ignore[no-untyped-def]
     """`half` bytes: the lower halves of all, then the upper ones."""
-    for place in range(half):
-        packed = block[first + place]
-        out[at + place] = packed & np.uint8(15)
-        out[at + half + place] = packed >> np.uint8(4)
+    for index in range(half):
+        packed = block[first + index]
+        out[at + index] = packed & np.uint8(15)
+        out[at + half + index] = packed >> np.uint8(4)
 
 
 @inline
 def _pairs(block, first: int, out, count: int):  # type: ignore[no-untyped-def]
     """`count` bytes of two neighbours each, the first in the lower half."""
-    for place in range(count):
-        packed = block[first + place]
-        out[2 * place] = packed & np.uint8(15)
-        out[2 * place + 1] = packed >> np.uint8(4)
+    for index in range(count):
+        packed = block[first + index]
+        out[2 * index] = packed & np.uint8(15)
+        out[2 * index + 1] = packed >> np.uint8(4)
 
 
 @inline
 def _six_bits(block, steps, minima) -> None:  # type: ignore[no-untyped-def]
     """Eight scales and eight minima of 6 bits, in bytes 4 to 15."""
-    for place in range(4):
-        scale, minimum, both = block[4 + place], block[8 + place], block[12 + place]
-        steps[place] = scale & 63
-        minima[place] = minimum & 63
-        steps[4 + place] = (both & 15) | ((scale >> 2) & 48)
-        minima[4 + place] = (both >> 4) | ((minimum >> 2) & 48)
+    for index in range(4):
+        scale, minimum, both = block[4 + index], block[8 + index], block[12 + index]
+        steps[index] = scale & 63
+        minima[index] = minimum & 63
+        steps[4 + index] = (both & 15) | ((scale >> 2) & 48)
+        minima[4 + index] = (both >> 4) | ((minimum >> 2) & 48)
 
 
 def blocks_of(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Above a function that takes a block of `count` numbers apart: make of it the kernel of rows of such blocks. All
-    its arguments but `shape` are arrays, of what the block has and of what it fills."""
+    """Decorate a function that unpacks a block of `count` numbers: the result is a kernel for rows of such blocks. All
+    arguments but `shape` are arrays: the block's bytes, and the outputs that it fills."""
 
     def make(function: Callable[..., None]) -> Callable[..., None]:
         unpack = inline(function)
 
         def kernel(
-            base: int, places: int, rows: int, blocks: int, shape: int, groups: int, numbers: int, scales: int,
+            base: int, row_ids: int, rows: int, blocks: int, shape: int, groups: int, numbers: int, scales: int,
             minima: int, steps: int, minimum_steps: int,
         ) -> None:  # fmt: skip
-            wanted, size = array(pointer(places, np.int64(0)), (rows,)), shape % 1000
+            ids, size = array(pointer(row_ids, np.int64(0)), (rows,)), shape % 1000
             for row in range(rows):
                 for index in range(blocks):
-                    place = row * blocks + index
+                    position = row * blocks + index
                     unpack(
-                        _bytes(base + (wanted[row] * blocks + index) * size, size), shape,
-                        _bytes(numbers + place * count, count),
-                        array(pointer(scales + place * 2, np.uint16(0)), (1,)),
-                        array(pointer(minima + place * 2, np.uint16(0)), (1,)),
-                        array(pointer(steps + place * groups, np.int8(0)), (groups,)),
-                        array(pointer(minimum_steps + place * groups, np.int8(0)), (groups,)),
+                        _bytes(base + (ids[row] * blocks + index) * size, size), shape,
+                        _bytes(numbers + position * count, count),
+                        array(pointer(scales + position * 2, np.uint16(0)), (1,)),
+                        array(pointer(minima + position * 2, np.uint16(0)), (1,)),
+                        array(pointer(steps + position * groups, np.int8(0)), (groups,)),
+                        array(pointer(minimum_steps + position * groups, np.int8(0)), (groups,)),
                     )  # fmt: skip
 
         kernel.__name__ = kernel.made_for = function.__name__  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def blocks_of(count: int) -> Callable[[Callable[..., None]], Callable[..., None]
 
 @blocks_of(32)
 def _small(block, shape: int, out, scale, minimum, steps, below) -> None:  # type: ignore[no-untyped-def]
-    """Blocks of 32. `shape`: bytes of a block, and what it has: + 1000 a minimum, + 2000 fifth bits, + 4000 whole bytes
+    """Blocks of 32. `shape`: bytes of a block, and features: + 1000 a minimum, + 2000 fifth bits, + 4000 whole bytes
     instead, + 8000 an exponent for a scale, + 16000 the same with neighbours in a byte."""
     has = shape // 1000
     at = 4 if has & 1 else 2
@@ -113,6 +113,7 @@ def _small(block, shape: int, out, scale, minimum, steps, below) -> None:  # typ
     elif has & 16:
         _pairs(block, 1, out, 16)
     elif has & 4:
+        # two's complement plus 128: the panels' numbers have no sign
         for number in range(32):
             out[number] = block[2 + number] ^ np.uint8(128)
     elif has & 2:
@@ -159,8 +160,8 @@ def _q4_k(block, shape: int, out, scale, minimum, steps, below) -> None:  # type
     first = 48 if shape == 176 else 16
     scale[0], minimum[0] = _half(block, 0), _half(block, 2)
     _six_bits(block, steps, below)
-    for part in range(4):
-        _nibbles(block, first + part * 32, out, part * 64, 32)
+    for quarter in range(4):
+        _nibbles(block, first + quarter * 32, out, quarter * 64, 32)
     if shape == 176:
         for group in range(8):
             for number in range(32):
@@ -210,26 +211,26 @@ _KERNELS: Mapping[str, tuple[Callable[..., None], int, int, int, bool]] = {
 """Kernel, its `shape`, numbers of a block, groups of a block that have steps, whether there are minima."""
 
 
-def unpack_blocks(kind: str, stored: NDArray[np.uint8], places: NDArray[np.int64]) -> UnpackedBlocks:
-    """Rows `places` of a matrix of blocks [rows, bytes of a row], contiguous. Raises `KeyError` for an unknown type,
-    `IndexError` for rows that are not there, `ValueError` for rows that are no whole blocks."""
-    kernel, shape, size, groups, has_minima = _KERNELS[kind]
+def unpack_blocks(name: str, stored: NDArray[np.uint8], row_ids: NDArray[np.int64]) -> UnpackedBlocks:
+    """Rows `row_ids` of a matrix of blocks [rows, bytes of a row], contiguous. Raises `KeyError` for an unknown type,
+    `IndexError` for ids out of range, `ValueError` for rows that are no whole blocks."""
+    kernel, shape, size, groups, has_minima = _KERNELS[name]
     blocks, rest = divmod(stored.shape[1], shape % 1000)
     if rest or not stored.flags.c_contiguous:
-        raise ValueError(f"{kind}: rows of {stored.shape[1]} bytes are no blocks of {shape % 1000}")
-    rows = len(places)
-    if rows and not 0 <= places.min() <= places.max() < len(stored):
-        raise IndexError(f"rows {places.min()} to {places.max()} of {len(stored)}")
-    wanted = np.ascontiguousarray(places, dtype=np.int64)
-    found = UnpackedBlocks(
+        raise ValueError(f"{name}: rows of {stored.shape[1]} bytes are no blocks of {shape % 1000}")
+    rows = len(row_ids)
+    if rows and not 0 <= row_ids.min() <= row_ids.max() < len(stored):
+        raise IndexError(f"rows {row_ids.min()} to {row_ids.max()} of {len(stored)}")
+    ids = np.ascontiguousarray(row_ids, dtype=np.int64)
+    unpacked = UnpackedBlocks(
         np.empty((rows, blocks * size), np.uint8),
         np.empty((rows, blocks), np.uint16),
         np.empty((rows, blocks if has_minima else 0), np.uint16),
         np.empty((rows, blocks * groups), np.int8),
         np.empty((rows, blocks * groups if has_minima else 0), np.int8),
     )
-    kernel(stored.ctypes.data, wanted.ctypes.data, rows, blocks, shape, groups, *(part.ctypes.data for part in found))
-    return found
+    kernel(stored.ctypes.data, ids.ctypes.data, rows, blocks, shape, groups, *(item.ctypes.data for item in unpacked))
+    return unpacked
 
 
 # Eight-bit floats (e4m3) into whole numbers whose groups share a step: what `float_formats` does with torch, in a
@@ -263,17 +264,17 @@ def unpack_floats(
 
 @serial
 def _unpack(floats: int, numbers: int, of_groups: int, groups: int, group: int, table: int, steps: int) -> None:
-    known = array(pointer(table, np.uint8(0)), (CLASSES, 256))
-    by_class = array(pointer(steps, np.float32(0)), (CLASSES,))
-    found = array(pointer(of_groups, np.float32(0)), (groups,))
-    for place in range(groups):
-        given = array(pointer(floats + place * group, np.uint8(0)), (group,))
-        result = array(pointer(numbers + place * group, np.uint8(0)), (group,))
+    numbers_of_class = array(pointer(table, np.uint8(0)), (CLASSES, 256))
+    step_of_class = array(pointer(steps, np.float32(0)), (CLASSES,))
+    group_steps = array(pointer(of_groups, np.float32(0)), (groups,))
+    for index in range(groups):
+        group_floats = array(pointer(floats + index * group, np.uint8(0)), (group,))
+        result = array(pointer(numbers + index * group, np.uint8(0)), (group,))
         largest = np.uint8(0)
-        for index in range(group):
-            largest = max(largest, given[index] & np.uint8(127))
-        own = largest >> np.uint8(3)
-        found[place] = by_class[own]
-        row = known[own]
-        for index in range(group):
-            result[index] = row[given[index]]
+        for lane in range(group):
+            largest = max(largest, group_floats[lane] & np.uint8(127))
+        exponent = largest >> np.uint8(3)
+        group_steps[index] = step_of_class[exponent]
+        numbers_of_float = numbers_of_class[exponent]
+        for lane in range(group):
+            result[lane] = numbers_of_float[group_floats[lane]]

@@ -28,31 +28,31 @@ _DEPTH = 256
 """Inputs of a block: half a panel's are 16 KiB."""
 PANELS = 8
 """Panels for which x is widened once, and whose sums are kept in memory."""
-_WIDTH, _PARTS = 2 * LANES, LANES // 8
+_WIDTH, _EIGHTS = 2 * LANES, LANES // 8
 _ACROSS = PANELS * _WIDTH
 _STRIDE = _DEPTH + LANES
-"""Numbers from a row of a block of x to the next: no power of two, so that rows share no places in the cache."""
-_HELD, _HALF, _SUMS = _ROWS * _STRIDE, _DEPTH * LANES, _ROWS * _ACROSS
+"""Numbers from a row of a block of x to the next: no power of two, so that rows share no sets of the cache."""
+_X_BLOCK, _HALF_PANEL, _SUMS = _ROWS * _STRIDE, _DEPTH * LANES, _ROWS * _ACROSS
 """Numbers of a block of x, of half a panel, and of sums: 218 KiB in all."""
 
 
 @emitted(*[INT64] * 3, TAG)
-def _widen_panel(builder: Any, panel: Any, lines: Any, out: Any, kind: Any) -> None:
-    """So many of a half's lines, 64 bytes of each 128, as float32 [inputs, 16]."""
+def _widen_panel(builder: Any, panel: Any, lines: Any, out: Any, dtype: Any) -> None:
+    """Widen `lines` lines of half a panel, 64 bytes of each 128, to float32 [inputs, 16]."""
     with cgutils.for_range(builder, lines) as loop:
         words = load(builder, builder.add(panel, builder.mul(loop.index, LONG(2 * LINE))), WORDS)
-        made = vectors.sides(builder, words, kind)
-        place = builder.add(out, builder.mul(loop.index, LONG(len(made) * LINE)))
-        for index, side in enumerate(made):
-            vectors.store(builder, side, builder.add(place, LONG(index * LINE)))
+        halves = vectors.sides(builder, words, dtype)
+        target = builder.add(out, builder.mul(loop.index, LONG(len(halves) * LINE)))
+        for index, side in enumerate(halves):
+            vectors.store(builder, side, builder.add(target, LONG(index * LINE)))
 
 
 def write_tile(builder: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead: Any, share: Any) -> None:
-    cells = [(row, part) for row in range(_TILE) for part in range(_PARTS)]
-    places = {cell: builder.add(sums, LONG((cell[0] * _ACROSS + cell[1] * 8) * 4)) for cell in cells}
+    cells = [(row, eight) for row in range(_TILE) for eight in range(_EIGHTS)]
+    targets = {cell: builder.add(sums, LONG((cell[0] * _ACROSS + cell[1] * 8) * 4)) for cell in cells}
     totals = {cell: cgutils.alloca_once(builder, EIGHT_FLOATS) for cell in cells}
     for cell in cells:
-        builder.store(load(builder, places[cell], EIGHT_FLOATS), totals[cell])
+        builder.store(load(builder, targets[cell], EIGHT_FLOATS), totals[cell])
     pairs = builder.lshr(depth, LONG(1))
     with cgutils.for_range(builder, pairs) as loop:
         vectors.prefetch(builder, builder.add(ahead, builder.mul(loop.index, share)))
@@ -62,16 +62,16 @@ def write_tile(builder: Any, x: Any, weights: Any, depth: Any, sums: Any, ahead:
     with builder.if_then(builder.trunc(depth, ir.IntType(1))):
         _add_input(builder, x, weights, builder.shl(pairs, LONG(1)), totals)
     for cell in cells:
-        vectors.store(builder, builder.load(totals[cell]), places[cell])
+        vectors.store(builder, builder.load(totals[cell]), targets[cell])
 
 
 def _add_input(builder: Any, x: Any, weights: Any, index: Any, totals: dict[tuple[int, int], Any]) -> None:
     line, offset = builder.add(weights, builder.mul(index, LONG(LINE))), builder.mul(index, LONG(4))
-    factors = [load(builder, builder.add(line, LONG(part * 32)), EIGHT_FLOATS) for part in range(_PARTS)]
+    factors = [load(builder, builder.add(line, LONG(eight * 32)), EIGHT_FLOATS) for eight in range(_EIGHTS)]
     for row in range(_TILE):
         value = vectors.splat(builder, load(builder, at(builder, x, LONG(_STRIDE * 4), row, offset), FLOAT), 8)
-        for part, factor in enumerate(factors):
-            cell = totals[row, part]
+        for eight, factor in enumerate(factors):
+            cell = totals[row, eight]
             builder.store(vectors.multiply_add(builder, value, factor, builder.load(cell)), cell)
 
 
@@ -83,18 +83,18 @@ a panel. For each two, memory is asked for: at `ahead`, and `share` bytes on eac
 @serial_in_order
 def multiply_widened(
     x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, first: int, last: int,
-    kind: np.generic, out_size: int,
+    dtype: np.generic, out_size: int,
 ) -> None:  # fmt: skip
     """Panels `first` to `last` for `rows` rows of x, of `size` bytes each, as `packed.multiply` has the rest."""
-    held, half = room(_HELD, np.float32(0)), room(_HALF, np.float32(0))
+    widened_x, half_panel = room(_X_BLOCK, np.float32(0)), room(_HALF_PANEL, np.float32(0))
     sums = room(_SUMS, np.float32(0))
     for row in range(0, rows, _ROWS):
         count = min(_ROWS, rows - row)
         for begin in range(first, last, PANELS):
             end = min(begin + PANELS, last)
             _add_up(
-                x + row * size, panels + begin * size * _WIDTH, count, size, 2 * (end - begin), held.ctypes.data,
-                half.ctypes.data, sums.ctypes.data, kind,
+                x + row * size, panels + begin * size * _WIDTH, count, size, 2 * (end - begin), widened_x.ctypes.data,
+                half_panel.ctypes.data, sums.ctypes.data, dtype,
             )  # fmt: skip
             added = bias + begin * _WIDTH * 4 if bias != 0 else 0
             target = out + row * across + begin * _WIDTH * out_size
@@ -103,32 +103,32 @@ def multiply_widened(
 
 @serial_in_order
 def _add_up(
-    x: int, panels: int, rows: int, size: int, parts: int, held: int, half: int, sums: int, kind: np.generic
+    x: int, panels: int, rows: int, size: int, halves: int, wide_x: int, buffer: int, sums: int, dtype: np.generic
 ) -> None:
-    """sums [rows, _ACROSS] of `parts` halves of panels, with room for as many rows as tiles have; `held`, `half`: room
-    for what is widened."""
-    number = vectors.size_of(kind)
+    """sums [rows, _ACROSS] of `halves` halves of panels, with room for the rows of whole tiles; `wide_x`,
+    `buffer`: room for widened numbers of x and of half a panel."""
+    number = vectors.size_of(dtype)
     inputs, tiles = size // number, (rows + _TILE - 1) // _TILE
     totals = array(pointer(sums, np.float32(0)), (tiles * _TILE, _ACROSS))
     for row in range(tiles * _TILE):
         for index in range(_ACROSS):
             totals[row, index] = np.float32(0)
-    share = (LINE * number + tiles - 1) // tiles  # of the next half, for two inputs
+    share = (LINE * number + tiles - 1) // tiles  # of the next half panel, for two inputs
     for begin in range(0, inputs, _DEPTH):
         depth = min(_DEPTH, inputs - begin)
-        for row in range(tiles * _TILE):  # rows of the last tile that are not there are the last one
-            values = array(pointer(x + min(row, rows - 1) * size + begin * number, kind), (depth,))
-            widened = array(pointer(held + row * _STRIDE * 4, np.float32(0)), (depth,))
+        for row in range(tiles * _TILE):  # the last tile is filled up with copies of the last row
+            values = array(pointer(x + min(row, rows - 1) * size + begin * number, dtype), (depth,))
+            widened = array(pointer(wide_x + row * _STRIDE * 4, np.float32(0)), (depth,))
             for index in range(depth):
                 widened[index] = widen(values[index])
-        for part in range(parts):
-            source = panels + part // 2 * size * _WIDTH + begin * number * _WIDTH + part % 2 * LINE
-            ahead = source + (LINE if part % 2 == 0 else size * _WIDTH - LINE)
-            _widen_panel(source, depth * number // 4, half, kind)
+        for half in range(halves):
+            source = panels + half // 2 * size * _WIDTH + begin * number * _WIDTH + half % 2 * LINE
+            ahead = source + (LINE if half % 2 == 0 else size * _WIDTH - LINE)
+            _widen_panel(source, depth * number // 4, buffer, dtype)
             for tile in range(tiles):
-                place = sums + (tile * _TILE * _ACROSS + part * LANES) * 4
-                wanted = ahead + tile * (depth // 2) * share
-                _add_tile(held + tile * _TILE * _STRIDE * 4, half, depth, place, wanted, share)
+                tile_sums = sums + (tile * _TILE * _ACROSS + half * LANES) * 4
+                next_line = ahead + tile * (depth // 2) * share
+                _add_tile(wide_x + tile * _TILE * _STRIDE * 4, buffer, depth, tile_sums, next_line, share)
 
 
 @serial_in_order

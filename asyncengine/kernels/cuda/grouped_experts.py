@@ -152,6 +152,7 @@ def multiply(
     rows = 16 if mean <= 16 else 64 if mean <= 128 else 128
     few, wide = rows == 16, x.dtype == torch.float32
     columns = (64 if few or gated or wide else 128) // (2 if few and gated else 1)
+    # at most: each expert may fill its last block in part
     blocks = min(pairs, (pairs + experts * (rows - 1)) // rows)
     experts_at_once = experts if stored is None else min(experts, max(1, _SLICE // (total // experts * inputs)))
     buffer = None if stored is None else x.new_empty((total // experts * experts_at_once, inputs))

@@ -40,6 +40,7 @@ class Launcher:
         address_bits = 0
         for tensor in tensors:
             address_bits |= tensor.data_ptr()
+        # Triton compiles another kernel where addresses are no multiples of 16; that is rare, and not kept here
         key = (tensors[0].get_device(), address_bits % 16 == 0, *[tensor.dtype for tensor in tensors], *constants)
         compiled = self._compiled.get(key)
         if compiled is not None:

@@ -86,10 +86,8 @@ def _bias_and_hold_open(processed, numbers, rows, vocab, block: tl.constexpr, bl
     """
     row = tl.program_id(0)
     values, lanes = processed + row.to(tl.int64) * vocab, tl.arange(0, block_few)
-    num_biases, num_stops = (
-        _number(numbers, _NUM_BIASES, rows, row).to(tl.int32),
-        _number(numbers, _NUM_STOPS, rows, row).to(tl.int32),
-    )
+    num_biases = _number(numbers, _NUM_BIASES, rows, row).to(tl.int32)
+    num_stops = _number(numbers, _NUM_STOPS, rows, row).to(tl.int32)
     ids = _number(numbers, _BIASED, rows, row).to(tl.pointer_type(tl.int64))
     biases = _number(numbers, _BIASES, rows, row).to(tl.pointer_type(tl.float32))
     for first in range(0, num_biases, block_few):
@@ -98,7 +96,7 @@ def _bias_and_hold_open(processed, numbers, rows, vocab, block: tl.constexpr, bl
         bias = tl.load(biases + first + lanes, mask=inside, other=0.0)
         tl.store(addresses, tl.load(addresses, mask=inside, other=0.0) + bias, mask=inside)
     if num_stops > 0:
-        tl.debug_barrier()
+        tl.debug_barrier()  # biases were stored by other threads than those that read them here
         stops = _number(numbers, _STOPS, rows, row).to(tl.pointer_type(tl.int64))
         largest = tl.full([block], float("-inf"), tl.float32)
         for begin in range(0, vocab, block):

@@ -27,6 +27,7 @@ class RowSampler:
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.settings = torch.zeros((slots + 1, SETTINGS.value), **int32)
         """Parameters by slot; the last slot is for padding and takes the largest logit."""
+        # arrivals must begin at zero, and each kernel leaves them so
         self._counters = torch.zeros((4, max_rows), **int32)
         self._stats = torch.empty((max_rows, 3, self._blocks), device=device)
         self.states = torch.empty((max_rows, STATE.value), device=device)

@@ -79,6 +79,7 @@ def _items(needs, rows, chunks, need):
 @triton.jit
 def _is_last(arrivals, programs):
     """Whether this program is the last of `programs` to come here; it sees what all others have stored."""
+    # all threads must have stored before one of them counts the program's arrival
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -150,6 +151,7 @@ def _search(values, count, low, high, base, target, by_count, top, scale):
     """The largest of `count` values in [low, high) that weighs, with all above it and `base` for those not below
     `high`, at least `target`. Weights are whole numbers: 1, or in fixed point what a logit weighs."""
     threshold = low
+    # pivots lie between values that exist, so that equal ones end the search in one round
     while low < high:
         smallest, largest = high, low
         for first in range(0, count, _TILE):

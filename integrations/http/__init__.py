@@ -45,7 +45,7 @@ def app(
         from asyncengine.integrations.http.models import Models, Serving
     except ImportError as error:
         raise ImportError('serving over HTTP needs starlette: pip install "asyncengine[serve]"') from error
-    named = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
-    models, shown = Models(named, aliases), keys_of(api_keys, keys or {})
+    models_by_name = {engines.info.name: engines} if isinstance(engines, AsyncEngine) else engines
+    models, key_list = Models(models_by_name, aliases), keys_of(api_keys, keys or {})
     rest = max_body, response_memory, allow_adapters, hosts, cors, telemetry, batch_dir
-    return make_app(Serving(models, shown, strict, *rest))
+    return make_app(Serving(models, key_list, strict, *rest))

@@ -50,10 +50,10 @@ class AnswerWriter(Protocol):
 class Answer:
     """An ASGI response that runs one request of the engine.
 
-    A client that leaves is noticed by reading what it sends, which is nothing more: at any moment, also in a long
-    prompt, and also where it did not ask for a stream. The request is aborted then, before the engine's next step. A
-    slow reader makes `send` wait; meanwhile the engine's mailbox merges what it has not taken. What goes wrong before
-    anything is sent is raised, for the app to answer.
+    A client that leaves is noticed because `receive` is awaited throughout: at any moment, also in a long prompt, and
+    also where it did not ask for a stream. The request is aborted then, before the engine's next step. A slow reader
+    makes `send` wait; meanwhile the engine's mailbox merges the chunks that are not taken yet. An error before anything
+    is sent is raised, for the app to answer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Answer:
         release: Callable[[], None] = lambda: None, facts: Mapping[str, Any] = MappingProxyType({}),
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """`release`: called once, when the model is no longer needed. `facts`: what the log tells of the request.
+        """`release`: called once, when the model is no longer needed. `facts`: those that the request's log line tells.
         `names`: the request's own names of parameters, for errors."""
         self._stream, self.writer = stream, writer
         self._streaming, self._samples = streaming, samples
@@ -98,7 +98,7 @@ class Answer:
             pass
         except Exception as error:
             if self._begun and not self._left:
-                await self._begin(send)  # which the other task may be in the midst of
+                await self._begin(send)  # waits until `_watch`, if it was sending the headers, has sent them
                 await self._send_text(send, self.writer.failed(problem_of(error)), more=False)
             elif not self._left:
                 raise
@@ -109,7 +109,7 @@ class Answer:
             self.after.close()
 
     async def submit(self) -> None:
-        """Submit the request already. Raises what refuses it."""
+        """Submit the request before it is read. Raises the engine's errors that refuse it."""
         assert not isinstance(self._stream, Beams)
         try:
             with naming(self._names):
@@ -152,7 +152,7 @@ class Answer:
     async def _stream_events(self, send: Send) -> None:
         stream, writer, read = self._stream, self.writer, self._events.read
         assert not isinstance(stream, Beams)  # which no dialect streams
-        async with stream:  # what refuses the request raises here, while there can still be a status
+        async with stream:  # a refusal raises here, while a status can still be sent
             chunk = await self._next(stream)
             await self._begin(send)
             await self._send_text(send, writer.begin(stream.usage or NO_USAGE, self._samples))
@@ -168,13 +168,13 @@ class Answer:
             await self._send_text(send, writer.end(stream.usage or NO_USAGE), more=False)
 
     async def _begin(self, send: Send) -> None:
-        """Send a stream's headers, unless they are sent: by one task, while no other sends."""
+        """Send a stream's headers, unless they are sent. The lock keeps the reader's task and `_watch` apart."""
         async with self._beginning:
             if not self._begun:
                 await self._send_headers(send, self.writer.media_type.encode())
 
     async def _next(self, stream: TokenStream | Several) -> Chunk | None:
-        """The next chunk that is no failure: the stream raises that at its end, with its cause."""
+        """The next chunk that is no failure: the stream raises a failure at its end, with its cause."""
         chunk = await anext(stream, None)
         while chunk is not None and chunk.finish_reason in ("error", "engine_dead"):
             chunk = await anext(stream, None)
@@ -182,9 +182,9 @@ class Answer:
 
     # ---------------------------------------------------------------- sending
 
-    async def _send_headers(self, send: Send, kind: bytes, *more: tuple[bytes, bytes]) -> None:
+    async def _send_headers(self, send: Send, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
         self._begun = True
-        fixed = [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        fixed = [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": [*fixed, *self.headers, *more]})
 
     async def _send_text(self, send: Send, text: str, *, more: bool = True) -> None:
@@ -193,7 +193,7 @@ class Answer:
 
 
 def _one_line(text: str) -> bytes:
-    """A text as a header may have it: names of fields, which clients choose, may hold line breaks."""
+    """A text as a header may have it. Clients choose names of fields: a line break in one would begin a new header."""
     return "".join([letter if letter.isprintable() else "?" for letter in text]).encode("latin-1", "replace")
 
 

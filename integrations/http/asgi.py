@@ -1,4 +1,4 @@
-"""The ASGI app: which path is served by what, and what becomes of errors."""
+"""The ASGI app: the endpoint of each path, the middleware around them, and the responses to errors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem, problem_of
 from asyncengine.integrations.http.requests import Requests, facts_of, path_of
 
-# Who may ask, and how those who may not are told.
+# Checks that a request must pass, and the refusal of one that does not.
 
 Check = Callable[[HTTPConnection], Problem | None]
-"""Says why somebody may not ask; None: he may."""
+"""The reason to refuse a connection; None if it may pass."""
 
 
 async def guarded(check: Check, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Have `app` answer, but for those whom the check refuses."""
+    """Call `app`, unless the check refuses the connection: then send the refusal."""
     problem = None if scope["type"] == "lifespan" else check(HTTPConnection(scope))
     app = app if problem is None else refusal(HTTPConnection(scope), problem)
     await app(scope, receive, send)
@@ -53,7 +53,7 @@ def check_host(hosts: Collection[str], connection: HTTPConnection) -> Problem | 
 
 
 def refusal(connection: HTTPConnection, problem: Problem) -> JSONResponse:
-    """The response that tells a problem, in the shape of the dialect that is spoken there."""
+    """The response that tells a problem, in the shape of the path's dialect."""
     request_id = secrets.token_hex(16)
     facts = facts_of(connection.scope)
     facts |= {"id": facts.get("id", request_id), "error": problem.code or "refused"}
@@ -92,12 +92,12 @@ def make_app(serving: Serving) -> Starlette:
 
         serving.models.watch(lambda name, engine: trace(engine, name=name))
         middleware.append(Middleware(TraceContext))
-    # a handler of `Exception` among Starlette's own would have it raise what was answered once more
+    # Starlette raises an exception again after its own handler of `Exception` has answered it: so a middleware answers
     refused = partial(_refused, serving.requests)
     middleware.append(Middleware(ExceptionMiddleware, {Exception: refused}))
-    made = Starlette(routes=served, middleware=middleware, exception_handlers={HTTPException: refused})
-    made.state.models = serving.models
-    return made
+    app = Starlette(routes=served, middleware=middleware, exception_handlers={HTTPException: refused})
+    app.state.models = serving.models
+    return app
 
 
 def routes(serving: Serving) -> list[BaseRoute]:
@@ -108,8 +108,8 @@ def routes(serving: Serving) -> list[BaseRoute]:
         turn = anthropic_messages.read(fields, counting=True)
         return JSONResponse({"input_tokens": await count(serving, turn, fields)})
 
-    made = vectors.routes(serving)
-    made += routed({
+    invocable = vectors.routes(serving)
+    invocable += routed({
         "POST /v1/chat/completions": generating(serving, openai_chat.read, openai_chat.Writer),
         "POST /v1/completions": generating(serving, completions.read, completions.Writer),
         "POST /v1/messages": generating(serving, anthropic_messages.read, anthropic_messages.Writer),
@@ -130,7 +130,7 @@ def routes(serving: Serving) -> list[BaseRoute]:
         if serving.models.draining_until is not None:  # so that balancers send no more, while answers end
             return JSONResponse({"status": "draining"}, 503)
         alive, loaded = serving.models.group.alive, serving.models.group.loaded
-        resting = {name: state for name, each in loaded.items() if (state := each.stats().state) != "awake"}
+        resting = {name: state for name, engine in loaded.items() if (state := engine.stats().state) != "awake"}
         status = {"status": "ok" if alive else "dead"}
         return JSONResponse({**status, "states": resting} if resting else status, 200 if alive else 503)
 
@@ -139,24 +139,24 @@ def routes(serving: Serving) -> list[BaseRoute]:
 
     async def load(_request: Request) -> Response:
         """Requests that are computed or wait, as vLLM and balancers call it."""
-        states = [engine.stats().requests for engine in serving.models.group.loaded.values()]
-        return JSONResponse({"server_load": sum(sum(each.values()) for each in states)})
+        counts = [engine.stats().requests for engine in serving.models.group.loaded.values()]
+        return JSONResponse({"server_load": sum(sum(by_state.values()) for by_state in counts)})
 
-    kinds = {route.path: route.endpoint for route in made}
-    served: dict[str, Endpoint] = {"POST /invocations": partial(_any_kind, serving, kinds), "GET /version": version}
+    endpoints = {route.path: route.endpoint for route in invocable}
+    served: dict[str, Endpoint] = {"POST /invocations": partial(_invoke, serving, endpoints), "GET /version": version}
     served |= {"GET /load": load, "GET /health": health}
     # of two paths to one endpoint, logs and metrics name the last
     served |= {"GET /models": models, "GET /v1/models": models, "GET /v1/models/{name:path}": model}
     served |= {f"GET /{'' if name == 'index.html' else name}": _file(name) for name in _PAGE["types"]}
-    every: list[BaseRoute] = [*made, *routed(served)]
-    for each in (responses, ollama, decisions, batches, metrics, operating):
-        every += each.routes(serving)
+    every: list[BaseRoute] = [*invocable, *routed(served)]
+    for module in (responses, ollama, decisions, batches, metrics, operating):
+        every += module.routes(serving)
     return every
 
 
-async def _any_kind(serving: Serving, kinds: Mapping[str, Endpoint], request: Request) -> Response | Answer:
-    """Answer at the one path that Amazon SageMaker knows: what a request is for is seen by its fields, and by the task
-    of its model."""
+async def _invoke(serving: Serving, endpoints: Mapping[str, Endpoint], request: Request) -> Response | Answer:
+    """Answer at the one path that Amazon SageMaker knows: the endpoint is chosen by the request's fields, and by its
+    model's task."""
     paths = {"task": "/pooling", "query": "/rerank", **dict.fromkeys(("queries", "text_1", "data_1"), "/score")}
     paths |= {"prompt": "/v1/completions", "input": "/v1/embeddings", "messages": "/v1/chat/completions"}
     instead = {"embed": {"/v1/chat/completions": "/v1/embeddings"}, "classify": {"/v1/embeddings": "/classify"}}
@@ -164,8 +164,8 @@ async def _any_kind(serving: Serving, kinds: Mapping[str, Endpoint], request: Re
     fields = Fields(body)
     name = fields.peek("model")
     task = serving.models.described(name)["task"] if isinstance(name, str) else ""
-    path = next((paths[each] for each in paths if fields.peek(each) is not None), "/v1/chat/completions")
-    return await kinds[instead.get(task, {}).get(path, path)](request)
+    path = next((paths[field] for field in paths if fields.peek(field) is not None), "/v1/chat/completions")
+    return await endpoints[instead.get(task, {}).get(path, path)](request)
 
 
 def _file(name: str) -> Endpoint:

@@ -40,7 +40,7 @@ IN_FLIGHT = 256
 
 
 class _Batches:
-    """Files and batches of one server, those that are at work as tasks."""
+    """Files and batches of one server; a task works on each batch in progress."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -52,25 +52,25 @@ class _Batches:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return Path(folder, name)
 
-    def _save(self, made: Object) -> Object:
-        with written_whole(self._path(f"{made['id']}.json")) as file:
-            file.write(json.dumps(made).encode())
-        return made
+    def _save(self, record: Object) -> Object:
+        with written_whole(self._path(f"{record['id']}.json")) as file:
+            file.write(json.dumps(record).encode())
+        return record
 
-    def _find(self, request: Request, kind: str, object_id: str) -> Object:
-        """Raises `Problem` for an id of nothing, and for what another key's holder has made."""
+    def _find(self, request: Request, object_type: str, object_id: str) -> Object:
+        """The stored object of that id. Raises `Problem` for an unknown id, and for another key's object."""
         path = self._path(f"{object_id}.json")
-        known = re.fullmatch(f"{kind}[-_][0-9a-f]{{32}}", object_id) and path.exists()
-        if not known or not _may_see(request, made := dict(json.loads(path.read_bytes()))):
-            raise Problem(404, f"there is no {kind} {object_id[:100]!r}", "id", "not_found")
-        return made
+        exists = re.fullmatch(f"{object_type}[-_][0-9a-f]{{32}}", object_id) and path.exists()
+        if not exists or not _may_see(request, record := dict(json.loads(path.read_bytes()))):
+            raise Problem(404, f"there is no {object_type} {object_id[:100]!r}", "id", "not_found")
+        return record
 
-    def listing(self, kind: str) -> Any:
-        """The endpoint that lists all objects of a kind, newest first."""
+    def listing(self, object_type: str) -> Any:
+        """The endpoint that lists all objects of a type ("file" or "batch"), newest first."""
 
         async def listed(request: Request) -> Response:
-            every = [json.loads(path.read_bytes()) for path in self._path("").glob(f"{kind}[-_]*.json")]
-            shown = sorted((each for each in every if _may_see(request, each)), key=lambda each: -each["created_at"])
+            every = [json.loads(path.read_bytes()) for path in self._path("").glob(f"{object_type}[-_]*.json")]
+            shown = sorted((obj for obj in every if _may_see(request, obj)), key=lambda obj: -obj["created_at"])
             return JSONResponse({"object": "list", "data": shown, "has_more": False})
 
         return listed
@@ -78,10 +78,10 @@ class _Batches:
     # ---------------------------------------------------------------- files
 
     def _add_file(self, file_id: str, name: str, purpose: str, owner: str) -> Object:
-        """The object of a file whose content is there."""
+        """Make the object of a file whose content is stored."""
         size, now = self._path(f"{file_id}.jsonl").stat().st_size, int(time.time())
-        made = {"id": file_id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
-        return self._save({**made, "status": "processed", "owner": owner})
+        file = {"id": file_id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
+        return self._save({**file, "status": "processed", "owner": owner})
 
     async def upload(self, request: Request) -> Response:
         origin = request.headers.get("origin")
@@ -91,12 +91,12 @@ class _Batches:
         file_id = f"file-{secrets.token_hex(16)}"
         path = self._path(f"{file_id}.jsonl")  # a server without a folder refuses before it reads
         body = await read_bytes(request, self._serving.max_body)
-        parts = _parts(request.headers.get("content-type", ""), body)
-        name, content = parts.get("file", ("", b""))
+        form = _form_fields(request.headers.get("content-type", ""), body)
+        name, content = form.get("file", ("", b""))
         if not name:
             raise InvalidParameter("file", "is missing: a file in a form, multipart/form-data")
         await anyio.to_thread.run_sync(path.write_bytes, content)
-        purpose = parts.get("purpose", ("", b"batch"))[1].decode("utf-8", "replace")
+        purpose = form.get("purpose", ("", b"batch"))[1].decode("utf-8", "replace")
         return JSONResponse(self._add_file(file_id, name, purpose, _owner(request)))
 
     async def file(self, request: Request) -> Response:
@@ -108,12 +108,12 @@ class _Batches:
     # ---------------------------------------------------------------- batches
 
     async def create(self, request: Request) -> Response:
-        own = (await read_fields(request, self._serving)).read(TABLES["batches"])["own"]
-        self._find(request, "file", own["input_file_id"])
-        as_choice("endpoint", own["endpoint"], ENDPOINTS)
+        body = (await read_fields(request, self._serving)).read(TABLES["batches"])["own"]
+        self._find(request, "file", body["input_file_id"])
+        as_choice("endpoint", body["endpoint"], ENDPOINTS)
         now, counts = int(time.time()), {"total": 0, "completed": 0, "failed": 0}
         return self._shown(request, self._save({
-            "id": f"batch_{secrets.token_hex(16)}", "object": "batch", "completion_window": "24h", **own,
+            "id": f"batch_{secrets.token_hex(16)}", "object": "batch", "completion_window": "24h", **body,
             "status": "in_progress", "created_at": now, "in_progress_at": now, "request_counts": counts, "errors": None,
             "output_file_id": None, "error_file_id": None, "owner": _owner(request),
         }))  # fmt: skip
@@ -153,7 +153,7 @@ class _Batches:
             with journal(answers) as done, journal(errors) as refused:
                 counts |= {"total": count_rows(source), "completed": len(done), "failed": len(refused)}
                 await answer_rows(send, read_rows(source, done | refused), (answers, errors), IN_FLIGHT, on_answer)
-        except (RequestFailed, BlockingIOError):  # another server of the folder may be at it
+        except (RequestFailed, BlockingIOError):  # this server ends, or another one of the folder holds the journal
             return
         except asyncio.CancelledError:
             if batch["status"] != "cancelling":
@@ -171,12 +171,12 @@ class _Batches:
 
 def routes(serving: Serving) -> list[Route]:
     """Paths of files and batches."""
-    own = _Batches(serving)
+    api = _Batches(serving)
     return routed({
-        "POST /v1/files": own.upload, "GET /v1/files": own.listing("file"), "GET /v1/files/{id}": own.file,
-        "GET /v1/files/{id}/content": own.content, "POST /v1/batches": own.create,
-        "GET /v1/batches": own.listing("batch"), "GET /v1/batches/{id}": own.retrieve,
-        "POST /v1/batches/{id}/cancel": own.cancel,
+        "POST /v1/files": api.upload, "GET /v1/files": api.listing("file"), "GET /v1/files/{id}": api.file,
+        "GET /v1/files/{id}/content": api.content, "POST /v1/batches": api.create,
+        "GET /v1/batches": api.listing("batch"), "GET /v1/batches/{id}": api.retrieve,
+        "POST /v1/batches/{id}/cancel": api.cancel,
     })  # fmt: skip
 
 
@@ -185,16 +185,16 @@ def _owner(request: Request) -> str:
     return request.scope[KEY].name if KEY in request.scope else ""
 
 
-def _may_see(request: Request, made: Object) -> bool:
-    return KEY not in request.scope or request.scope[KEY].operator or made["owner"] == _owner(request)
+def _may_see(request: Request, record: Object) -> bool:
+    return KEY not in request.scope or request.scope[KEY].operator or record["owner"] == _owner(request)
 
 
-def _parts(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
-    """(file name, content) of each part of a form, by the part's name."""
+def _form_fields(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
+    """(file name, content) of each field of a form (multipart/form-data, RFC 7578), by the field's name."""
     boundary = message_from_bytes(b"content-type: " + content_type.encode("latin-1", "replace")).get_boundary()
-    parts = dict[str, tuple[str, bytes]]()
-    for part in (b"\r\n" + body).split(f"\r\n--{boundary}".encode())[1:-1]:
-        head, _, content = part.partition(b"\r\n\r\n")
+    fields = dict[str, tuple[str, bytes]]()
+    for section in (b"\r\n" + body).split(f"\r\n--{boundary}".encode())[1:-1]:
+        head, _, content = section.partition(b"\r\n\r\n")
         about = message_from_bytes(head.strip())
-        parts[str(about.get_param("name", "", "content-disposition"))] = about.get_filename() or "", content
-    return parts
+        fields[str(about.get_param("name", "", "content-disposition"))] = about.get_filename() or "", content
+    return fields

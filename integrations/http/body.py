@@ -13,25 +13,25 @@ from starlette.requests import ClientDisconnect, Request
 from asyncengine.integrations.http.problems import Problem
 
 BODY_SECONDS = 120.0
-"""A body must be there after so long: what has come of it is kept in memory."""
+"""Time for a body to arrive: its beginning is kept in memory meanwhile."""
 DISCARD_SECONDS = 5.0
 CLOSE = (("connection", "close"),)
 INLINE_BYTES = 1 << 18
 """Longer bodies are parsed on a thread, so that streams go on meanwhile."""
 MOST_STRINGS, MOST_VALUES = 1 << 19, 1 << 21
-"""Names and texts of one body, and values of any kind: what holds the interpreter for some tenths of a second, when it
-is made and once more when it goes."""
+"""Limits of one body's names and texts, and of its values of any type. Parsing that many holds the interpreter for some
+tenths of a second, and so does freeing them."""
 
 
 async def read_json(request: Request, most: int) -> Any:
-    """The body's JSON. Raises `Problem` for a body over `most` bytes, another type than JSON (Ollama's paths take any
-    from what is no browser), or what is no JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    """The body's JSON. Raises `Problem` for a body over `most` bytes, for a media type that is not JSON (Ollama's paths
+    take any, but from a browser), and for invalid JSON."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Ollama's own examples are curl's, which calls a body a form unless told otherwise; a browser names its page
     untyped = request.scope["path"].startswith("/api/") and not {"origin", "sec-fetch-site"} & {*request.headers}
-    if kind != "application/json" and not kind.endswith("+json") and not untyped:
+    if media != "application/json" and not media.endswith("+json") and not untyped:
         # also what keeps other sites' pages away: a browser sends no JSON to a foreign host without asking it first
-        raise Problem(415, f"the body must be application/json, not {kind[:100] or 'without a type'}", "content-type")
+        raise Problem(415, f"the body must be application/json, not {media[:100] or 'without a type'}", "content-type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Problem(415, "a compressed body is not taken", "content-encoding")
     return await parse_json(await read_bytes(request, most))
@@ -62,9 +62,9 @@ async def read_bytes(request: Request, most: int) -> bytes:
 
 
 async def _too_large(request: Request, most: int) -> Problem:
-    """The refusal of a body, once its client has sent it, or for some seconds: of a connection that is closed before,
-    many clients see the end and not the answer."""
-    if "expect" not in request.headers:  # such a client waits for leave to send it
+    """The refusal of a body, once it is read to its end, or for `DISCARD_SECONDS`: if the connection were closed while
+    they still send, many clients would report a broken connection and not the answer."""
+    if "expect" not in request.headers:  # "expect: 100-continue": that client has not begun to send
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(DISCARD_SECONDS):
                 async for _ in request.stream():
@@ -79,9 +79,7 @@ def _parse(body: bytes) -> Any:
             limit = f"over {MOST_STRINGS} and {MOST_VALUES}"
             raise Problem(413, f"the body has {strings} strings and {values} values, {limit}", code="body_too_large")
         parsed = json.loads(body, parse_constant=_refuse)
-        if (
-            b"\xed" in body or b"\\ud" in body or b"\\uD" in body
-        ):  # half a letter can't be written again, and is no text
+        if b"\xed" in body or b"\\ud" in body or b"\\uD" in body:  # a surrogate, perhaps without its other half
             json.dumps(parsed, ensure_ascii=False).encode()
         return parsed
     except RecursionError:

@@ -53,7 +53,7 @@ class CallArguments(Event):
 
 @dataclass(slots=True)
 class CallEnd(Event):
-    """A call is complete, or what came of it has ended."""
+    """A call is complete, or was cut off."""
 
     call: int
 
@@ -71,7 +71,7 @@ class EventReader:
     """Makes events of the chunks of one stream."""
 
     def __init__(self, token_ids: bool = False) -> None:
-        """`token_ids`: tokens without a text, such as the first bytes of a letter, are told as well."""
+        """`token_ids`: make events of tokens without a text, too, such as the first bytes of a letter."""
         self._token_ids = token_ids
         self._open: dict[int, int] = {}
         """The call that each sample is writing."""

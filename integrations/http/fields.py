@@ -57,7 +57,7 @@ CHECKS: dict[str, Check] = {
     "text": as_text, "texts": as_texts, "list": as_list, "switch": as_switch, "object": as_object, "mapping": as_object,
     "seconds": as_seconds,
 }  # fmt: skip
-"""Checks by what fields.txt says is taken; other words have none."""
+"""Checks by the word for a field's type in fields.txt; other words have no check."""
 
 
 def _check(takes: str) -> Check | None:
@@ -75,31 +75,31 @@ PATHS: dict[str, str] = {}
 
 
 def _tables() -> dict[str, Table]:
-    found: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     table: Table = {}
     marked = SamplingParams.declared().items()
     offered = " ".join(name for name, marks in marked if OFFERED in marks and LOOP not in marks)
     for line in (resources.files(__package__) / "fields.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
-            head, _, others = line[2:].partition(": ")
+            head, _, included = line[2:].partition(": ")
             name, *paths = head.split()
-            table = found[name] = {}
+            table = tables[name] = {}
             PATHS.update(dict.fromkeys(paths, name))
-            for other in filter(None, others.split(", ")):
-                table |= found[other]
+            for base in filter(None, included.split(", ")):
+                table |= tables[base]
         elif line and line[0] != ";":
             names, to, takes, note = (cell.strip() for cell in line.split("|", 3))
-            for given in names.replace("OFFERED", offered).split():
-                theirs, _, ours = given.rstrip("!").partition("=")
-                field = Field(ours or theirs, to, _check(takes), takes, note, given.endswith("!"))
+            for spec in names.replace("OFFERED", offered).split():
+                theirs, _, ours = spec.rstrip("!").partition("=")
+                field = Field(ours or theirs, to, _check(takes), takes, note, spec.endswith("!"))
                 outer, _, within = theirs.partition(".")
                 if within:
-                    known = table.get(outer, Field(outer, to, takes="object"))
+                    parent = table.get(outer, Field(outer, to, takes="object"))
                     field = field._replace(to="own") if to == "hint" else field
-                    table[outer] = known._replace(inner={**(known.inner or {}), within: field})
+                    table[outer] = parent._replace(inner={**(parent.inner or {}), within: field})
                 else:
                     table[theirs] = field
-    return found
+    return tables
 
 
 TABLES = _tables()
@@ -120,14 +120,14 @@ class Fields:
         self.ignored: list[str] = outer.ignored if outer else []
         """Names of fields that were given and change nothing; they are listed in a header of the response."""
         self.names: dict[str, str] = outer.names if outer else {}
-        """Names that the request has for fields which are called otherwise here."""
+        """The request's own names of the engine's parameters, for error messages."""
 
     def take(self, name: str) -> Any:
-        """The value of a field, which is read with that; None where it is missing."""
+        """Read a field: its value, or None where it is missing."""
         return self._left.pop(name, None)
 
     def peek(self, name: str) -> Any:
-        """The value of a field that is still to be read."""
+        """The value of a field, which stays unread; None where it is missing or was read."""
         return self._left.get(name)
 
     def read(self, table: Table, values: Values | None = None) -> Values:
@@ -159,7 +159,7 @@ class Fields:
         return values
 
     def skip(self, name: str) -> None:
-        """Note that a field, or a part of one, changes nothing. Raises `InvalidParameter` where `strict`."""
+        """Note that a field, or an item of one, changes nothing. Raises `InvalidParameter` where `strict`."""
         name = (self._within + name)[:100]
         if self._strict:
             raise InvalidParameter(name, "is not served here")
@@ -167,7 +167,7 @@ class Fields:
 
 
 def objects(name: str, value: object, form: str = "a list of objects") -> list[tuple[str, Mapping[str, Any]]]:
-    """The objects in a list, each with its place. Raises `InvalidParameter`, which calls the list `form`."""
+    """The objects in a list, each with its path ("tools[2]"). Raises `InvalidParameter`; it calls the list `form`."""
     if not isinstance(value, (list, tuple)):
         raise InvalidParameter(name, f"must be {form}", value)
-    return [(f"{name}[{at}]", as_object(f"{name}[{at}]", each)) for at, each in enumerate(value)]
+    return [(f"{name}[{at}]", as_object(f"{name}[{at}]", item)) for at, item in enumerate(value)]

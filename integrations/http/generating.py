@@ -29,7 +29,7 @@ IGNORED = "x-asyncengine-ignored"
 """Header that lists the fields of a request that changed nothing."""
 
 BODY = "asyncengine.body"
-"""The body of a request in its scope, where it was read before."""
+"""Key of a request's scope that holds its parsed body, where that was read before the endpoint was chosen."""
 MakeWriter = Callable[[Turn, Answered], AnswerWriter]
 
 
@@ -39,12 +39,12 @@ Endpoint = Callable[[Request], Awaitable[Response | Answer]]
 
 def routed(served: Mapping[str, Endpoint]) -> list[Route]:
     """Routes of endpoints by their methods and paths, such as "GET /version"."""
-    named = [(name.split(), endpoint) for name, endpoint in served.items()]
-    return [Route(path, endpoint, methods=[method]) for (method, path), endpoint in named]
+    pairs = [(name.split(), endpoint) for name, endpoint in served.items()]
+    return [Route(path, endpoint, methods=[method]) for (method, path), endpoint in pairs]
 
 
 def generating(serving: Serving, read: Callable[[Fields], Turn], writer: MakeWriter) -> Endpoint:
-    """The endpoint of a dialect's requests which need nothing but their body."""
+    """The endpoint of a dialect whose requests need nothing but their body."""
 
     async def endpoint(request: Request) -> Answer:
         fields = await read_fields(request, serving)
@@ -63,12 +63,12 @@ async def count(serving: Serving, turn: Turn, fields: Fields) -> int:
     """The tokens of a turn's prompt. A long one is counted on a thread. Raises as `answer`."""
     with await serving.models.acquire(turn.model) as target:
         grant(turn, target, fields)
-        given = turn.messages or (), turn.chat.get("tools"), turn.chat.get("template_kwargs")
-        return await anyio.to_thread.run_sync(target.engine.count_tokens, *given)
+        arguments = turn.messages or (), turn.chat.get("tools"), turn.chat.get("template_kwargs")
+        return await anyio.to_thread.run_sync(target.engine.count_tokens, *arguments)
 
 
 async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Fields) -> Answer:
-    """The response to a turn: nothing runs before it is sent. Raises `Problem` and `InvalidParameter`."""
+    """The response to a turn; the engine begins when it is sent. Raises `Problem` and `InvalidParameter`."""
     target = await serving.models.acquire(turn.model)
     with naming(fields.names), ExitStack() as undo:
         undo.callback(target.release)
@@ -85,14 +85,14 @@ async def answer(serving: Serving, writer: MakeWriter, turn: Turn, fields: Field
             lambda: stream.usage, lambda: stream.prompt_logprobs if isinstance(stream, Several) else [],
         )  # fmt: skip
         ignored = ((IGNORED, ", ".join(fields.ignored)[:1000]),) if fields.ignored else ()
-        made = Answer(
+        reply = Answer(
             stream, writer(turn, answered), streaming=turn.stream, samples=params.n * max(1, len(turn.prompts)),
             token_ids=bool(turn.extra.get("return_ids")), headers=(*identified(answer_id), *ignored),
             release=target.release, names=fields.names,
             facts={"id": answer_id, "model": target.base, "adapter": target.adapter, "streamed": turn.stream},
         )  # fmt: skip
-        undo.pop_all()
-        return made
+        undo.pop_all()  # from here on the answer releases the model
+        return reply
 
 
 def identified(request_id: str) -> Headers:
@@ -101,19 +101,19 @@ def identified(request_id: str) -> Headers:
 
 
 def grant(turn: Turn, target: Target, fields: Fields) -> None:
-    """Set what a turn leaves to the model: the size of its vocabulary, and the template variables that the turn wishes
-    for, as far as the template reads them and the request has not set them itself. Raises `InvalidParameter` for a wish
-    that changes nothing, where `fields` are strict."""
-    given = turn.chat.get("template_kwargs", {})
-    for field, variables in turn.wishes.items() if isinstance(given, Mapping) else ():
+    """Set the fields of a turn that depend on its model: the vocabulary's size for `ALL`, and the template variables
+    that the turn wishes for, as far as the template reads them and the request has not set them itself. Raises
+    `InvalidParameter` for a wish that changes nothing, where `fields` are strict."""
+    template_kwargs = turn.chat.get("template_kwargs", {})
+    for field, variables in turn.wishes.items() if isinstance(template_kwargs, Mapping) else ():
         read = {name: variables[name] for name in variables if name in target.engine.info.template_variables}
-        given = {name: value for name, value in read.items() if name not in turn.chat} | given
+        template_kwargs = {name: value for name, value in read.items() if name not in turn.chat} | template_kwargs
         if not read and field != turn.budget_field:
             fields.skip(field)
-    turn.chat |= {"template_kwargs": given} if given else {}
+    turn.chat |= {"template_kwargs": template_kwargs} if template_kwargs else {}
     if turn.params.get("top_logprobs") == ALL:
         turn.params["top_logprobs"] = target.engine.info.vocab_size
-    if turn.budget_field and not target.engine.info.reasons:  # there are no thoughts to hold
+    if turn.budget_field and not target.engine.info.reasons:  # the engine refuses a budget for a model without thoughts
         turn.chat.pop("max_thinking_tokens", None)
 
 
@@ -136,10 +136,10 @@ def start(target: Target, turn: Turn, params: SamplingParams, request_id: str) -
 
 def _encoded(engine: AsyncEngine, turn: Turn, prompt: Prompt) -> list[int]:
     """Token ids of a prompt, cut as the turn has it. Raises `InvalidParameter` for a limit beyond the context."""
-    given = engine.tokenize(prompt, add_special_tokens=turn.special_tokens) if isinstance(prompt, str) else prompt
+    ids = engine.tokenize(prompt, add_special_tokens=turn.special_tokens) if isinstance(prompt, str) else prompt
     room = max(1, engine.info.max_model_len - (turn.params.get("max_tokens") or 1))
     if turn.prompt_limit > room:
         limit = f"must be at most {room}, what the context leaves beside max_tokens"
         raise InvalidParameter("truncate_prompt_tokens", limit, turn.prompt_limit)
-    most = room if turn.prompt_limit == -1 else turn.prompt_limit or len(given)
-    return given[:most] if turn.cut_side == "right" else given[-most:]
+    most = room if turn.prompt_limit == -1 else turn.prompt_limit or len(ids)
+    return ids[:most] if turn.cut_side == "right" else ids[-most:]

@@ -20,7 +20,7 @@ from asyncengine.integrations.http.requests import KEY, facts_of, path_of
 from asyncengine.integrations.http.settings import as_key
 
 OPEN_PATHS = frozenset(("/", "/page.js", "/markdown.js", "/engine.js", "/page.css", "/health"))
-"""Paths that need no key: they tell nothing of anybody."""
+"""Paths that need no key: the page, which asks for one itself, and what load balancers ask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class KeySettings(Settings):
 
 
 class Key:
-    """A key, what was asked with it, and what it may still ask: two token buckets that hold a minute's worth."""
+    """A key, counts of its use, and its limits: two token buckets that hold a minute's worth each."""
 
     def __init__(self, name: str, settings: KeySettings) -> None:
         """`name`: "" for a key without one."""
@@ -47,31 +47,31 @@ class Key:
         self.counts = Counter[str]()
         """Requests, those "refused" for a limit, and tokens of prompts and answers."""
         limits = {"requests": settings.requests_per_minute, "tokens": settings.tokens_per_minute}
-        self._limits = {what: limit for what, limit in limits.items() if limit is not None}
+        self._limits = {unit: limit for unit, limit in limits.items() if limit is not None}
         self._left: dict[str, float] = {"requests": math.inf, "tokens": math.inf, **self._limits}
         self._at = time.monotonic()
 
     def _fill(self) -> None:
         now = time.monotonic()
         minutes, self._at = (now - self._at) / 60, now
-        for what, limit in self._limits.items():
-            self._left[what] = min(limit, self._left[what] + minutes * limit)
+        for unit, limit in self._limits.items():
+            self._left[unit] = min(limit, self._left[unit] + minutes * limit)
 
     def admit(self) -> Problem | None:
-        """Count a request; or say why it has to wait."""
+        """Count a request. Returns the problem that refuses it, if a limit is reached."""
         self._fill()
         self.counts["requests"] += 1
-        for what, limit in self._limits.items():
-            if (left := self._left[what]) < 1:
+        for unit, limit in self._limits.items():
+            if (left := self._left[unit]) < 1:
                 self.counts["refused"] += 1
                 again = (("retry-after", str(math.ceil((1 - left) / limit * 60))),)
-                why = f"the key {self.name!r} has {limit} {what} a minute"
+                why = f"the key {self.name!r} has {limit} {unit} a minute"
                 return Problem(429, why, code="rate_limit_exceeded", headers=again)
         self._left["requests"] -= 1
         return None
 
     def charge(self, facts: Mapping[str, Any]) -> None:
-        """Count the tokens of a request that has ended."""
+        """Count the tokens of a request that has ended: the bucket may fall below 0, and then fills first."""
         self._fill()
         for name in ("prompt_tokens", "completion_tokens"):
             self.counts[name] += facts.get(name, 0)
@@ -79,7 +79,7 @@ class Key:
 
 
 def keys_of(unnamed: Sequence[str], named: Mapping[str, Mapping[str, Any]]) -> list[Key]:
-    """All keys. Raises `InvalidParameter` for one that is there twice, and for settings that are wrong."""
+    """All keys. Raises `InvalidParameter` for one that is there under two names, and for settings that are wrong."""
     keys = [Key(name, KeySettings.from_dict(settings)) for name, settings in named.items()]
     keys += [Key("", KeySettings(key=key, operator=True)) for key in dict.fromkeys(unnamed)]
     if len({key.digest for key in keys}) < len(keys):
@@ -93,14 +93,14 @@ def check(keys: Sequence[Key], connection: HTTPConnection) -> Problem | None:
     scheme, _, bearer = connection.headers.get("authorization", "").partition(" ")
     shown = bearer.strip() if scheme.lower() == "bearer" else connection.headers.get("x-api-key", "")
     digest = hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest()
-    known = [key for key in keys if hmac.compare_digest(digest, key.digest) or key is connection.scope.get(KEY)]
-    if known:
-        key = connection.scope[KEY] = known[0]
+    matching = [key for key in keys if hmac.compare_digest(digest, key.digest) or key is connection.scope.get(KEY)]
+    if matching:
+        key = connection.scope[KEY] = matching[0]
         facts = facts_of(connection.scope)
         facts |= {"key": key.name} if key.name else {}
         return key.admit() if connection.scope.get("method") == "POST" else None
     if path_of(connection.scope) in OPEN_PATHS:
         return None
-    # a key in the address is none: addresses are logged on the way
+    # a key in the query string is not accepted: proxies log addresses
     need = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key"
     return Problem(401, need, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))

@@ -37,21 +37,21 @@ from asyncengine.stats import EngineStats, Summary
 LABELS = ["model_name", "engine"]
 """Labels of vLLM's metrics. An engine here is one of its own, numbered 0 in its model."""
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
-"""The form that is written, whatever Prometheus asks for: in other forms the library writes "vllm_" for "vllm:"."""
+"""The format that is written, whatever Prometheus accepts: in others the library writes "vllm_" for "vllm:"."""
 SECONDS = tuple(float(f"{digit}e{power}") for power in range(-4, 4) for digit in (1, 2.5, 5))
 TOKENS = tuple(float(f"{digit}e{power}") for power in range(7) for digit in (1, 2, 5))
 BOUNDS: Mapping[str, Sequence[float]] = {"seconds": SECONDS, "tokens": TOKENS, "samples": (1.0, 2.0, 5.0, 10.0, 20.0)}
-"""Bounds of the buckets of each kind of histogram."""
+"""Bounds of the buckets of histograms, by the unit of what they count."""
 STEPS = 120
-"""Steps that are shown of each model."""
-KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+"""Most steps that are kept and shown of each model."""
+FAMILY_TYPES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class Row(NamedTuple):
     """A line of metrics.txt, which explains them."""
 
     name: str
-    kind: str
+    type: str
     value: str
     label: str
     text: str
@@ -59,12 +59,12 @@ class Row(NamedTuple):
 
 _LINES = (resources.files(__package__) / "metrics.txt").read_text(encoding="utf-8").splitlines()
 _ROWS = [Row(*map(str.strip, line.split("|"))) for line in _LINES if line and line[0] != ";"]
-FAMILIES = [row for row in _ROWS if row.kind in KINDS]
-HISTOGRAMS = [row for row in _ROWS if row.kind in BOUNDS]
+FAMILIES = [row for row in _ROWS if row.type in FAMILY_TYPES]
+HISTOGRAMS = [row for row in _ROWS if row.type in BOUNDS]
 
 
 def computed(stats: EngineStats) -> dict[str, Any]:
-    """Values that are no fields of the statistics, by name."""
+    """Values that metrics.txt names and `EngineStats` has no field for, by name."""
     requests, pages = stats.requests, stats.pages
     ends = {"stop": 0, "length": 0, "abort": 0, **stats.finished}
     ends["stop"] += ends.pop("tool_calls", 0)  # vLLM calls an answer that calls tools a stop
@@ -78,20 +78,20 @@ def computed(stats: EngineStats) -> dict[str, Any]:
 
 
 def values_of(row: Row, stats: EngineStats) -> Mapping[str, float]:
-    """The values of a metric by its label; "" where it has none. None at all for what an engine does not have."""
-    found: Any = computed(stats).get(row.value, stats)
-    for name in row.value.split(".") if found is stats else ():
-        found = found[name] if isinstance(found, Mapping) else None if found is None else getattr(found, name)
-    match found:
+    """The values of a metric by its label, "" where it has no label; empty for a feature that the engine lacks."""
+    value: Any = computed(stats).get(row.value, stats)
+    for name in row.value.split(".") if value is stats else ():
+        value = value[name] if isinstance(value, Mapping) else None if value is None else getattr(value, name)
+    match value:
         case None:
             return {}
         case Summary():
-            return {"0.5": found.p50, "0.9": found.p90, "0.99": found.p99}
+            return {"0.5": value.p50, "0.9": value.p90, "0.99": value.p99}
         case PageCounts():
-            return {name: number for name, number in asdict(found).items() if name != "total"}
+            return {name: number for name, number in asdict(value).items() if name != "total"}
         case tuple():
-            return {str(place): count for place, count in enumerate(found)}
-    return found if row.label else {"": found}
+            return {str(position): count for position, count in enumerate(value)}
+    return value if row.label else {"": value}
 
 
 class Histogram:
@@ -124,14 +124,14 @@ class Metrics(Collector):
         serving.models.watch(self.observe)
 
     def observe(self, model: str, engine: AsyncEngine) -> None:
-        fresh = {row.name: Histogram(BOUNDS[row.kind]) for row in HISTOGRAMS}
-        own, steps = self._histograms.setdefault(model, fresh), deque[StepDone](maxlen=STEPS)
+        fresh = {row.name: Histogram(BOUNDS[row.type]) for row in HISTOGRAMS}
+        histograms, steps = self._histograms.setdefault(model, fresh), deque[StepDone](maxlen=STEPS)
         self.steps[model] = steps
 
         def hook(event: Event) -> None:
             if isinstance(event, RequestDone):
                 for name, value, times in observations(event):
-                    own[name].add(value, times)
+                    histograms[name].add(value, times)
             elif isinstance(event, StepDone):
                 steps.append(event)
 
@@ -139,10 +139,10 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every family, with the samples of each model."""
-        each = {name: engine.stats() for name, engine in self._serving.models.group.loaded.items()}
+        stats_of = {name: engine.stats() for name, engine in self._serving.models.group.loaded.items()}
         for row in FAMILIES:
-            family = KINDS[row.kind](row.name, row.text, labels=[*LABELS, row.label] if row.label else LABELS)
-            for model, stats in each.items():
+            family = FAMILY_TYPES[row.type](row.name, row.text, labels=[*LABELS, row.label] if row.label else LABELS)
+            for model, stats in stats_of.items():
                 for value, number in values_of(row, stats).items():
                     family.add_metric([model, "0", value] if row.label else [model, "0"], number)
             yield family
@@ -152,15 +152,15 @@ class Metrics(Collector):
         for values, number in list(self._serving.requests.counts.items()):
             answered.add_metric(values, number)
         yield answered
-        asked = CounterMetricFamily("asyncengine:keys", "What is asked with named keys.", labels=["key", "what"])
+        keyed = CounterMetricFamily("asyncengine:keys", "What is asked with named keys.", labels=["key", "what"])
         for key in self._serving.keys:
-            for what, count in list(key.counts.items()) if key.name else ():
-                asked.add_metric([key.name, what], count)
-        yield asked
+            for unit, count in list(key.counts.items()) if key.name else ():
+                keyed.add_metric([key.name, unit], count)
+        yield keyed
         for row in HISTOGRAMS:
             histogram = HistogramMetricFamily(row.name, row.text, labels=LABELS)
-            for model, own in list(self._histograms.items()):
-                own[row.name].show(histogram, model)
+            for model, histograms in list(self._histograms.items()):
+                histograms[row.name].show(histogram, model)
             yield histogram
 
 
@@ -173,7 +173,7 @@ def observations(done: RequestDone) -> Iterator[tuple[str, float, int]]:
     times, samples = done.timings, done.params.n
     if times.queued is not None:
         yield "vllm:request_queue_time_seconds", times.queued - (times.prepared or 0.0), 1
-    gaps = done.generated_tokens - samples  # these are generated side by side, each has a first token
+    gaps = done.generated_tokens - samples  # the first token of each sample follows none
     if times.first_token is not None and gaps > 0:
         mean = (times.total - times.first_token) * samples / gaps
         yield "vllm:request_time_per_output_token_seconds", mean, 1
@@ -181,9 +181,9 @@ def observations(done: RequestDone) -> Iterator[tuple[str, float, int]]:
 
 
 def routes(serving: Serving) -> list[Route]:
-    """The paths of these, and the end of a request by somebody else than its client."""
+    """Paths of metrics and profiles, and the one by which an operator stops another client's request."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(own := Metrics(serving))
+    registry.register(collector := Metrics(serving))
 
     async def metrics(_request: Request) -> Response:
         text = await run_in_threadpool(generate_latest, registry)  # takes milliseconds, and streams go on
@@ -197,7 +197,7 @@ def routes(serving: Serving) -> list[Route]:
         """All requests and the last steps, without a word of a prompt or an answer."""
         listed = {}
         for name, engine in serving.models.group.loaded.items():
-            steps = list(own.steps.get(name, ()))
+            steps = list(collector.steps.get(name, ()))
             listed[name] = {"requests": list(map(asdict, engine.requests())), "steps": list(map(asdict, steps))}
         return JSONResponse(listed)
 
@@ -211,18 +211,18 @@ def routes(serving: Serving) -> list[Route]:
 
     async def prefix_tree(_request: Request) -> Response:
         runs = {name: engine.prefix_tree() for name, engine in serving.models.group.loaded.items()}
-        return JSONResponse({name: [run._asdict() for run in each] for name, each in runs.items()})
+        return JSONResponse({name: [run._asdict() for run in tree_runs] for name, tree_runs in runs.items()})
 
     async def profile(request: Request) -> Response:
         if not serving.may_operate(request.scope):
             raise Problem(403, "a profile is made where requests need a key, or in process", code="forbidden")
         values = (await read_fields(request, serving)).read(TABLES["profile"])
         with await serving.models.acquire(values["own"].get("model")) as target:
-            engine = target.engine  # which may close under the profile, and ends it then
+            engine = target.engine  # released before the profile ends: unloading the model ends the profile, too
         with TemporaryDirectory() as folder:
             path = await engine.profile(folder, **values["options"])
             return Response(await run_in_threadpool(path.read_bytes), media_type="application/json")
 
-    asked = {"metrics": metrics, "stats": stats, "requests": requests, "prefix_tree": prefix_tree}
-    served: dict[str, Endpoint] = {f"GET /{name}": tell for name, tell in asked.items()}
+    readers = {"metrics": metrics, "stats": stats, "requests": requests, "prefix_tree": prefix_tree}
+    served: dict[str, Endpoint] = {f"GET /{name}": tell for name, tell in readers.items()}
     return routed({**served, "DELETE /requests/{id}": stop, "POST /profile": profile})

@@ -31,6 +31,7 @@ class Target:
     engine: AsyncEngine
     adapter: str | None = None
     _let_go: Callable[[], None] | None = None
+    """Tells the group that this request has ended; None once it was told."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,6 +60,7 @@ class Models:
         self.draining_until: float | None = None
         """When the last request must have ended, on the monotonic clock; None: the server goes on."""
         self._in_use = 0
+        """Targets that are not released: requests under way."""
         self._drained: Callable[[], object] = bool
         self._begun, self._created = int(time.time()), dict[str, int]()
         """Times at which the app was made and models were loaded, in seconds since 1970."""
@@ -68,7 +70,7 @@ class Models:
             self._show(name, engine)
 
     def watch(self, observer: Callable[[str, AsyncEngine], object]) -> None:
-        """Have every engine that serves shown to `observer`, with its name: those there are now, and later ones."""
+        """Call `observer` with the name of each engine and the engine: the loaded ones now, later ones once loaded."""
         self._observers.append(observer)
         for name, engine in self.group.loaded.items():
             observer(name, engine)
@@ -92,7 +94,7 @@ class Models:
             why = "the server ends, and takes no more requests"
             raise Problem(503, why, code="draining", headers=(("retry-after", str(left)),))
         engine = await self._acquired(base)
-        if self._shown.get(base) is not engine:
+        if self._shown.get(base) is not engine:  # it was unloaded and loaded again: observers hook into each engine
             self._show(base, engine)
         self._in_use += 1
         return Target(name or base, base, engine, adapter, partial(self._release, base))
@@ -103,7 +105,7 @@ class Models:
         self._check_drained()
 
     def drain(self, seconds: float, then: Callable[[], object]) -> None:
-        """Take no more requests; call `then` when those that there are have ended. `seconds`: the time they have."""
+        """Refuse new requests, and call `then` once all running ones have ended. `seconds`: the time these have."""
         self.draining_until, self._drained = time.monotonic() + seconds, then
         self._check_drained()
 
@@ -126,7 +128,7 @@ class Models:
         """The name of a model, and of an adapter of it if that is meant."""
         if name is None:
             able_to = (task, "auto", "generate") if task == "decide" else (task, "auto")
-            able = [each for each in self.group if self.group.task_of(each) in able_to]
+            able = [model for model in self.group if self.group.task_of(model) in able_to]
             usual = self._aliases.get("", self._aliases.get("*"))
             able = [usual] if usual in able else able
             if len(able) != 1:
@@ -151,21 +153,21 @@ class Models:
 
         Raises `Problem` and `AdapterError`.
         """
-        if name in self._aliases or name in self.group or (not again and any(name == one for _, one in self._names())):
+        if name in self._aliases or name in self.group or (not again and name in [lora for _, lora in self._names()]):
             raise Problem(400, f"the name {name[:100]!r} is taken", "lora_name", "name_taken")
         await self.group.load_adapter(name, path, model=self._find(model, "generate")[0])
 
     async def unload_adapter(self, name: str, model: str | None) -> None:
         """Unload an adapter. Raises `Problem` and `AdapterError`."""
-        found = [base for base, adapter in self._names() if name == adapter and model in (None, base)]
-        await self.group.unload_adapter(name, model=found[0] if found else self._find(model, "generate")[0])
+        bases = [base for base, adapter in self._names() if name == adapter and model in (None, base)]
+        await self.group.unload_adapter(name, model=bases[0] if bases else self._find(model, "generate")[0])
 
     def listing(self) -> list[dict[str, Any]]:
         """Objects of OpenAI's /v1/models: models, loaded or not, then adapters with the model that is under them."""
         return [self._row(adapter or base, base, adapter) for base, adapter in self._names()]
 
     def described(self, name: str) -> dict[str, Any]:
-        """The object of one, whatever it may be called. Raises `Problem` 404 naming the models there are."""
+        """The /v1/models object of a model, an adapter or an alias. Raises `Problem` 404 naming the models served."""
         return self._row(name, *self._find(name, "auto"))
 
     def _row(self, name: str, base: str, adapter: str | None) -> dict[str, Any]:
@@ -189,8 +191,8 @@ def _abilities(engine: AsyncEngine) -> dict[str, Any]:
         "structured_output": generates and engine.core.config.grammar_backend != "none",
         "thinking": info.reasons, "vision": info.no_images is None,
     }  # fmt: skip
-    known = [names.get(info.task, info.task), *[name for name, can in able.items() if can]]
-    return {"max_model_len": info.max_model_len, "task": info.task, "capabilities": known}
+    capabilities = [names.get(info.task, info.task), *[name for name, can in able.items() if can]]
+    return {"max_model_len": info.max_model_len, "task": info.task, "capabilities": capabilities}
 
 
 @dataclass(slots=True)

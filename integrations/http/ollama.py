@@ -1,4 +1,4 @@
-"""Endpoints of Ollama's API: /api/chat and /api/generate, vectors, and what its clients ask about models."""
+"""Endpoints of Ollama's API: /api/chat and /api/generate, vectors, and listings of models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asyncengine.integrations.http.generating import Endpoint, answer, read_fiel
 from asyncengine.integrations.http.models import Serving, Target
 from asyncengine.integrations.http.problems import Problem
 from asyncengine.integrations.http.turn import Answered, Turn
-from asyncengine.integrations.http.vectors import Made, computing, rows_text
+from asyncengine.integrations.http.vectors import Result, computing, rows_text
 
 VERSION = "0.33.0"
 """The version of Ollama whose API this is: clients refuse servers that they take for too old."""
@@ -50,20 +50,20 @@ def routes(serving: Serving) -> list[Route]:
         return JSONResponse({"models": [_listed(serving, row) | _running(serving, row["root"]) for row in rows]})
 
     async def show(request: Request) -> Response:
-        own = (await read_fields(request, serving)).read(TABLES["ollama_show"])["own"]
-        return JSONResponse(_shown(serving, serving.models.described(own.get("model") or own.get("name", ""))))
+        body = (await read_fields(request, serving)).read(TABLES["ollama_show"])["own"]
+        return JSONResponse(_shown(serving, serving.models.described(body.get("model") or body.get("name", ""))))
 
     async def pull(request: Request) -> Response:
         """Say that a model is there, or what would fetch it: a server has the models that it was started with."""
-        own = (await read_fields(request, serving)).read(TABLES["ollama_pull"])["own"]
-        name = own.get("model") or own.get("name", "")
+        body = (await read_fields(request, serving)).read(TABLES["ollama_pull"])["own"]
+        name = body.get("model") or body.get("name", "")
         try:
             serving.models.described(name)
         except Problem as problem:
             problem.message += f"; nothing is downloaded: `asyncengine serve {name[:100]}` does, if the hub has it"
             raise
-        said = [{"status": "pulling manifest"}] * own.get("stream", True) + [{"status": "success"}]
-        return Response("".join([json.dumps(each) + "\n" for each in said]), media_type=dialect.LINES)
+        lines = [{"status": "pulling manifest"}] * body.get("stream", True) + [{"status": "success"}]
+        return Response("".join([json.dumps(line) + "\n" for line in lines]), media_type=dialect.LINES)
 
     return routed({
         "GET /api/version": version, "GET /api/tags": tags, "GET /api/ps": running,
@@ -76,8 +76,8 @@ def routes(serving: Serving) -> list[Route]:
 
 
 def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpoint:
-    """The endpoint of requests that `read` makes a turn of: of their fields, and whether the model has a chat template.
-    One that asks nothing loads its model, or unloads it (`keep_alive` 0)."""
+    """The endpoint of a generating path. `read` makes a turn of a request's fields, told whether the model has a chat
+    template. A request without a prompt loads its model, or unloads it (`keep_alive` 0)."""
 
     async def endpoint(request: Request) -> Response | Answer:
         fields = await read_fields(request, serving)
@@ -93,24 +93,24 @@ def _generating(serving: Serving, read: Callable[[Fields, bool], Turn]) -> Endpo
                 return await answer(serving, dialect.Writer, turn, fields)
             (await serving.models.acquire(turn.model)).release()
         writer = dialect.Writer(turn, Answered("", turn.model or "", 0))
-        said = writer.piece(ended={"done_reason": "unload" if seconds == 0 else "load"})
-        return Response(json.dumps(said) + "\n", media_type=dialect.LINES)
+        line = writer.piece(ended={"done_reason": "unload" if seconds == 0 else "load"})
+        return Response(json.dumps(line) + "\n", media_type=dialect.LINES)
 
     return endpoint
 
 
-async def _embed(values: Values, target: Target) -> Made:
-    own, begun = values["own"], time.perf_counter()
-    name = "input" if "input" in own else "prompt"
+async def _embed(values: Values, target: Target) -> Result:
+    body, begun = values["own"], time.perf_counter()
+    name = "input" if "input" in body else "prompt"
     with naming({"prompt": name, "texts": name}):
-        how = {"truncate": own.get("truncate", True), "adapter": target.adapter, **values["options"]}
-        made = await target.engine.embed(read_prompts(own[name]), show_progress=False, **how)
-    rows = (vector.tolist() for vector in made.vectors)
+        how = {"truncate": body.get("truncate", True), "adapter": target.adapter, **values["options"]}
+        embeddings = await target.engine.embed(read_prompts(body[name]), show_progress=False, **how)
+    rows = (vector.tolist() for vector in embeddings.vectors)
     if name == "prompt":  # the older form, of one text
-        return {"embedding": next(rows)}, made.truncated, made.usage
+        return {"embedding": next(rows)}, embeddings.truncated, embeddings.usage
     total = int((time.perf_counter() - begun) * dialect.NANO)
-    head = {"model": target.name, "total_duration": total, "prompt_eval_count": made.usage.prompt_tokens}
-    return await anyio.to_thread.run_sync(rows_text, head, "embeddings", rows), made.truncated, made.usage
+    head = {"model": target.name, "total_duration": total, "prompt_eval_count": embeddings.usage.prompt_tokens}
+    return await anyio.to_thread.run_sync(rows_text, head, "embeddings", rows), embeddings.truncated, embeddings.usage
 
 
 # -------------------------------------------------------------------- models
@@ -132,7 +132,7 @@ def _listed(serving: Serving, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _running(serving: Serving, name: str) -> dict[str, Any]:
-    """Memory of a loaded model, and its end."""
+    """Memory of a loaded model, and the time at which it will be unloaded."""
     info = serving.models.group.loaded[name].info
     size = info.weight_bytes + info.kv_cache_bytes + info.num_states * info.state_bytes
     on_device = 0 if info.device == "cpu" else size
@@ -145,13 +145,13 @@ def _shown(serving: Serving, row: Mapping[str, Any]) -> dict[str, Any]:
     engine, listed = serving.models.group.loaded.get(row["root"]), _listed(serving, row)
     defaults = engine.info.chat_defaults if engine is not None and row["task"] == "generate" else {}
     defaults = {name: defaults[name] for name in CHAT_SAMPLING if name in defaults}
-    known = {"context_length": row["max_model_len"], "embedding_length": engine.info.dimensions if engine else 0}
+    sizes = {"context_length": row["max_model_len"], "embedding_length": engine.info.dimensions if engine else 0}
     able = row["capabilities"] or ["embedding" if row["task"] == "embed" else "completion"]
     return {
         "modelfile": "", "template": "", "parameters": "\n".join(f"{key} {value}" for key, value in defaults.items()),
         "details": listed["details"], "modified_at": listed["modified_at"],
         "model_info": {
-            "general.architecture": FAMILY, **{f"{FAMILY}.{key}": value for key, value in known.items() if value},
+            "general.architecture": FAMILY, **{f"{FAMILY}.{key}": value for key, value in sizes.items() if value},
         },
         "capabilities": [name for name in ABILITIES if name in able],
     }  # fmt: skip

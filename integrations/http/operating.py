@@ -19,6 +19,7 @@ from asyncengine.integrations.http.models import Serving
 from asyncengine.integrations.http.problems import Problem
 
 _MODES = {"abort": "abort", "wait": "finish", "keep": "keep"}
+"""Values of vLLM's `mode`, and the engine's: what becomes of running requests."""
 _LEVELS: Mapping[str, Mapping[str, Any]] = {
     "0": {}, "1": {"weights": "keep", "cache": "drop"}, "2": {"weights": "drop", "cache": "drop"}
 }  # fmt: skip
@@ -38,17 +39,17 @@ def model_routes(serving: Serving) -> list[Route]:
     async def change(table: str, request: Request) -> Response:
         if serving.keys and not serving.may_operate(request.scope):
             raise Problem(403, "models are loaded and unloaded with an operator's key", code="forbidden")
-        own = (await read_fields(request, serving)).read(TABLES[table])["own"]
-        base = models.described(own["model"])["root"]
+        body = (await read_fields(request, serving)).read(TABLES[table])["own"]
+        base = models.described(body["model"])["root"]
         if table == "models_unload":
             await models.group.unload(base)
         else:
-            if "keep_alive" in own:
-                models.group.keep(base, parse_keep_alive("keep_alive", own["keep_alive"]))
-            (await models.acquire(own["model"])).release()
-        return JSONResponse({"success": True, **models.described(own["model"])})
+            if "keep_alive" in body:
+                models.group.keep(base, parse_keep_alive("keep_alive", body["keep_alive"]))
+            (await models.acquire(body["model"])).release()
+        return JSONResponse({"success": True, **models.described(body["model"])})
 
-    return routed({f"POST /models/{what}": partial(change, f"models_{what}") for what in ("load", "unload")})
+    return routed({f"POST /models/{action}": partial(change, f"models_{action}") for action in ("load", "unload")})
 
 
 def adapter_routes(serving: Serving) -> list[Route]:
@@ -61,21 +62,21 @@ def adapter_routes(serving: Serving) -> list[Route]:
         return (await read_fields(request, serving)).read(TABLES[table])["own"]
 
     async def load(request: Request) -> Response:
-        own = await read(request, "load_lora_adapter")
-        name, again = own["lora_name"], own.get("load_inplace", False)
-        await serving.models.load_adapter(name, own["lora_path"], own.get("model"), again=again)
+        body = await read(request, "load_lora_adapter")
+        name, again = body["lora_name"], body.get("load_inplace", False)
+        await serving.models.load_adapter(name, body["lora_path"], body.get("model"), again=again)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload(request: Request) -> Response:
-        own = await read(request, "unload_lora_adapter")
-        await serving.models.unload_adapter(own["lora_name"], own.get("model"))
-        return PlainTextResponse(f"Success: LoRA adapter {own['lora_name']!r} removed successfully.")
+        body = await read(request, "unload_lora_adapter")
+        await serving.models.unload_adapter(body["lora_name"], body.get("model"))
+        return PlainTextResponse(f"Success: LoRA adapter {body['lora_name']!r} removed successfully.")
 
     async def close_session(request: Request) -> Response:
-        own = (await read_fields(request, serving)).read(TABLES["close_session"])["own"]
+        body = (await read_fields(request, serving)).read(TABLES["close_session"])["own"]
         for engine in serving.models.group.loaded.values():
-            engine.session(own["session_id"]).close()
-        return JSONResponse({"session_id": own["session_id"]})
+            engine.session(body["session_id"]).close()
+        return JSONResponse({"session_id": body["session_id"]})
 
     served = {"v1/load_lora_adapter": load, "v1/unload_lora_adapter": unload, "close_session": close_session}
     return routed({f"POST /{path}": endpoint for path, endpoint in served.items()})
@@ -92,21 +93,21 @@ def sleep_routes(serving: Serving) -> list[Route]:
         return Fields(dict(request.query_params)).read(TABLES[table])["own"]
 
     async def sleep(request: Request) -> Response:
-        own = read(request, "sleep")
-        drops = _LEVELS[own.get("level", "1")]
-        await (group.sleep if drops else group.pause)(own.get("model"), mode=_MODES[own.get("mode", "abort")], **drops)
+        args = read(request, "sleep")
+        drop = _LEVELS[args.get("level", "1")]
+        await (group.sleep if drop else group.pause)(args.get("model"), mode=_MODES[args.get("mode", "abort")], **drop)
         return Response()
 
     async def wake_up(request: Request) -> Response:
-        own, tags = read(request, "wake_up"), request.query_params.getlist("tags")
+        args, tags = read(request, "wake_up"), request.query_params.getlist("tags")
         if tags and sorted(tags) != ["kv_cache", "weights"]:
             raise InvalidParameter("tags", "must be left out, or weights and kv_cache: both wake together", tags)
-        await group.wake(own.get("model"))
+        await group.wake(args.get("model"))
         return Response()
 
     async def pause(request: Request) -> Response:
-        own = read(request, "pause")
-        await group.pause(own.get("model"), mode=_MODES[own.get("mode", "abort")])
+        args = read(request, "pause")
+        await group.pause(args.get("model"), mode=_MODES[args.get("mode", "abort")])
         return JSONResponse({"status": "paused"})
 
     async def resume(request: Request) -> Response:
@@ -114,9 +115,9 @@ def sleep_routes(serving: Serving) -> list[Route]:
         return JSONResponse({"status": "resumed"})
 
     async def reset(request: Request) -> Response:
-        own = read(request, "reset_prefix_cache")
-        found = await group.reset_prefix_cache(own.get("namespace"), model=own.get("model"))
-        return JSONResponse({name: each._asdict() for name, each in found.items()})
+        args = read(request, "reset_prefix_cache")
+        counts_by_model = await group.reset_prefix_cache(args.get("namespace"), model=args.get("model"))
+        return JSONResponse({name: counts._asdict() for name, counts in counts_by_model.items()})
 
     def tells(name: str, *states: str) -> Any:
         async def tell(request: Request) -> Response:

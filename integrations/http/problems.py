@@ -1,4 +1,4 @@
-"""The engine's errors as HTTP has them: a status, and the parts of which every dialect makes its own error object."""
+"""The engine's errors for HTTP: a status, and the values of which each dialect makes its own error object."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ class Problem(Exception):
 
 _LINES = (resources.files(__package__) / "problems.txt").read_text(encoding="utf-8").splitlines()
 STATUSES = [tuple(map(str.strip, line.split("|"))) for line in _LINES if line and line[0] != ";"]
-"""Name, status and code of each kind of error; the first that fits counts."""
+"""Class name, status and code of each error; the first whose class fits counts."""
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The status and the parts of an error. One that nobody foresaw is logged, and says nothing of its inside."""
+    """The problem that tells an error to clients. An unforeseen one is logged, and its text is not told: it may name
+    files and internals."""
     if isinstance(error, Problem):
         return error
-    for kind, status, code in STATUSES:
-        if isinstance(error, getattr(errors, kind)):
-            field = "model" if kind == "ModelNotFound" else None
+    for error_name, status, code in STATUSES:
+        if isinstance(error, getattr(errors, error_name)):
+            field = "model" if error_name == "ModelNotFound" else None
             field = error.field if isinstance(error, errors.InvalidParameter) else field
-            again = (("retry-after", "1"),) if kind in ("QueueFull", "EngineAsleep") else ()
+            again = (("retry-after", "1"),) if error_name in ("QueueFull", "EngineAsleep") else ()
             # in words that vLLM's and OpenAI's clients look for
-            advice = ". Please reduce the length of the input prompt." if kind == "ContextLengthExceeded" else ""
+            advice = ". Please reduce the length of the input prompt." if error_name == "ContextLengthExceeded" else ""
             return Problem(int(status), str(error) + advice, field, code, again)
     log.error("a request failed for a reason that nobody foresaw", exc_info=error)
     return Problem(500, "the server failed; its log says more", None, "internal_error")

@@ -55,8 +55,7 @@ class Requests:
         """Time of the last end of a request of each model, and the times between the last 64."""
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have `app` answer, and note what comes of it: of a request, or of one answer over a WebSocket, which has its
-        own facts."""
+        """Call `app`; then count and log the request, or the one answer over a WebSocket, which has its own facts."""
         if scope["type"] != "http" and FACTS not in scope:
             return await app(scope, receive, send)
         begun, status, facts = time.monotonic(), LEFT, facts_of(scope)
@@ -83,7 +82,7 @@ class Requests:
 
     def _note(self, scope: Scope, status: int, facts: dict[str, Any]) -> None:
         path, method = path_of(scope), scope.get("method", "WEBSOCKET")
-        # as a route has it: what clients make up would be counters without end
+        # the template of a route, as paths that clients make up would be counters without end
         path = self.paths.get(scope.get("endpoint")) or (path if path in self.paths.values() else "other")
         self.counts[path, method if method.isalpha() and len(method) < 10 else "other", str(status)] += 1
         if log.isEnabledFor(logging.INFO):
@@ -93,14 +92,15 @@ class Requests:
             log.info(" ".join(f"{name}={value}" for name, value in line.items()), extra={"facts": line})
 
     def _ended(self, model: str, seconds: float) -> None:
-        """A request of `model` has ended, after so long. What lies between two ends counts as far as one was there."""
+        """Note the end of a request of `model`, after `seconds`. A gap between two ends is at most that: before it
+        began, the server may have been idle."""
         now = time.monotonic()
         last, gaps = self._ends.get(model, (-math.inf, deque[float](maxlen=64)))
         gaps.append(min(seconds, now - last))
         self._ends[model] = now, gaps
 
     def retry_after(self, model: str | None, waiting: int) -> int:
-        """Seconds, 1 to `MAX_WAIT`, in which so many requests leave the queue, as they did lately."""
+        """Seconds, 1 to `MAX_WAIT`, until `waiting` requests have left the queue at the rate of the last 64 ends."""
         _, gaps = self._ends.get(model or "", (0.0, ()))
         return max(1, min(MAX_WAIT, math.ceil(waiting * fmean(gaps)))) if gaps else 1
 

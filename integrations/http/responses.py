@@ -49,7 +49,7 @@ class Stored:
     previous: str | None
     """Id of the response that it went on from."""
     owner: object
-    """The connection that alone may come back to it; None: everybody."""
+    """The only connection that may use it; None: all may."""
     events: bytes = b""
     """Its stream, where it was made in the background."""
 
@@ -59,49 +59,49 @@ class Stored:
 
 
 class ResponseStore:
-    """Responses by id, in memory; beyond `most` bytes those that were used least recently go."""
+    """Responses by id, in memory; beyond `most` bytes the least recently used ones are dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self.used = 0
-        """Bytes that are taken."""
+        """Bytes of all stored responses."""
 
     def put(self, response: Item, items: Sequence[Item], owner: object = None, events: str = "") -> None:
         """Keep a response, the items that were its own input, and the events of its stream."""
-        named = [{**item, "id": item.get("id") or f"item_{response['id']}_{at}"} for at, item in enumerate(items)]
+        numbered = [{**item, "id": item.get("id") or f"item_{response['id']}_{at}"} for at, item in enumerate(items)]
         previous = response["previous_response_id"]
-        made = Stored(_packed(response), _packed(named), previous, owner, events.encode())
+        stored = Stored(_packed(response), _packed(numbered), previous, owner, events.encode())
         self.delete(response["id"])
-        self._stored[response["id"]] = made
-        self.used += made.size
+        self._stored[response["id"]] = stored
+        self.used += stored.size
         while self.used > self._most:
             self.used -= self._stored.popitem(last=False)[1].size
 
     def get(self, response_id: str, owner: object = None) -> Stored | None:
-        """The response of that id, which counts as used."""
-        found = self._stored.get(response_id)
-        if found is None or found.owner not in (None, owner):
+        """The response of that id, which counts as used now; None where there is none that `owner` may see."""
+        stored = self._stored.get(response_id)
+        if stored is None or stored.owner not in (None, owner):
             return None
         self._stored.move_to_end(response_id)
-        return found
+        return stored
 
     def delete(self, response_id: str) -> bool:
-        """Forget a response, and say whether there was one. Those that went on from it can't be gone on from."""
-        found = self._stored.pop(response_id, None)
-        self.used -= found.size if found else 0
-        return found is not None
+        """Forget a response, and say whether there was one. Conversations that continue it cannot be continued then."""
+        stored = self._stored.pop(response_id, None)
+        self.used -= stored.size if stored else 0
+        return stored is not None
 
     def chain(self, response_id: str | None, owner: object = None) -> list[Stored] | None:
-        """A response and all before it, oldest first, as one conversation; None where one of them is gone."""
-        found: list[Stored] = []
+        """A response and all those before it in its conversation, oldest first; None where one of them is gone."""
+        newest_first: list[Stored] = []
         while response_id is not None:
             stored = self.get(response_id, owner)
             if stored is None:
                 return None
-            found.append(stored)
+            newest_first.append(stored)
             response_id = stored.previous
-        return found[::-1]
+        return newest_first[::-1]
 
 
 def _packed(content: Any) -> bytes:
@@ -126,8 +126,8 @@ def routes(serving: Serving) -> list[BaseRoute]:
 
 
 class _Keeping(dialect.Writer):
-    """A writer whose response is stored before its last frame goes out: the next request may ask for it at once. One
-    that is made in the background keeps its frames, for those who follow it."""
+    """A writer whose response is stored before its last frame goes out: the next request may ask for it at once. The
+    frames of a background response are kept, for clients that follow it."""
 
     def __init__(self, turn: Turn, answered: Answered, store: ResponseStore, owner: object) -> None:
         super().__init__(turn, answered)
@@ -144,8 +144,8 @@ class _Keeping(dialect.Writer):
     def write(self, event: Event) -> str:
         return self._noted(super().write(event))
 
-    def finish(self, known: Mapping[str, Any]) -> str:
-        frames = self._noted(super().finish(known))
+    def finish(self, outcome: Mapping[str, Any]) -> str:
+        frames = self._noted(super().finish(outcome))
         if self.response["store"] or self._owner is not None:
             owner = None if self.response["store"] else self._owner
             self._store.put(self.response, self._items, owner, "\n\n".join(self.frames))
@@ -154,13 +154,13 @@ class _Keeping(dialect.Writer):
     def _noted(self, frames: str) -> str:
         if self.response["background"]:
             self.frames += frames.split("\n\n")[:-1]
-            self._more.set()
+            self._more.set()  # wakes all who follow; the next frame has an event of its own, so no wake-up is lost
             self._more = asyncio.Event()
         return frames
 
     @property
     def shown(self) -> Item:
-        """The response as it is known now."""
+        """The response as it is now."""
         return {**self.response, **({"status": "cancelled"} if self.cancelled else {})}
 
     async def follow(self, at: int) -> AsyncIterator[str]:
@@ -188,12 +188,12 @@ class _Responses:
         """Tasks that make responses in the background: the loop alone would not keep them."""
 
     async def _read(self, fields: Fields, read: Callable[..., Turn] = dialect.read, owner: object = None) -> Turn:
-        """The turn of a request, which is made on a thread where it is long, so that streams go on meanwhile."""
-        previous, given = fields.peek("previous_response_id"), fields.peek("input")
+        """The turn of a request. That of a long one is made on a thread, so that streams go on meanwhile."""
+        previous, raw_input = fields.peek("previous_response_id"), fields.peek("input")
         chain = self._store.chain(previous, owner) if isinstance(previous, str) else []
         if chain is None and previous in self._running:
             raise Problem(409, f"response {previous!r} is still being written", "previous_response_id")
-        long = isinstance(given, list) and len(given) > INLINE_ITEMS
+        long = isinstance(raw_input, list) and len(raw_input) > INLINE_ITEMS
         if long or sum([stored.size for stored in chain or ()]) > INLINE_BYTES:
             return await anyio.to_thread.run_sync(read, fields, partial(_recalled, chain))
         return read(fields, partial(_recalled, chain))
@@ -203,19 +203,19 @@ class _Responses:
     async def create(self, request: Request) -> Answer | Response:
         fields = await read_fields(request, self._serving)
         streaming = fields.peek("stream") is True
-        made, writer = await self.respond(fields)
+        answer, writer = await self.respond(fields)
         if not writer.response["background"]:
-            return made
-        await made.submit()
-        task = asyncio.create_task(self._make(made, writer, request.scope))
+            return answer
+        await answer.submit()
+        task = asyncio.create_task(self._make(answer, writer, request.scope))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         events = StreamingResponse(writer.follow(0), media_type=EVENT_STREAM)
-        answer = events if streaming else JSONResponse(writer.response)
-        answer.raw_headers.extend(made.headers)
-        return answer
+        response = events if streaming else JSONResponse(writer.response)
+        response.raw_headers.extend(answer.headers)
+        return response
 
-    async def _make(self, made: Answer, writer: _Keeping, scope: Scope) -> None:
+    async def _make(self, answer: Answer, writer: _Keeping, scope: Scope) -> None:
         """Make a response in the background. It is counted and logged as a request of its own."""
 
         async def receive() -> Message:
@@ -226,28 +226,28 @@ class _Responses:
 
         try:
             facts = {**facts_of(scope)}
-            await self._serving.requests.run(made, {**scope, "method": "TASK", FACTS: facts}, receive, send)
+            await self._serving.requests.run(answer, {**scope, "method": "TASK", FACTS: facts}, receive, send)
         except Exception as error:  # before its first token
             writer.failed(problem_of(error))
 
     async def respond(self, fields: Fields, owner: object = None) -> tuple[Answer, _Keeping]:
-        """The answer to a request's fields, and its writer. `owner`: the connection that may come back to it though it
-        isn't stored."""
+        """The answer to a request's fields, and its writer. `owner`: the connection that may continue the response even
+        if the request has it not stored."""
         turn = await self._read(fields, owner=owner)
         background = turn.extra["echo"]["background"]
         if background and owner is not None:
             raise InvalidParameter("background", "is not served over a WebSocket")
         turn.stream |= background or owner is not None
-        made = await answer(self._serving, partial(_Keeping, store=self._store, owner=owner), turn, fields)
-        writer = made.writer
+        reply = await answer(self._serving, partial(_Keeping, store=self._store, owner=owner), turn, fields)
+        writer = reply.writer
         assert isinstance(writer, _Keeping)
-        self._running[writer.response["id"]] = made, writer
-        made.after.callback(self._running.pop, writer.response["id"], None)
-        return made, writer
+        self._running[writer.response["id"]] = reply, writer
+        reply.after.callback(self._running.pop, writer.response["id"], None)
+        return reply, writer
 
     def forget(self, response_id: str, owner: object) -> None:
         """Drop a response that is kept for one connection alone."""
-        if (found := self._store.get(response_id, owner)) is not None and found.owner is owner:
+        if (stored := self._store.get(response_id, owner)) is not None and stored.owner is owner:
             self._store.delete(response_id)
 
     async def converse(self, socket: WebSocket) -> None:
@@ -292,9 +292,9 @@ class _Responses:
 
     async def cancel(self, request: Request) -> Response:
         if (running := self._running.get(request.path_params["id"])) is not None:
-            made, writer = running
+            answer, writer = running
             writer.cancelled = True
-            made.abort()
+            answer.abort()
             return JSONResponse(writer.shown)
         stored = self._find(request)
         if not stored.events:
@@ -328,9 +328,9 @@ class _Responses:
 
 
 class _Conversation:
-    """One WebSocket: requests one after another, answered by the events of a stream of HTTP.
+    """One WebSocket: requests are answered one after another, by the events that a stream over HTTP has.
 
-    A response that isn't to be stored stays as long as the connection does.
+    A response that its request has not stored is kept until the connection ends.
     """
 
     def __init__(self, api: _Responses, serving: Serving, socket: WebSocket) -> None:
@@ -343,7 +343,7 @@ class _Conversation:
         """Answer requests until the client leaves."""
         origin = self._socket.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != self._socket.headers.get("host"):
-            # any page may open a connection to any host: a browser asks nobody before
+            # any page may open a WebSocket to any host: browsers ask no permission first, as CORS has them do for fetch
             return await self._socket.close(1008, "a page of another site may not connect")
         await self._socket.accept()
         listening = asyncio.create_task(self._listen())
@@ -380,16 +380,16 @@ class _Conversation:
                 raise InvalidParameter("type", "must be 'response.create'")
             if (key := self._socket.scope.get(KEY)) is not None and (problem := key.admit()) is not None:
                 raise problem
-            made, writer = await self._api.respond(fields, self)
+            reply, writer = await self._api.respond(fields, self)
             self._responses.append(writer.response["id"])
-            await self._serving.requests.run(made, {**self._socket.scope, FACTS: {}}, self._receive, self._send)
+            await self._serving.requests.run(reply, {**self._socket.scope, FACTS: {}}, self._receive, self._send)
         except Exception as failure:
             problem = problem_of(failure)
             content = dialect.error(problem)["error"]
             content["code"] = content["code"] or content["type"]
             await self._socket.send_text(json.dumps({"type": "error", "status": problem.status, "error": content}))
             if isinstance(previous, str):
-                self._api.forget(previous, self)  # the specification has it so
+                self._api.forget(previous, self)  # a failed request takes its predecessor along, says the specification
 
     # ---------------------------------------------------------------- an answer's end of the connection
 
@@ -419,5 +419,5 @@ def _stored_response(stored: Stored) -> Response:
 
 
 def _number(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    given = query.get(name, str(default))
-    return as_integer(name, int(given) if given.lstrip("-").isdecimal() and len(given) < 12 else given, low, high)
+    text = query.get(name, str(default))
+    return as_integer(name, int(text) if text.lstrip("-").isdecimal() and len(text) < 12 else text, low, high)

@@ -1,6 +1,6 @@
-"""Requests in files: each row is answered by the endpoint that it names, whose app is called in process.
+"""Requests in files: each row is answered by the endpoint that it names, by calling the app in process.
 
-The file of answers is the journal: a row that has its line there is done, whatever became of the process that wrote it.
+The file of answers is the journal: a row that has its line there is done, even if the process was killed after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncengine.integrations.http.requests import KEY
 ENDPOINTS = tuple(path for path, table in PATHS.items() if "priority" in TABLES[table])
 """Paths that a row may name: those whose requests have a priority."""
 LEAST_PRIORITY = 2**31 - 1
-"""The priority of a row that has none of its own: below all that somebody waits for."""
+"""The priority of a row that sets none: below all requests of clients that wait."""
 BUSY_SECONDS, BUSY_TRIES = 1.0, 3600
 """Seconds after which a row that met a full queue is sent again, and how often it is sent before that is its answer."""
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     url: str = ""
     body: Mapping[str, Any] = {}
     fault: str = ""
-    """The reason for which it is no request."""
+    """The reason why the row is no valid request; empty for a valid one."""
 
 
 def read_rows(
@@ -64,26 +64,27 @@ def read_rows(
 
 def _row(row_id: str, line: bytes, template: str | None, common: Mapping[str, Any]) -> Row:
     try:
-        given = dict(as_object("row", json.loads(line)))
-        row_id, url, body = str(given.pop("custom_id", row_id)), "/invocations", given  # which sees what is asked for
-        if "body" in given:
-            url, body = str(given.get("url")), dict(as_object("body", given["body"]))
-            if given.get("method", "POST") != "POST" or url not in ENDPOINTS:
+        fields = dict(as_object("row", json.loads(line)))
+        # /invocations chooses the endpoint by the fields
+        row_id, url, body = str(fields.pop("custom_id", row_id)), "/invocations", fields
+        if "body" in fields:
+            url, body = str(fields.get("url")), dict(as_object("body", fields["body"]))
+            if fields.get("method", "POST") != "POST" or url not in ENDPOINTS:
                 raise InvalidParameter("url", f"must be POST and one of {', '.join(ENDPOINTS)}", url)
-        elif template is not None and "messages" not in given:
-            body = {"messages": [{"role": "user", "content": _filled(template, given)}]}
+        elif template is not None and "messages" not in fields:
+            body = {"messages": [{"role": "user", "content": _filled(template, fields)}]}
         if body.get("stream"):
             raise InvalidParameter("stream", "is not served in a batch")
         return Row(row_id, url, {"priority": LEAST_PRIORITY, **common, **body})
     except (ValueError, RecursionError) as error:  # of JSON
-        own = isinstance(error, InvalidParameter)
-        return Row(row_id, fault=str(error) if own else f"row: cannot be read: {error}")
+        refused = isinstance(error, InvalidParameter)
+        return Row(row_id, fault=str(error) if refused else f"row: cannot be read: {error}")
 
 
-def _filled(template: str, given: Mapping[str, Any]) -> str:
+def _filled(template: str, fields: Mapping[str, Any]) -> str:
     """The template with a row's fields. Raises `InvalidParameter`."""
     try:
-        return template.format_map(given)
+        return template.format_map(fields)
     except KeyError as error:
         raise InvalidParameter("template", "names a field that the row has not", error.args[0]) from error
     except (LookupError, ValueError, AttributeError, TypeError) as error:
@@ -98,10 +99,10 @@ def count_rows(path: Path) -> int:
 
 @contextmanager
 def journal(path: Path) -> Iterator[set[str]]:
-    """Ids of the rows that a file of answers has; nobody else goes on with the file within the block. The last line is
-    cut off where it was not written to its end.
+    """Ids of the rows that a file of answers has; the file is locked against other processes within the block. The last
+    line is cut off where it was not written to its end.
 
-    Raises `BlockingIOError` where another one is at it, `InvalidParameter` for a file of something else.
+    Raises `BlockingIOError` where another process holds the lock, `InvalidParameter` for a file that has other lines.
     """
     done, end = set[str](), 0
     with path.open("a+b") as file:
@@ -127,21 +128,21 @@ async def answer_rows(
     others to the second, which may be the same. `send`: as `post`, of a path and a body. `on_answer` is called with
     whether it was 200.
 
-    Raises `RequestFailed` where the app takes no more requests: what has no answer then may be asked again.
+    Raises `RequestFailed` where the app takes no more requests: the rows without an answer may be sent again.
     """
 
     async def ask(row: Row) -> dict[str, Any]:
-        made: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": row.custom_id}
+        entry: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": row.custom_id}
         if row.fault:
-            return made | {"response": None, "error": {"code": "invalid_request", "message": row.fault}}
+            return entry | {"response": None, "error": {"code": "invalid_request", "message": row.fault}}
         for _ in range(BUSY_TRIES):
             answer = await send(row.url, row.body)
-            if answer["status_code"] != 429:  # else others have filled the queue
+            if answer["status_code"] != 429:  # else other requests have filled the queue
                 break
             await asyncio.sleep(BUSY_SECONDS)
         if answer["status_code"] == 503:
             raise RequestFailed(f"row {row.custom_id}: {answer['body']['error']['message']}")
-        return made | {"response": answer, "error": None}
+        return entry | {"response": answer, "error": None}
 
     files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in outputs]
     try:
@@ -165,9 +166,9 @@ async def post(
     app: ASGIApp, path: str, body: Mapping[str, Any], *, host: str = "localhost", key: object = None
 ) -> dict[str, Any]:
     """The app's answer to a request of this program itself: "status_code", "request_id", and "body", which is JSON.
-    `host`: one that the app answers to. `key`: the `Key` on whose account it is."""
+    `host`: a host name that the app accepts. `key`: the `Key` that is charged for it."""
     content = [json.dumps(body).encode()]
-    head, parts = dict[str, Any](), list[bytes]()
+    head, chunks = dict[str, Any](), list[bytes]()
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path,
         "raw_path": path.encode(), "root_path": "", "query_string": b"",
@@ -182,8 +183,8 @@ async def post(
 
     async def take(message: Message) -> None:
         head.update(message)
-        parts.append(message.get("body", b""))
+        chunks.append(message.get("body", b""))
 
     await app(scope, receive, take)
     request_id = dict(head["headers"]).get(b"x-request-id", b"").decode()
-    return {"status_code": head["status"], "request_id": request_id, "body": json.loads(b"".join(parts))}
+    return {"status_code": head["status"], "request_id": request_id, "body": json.loads(b"".join(chunks))}

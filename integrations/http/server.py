@@ -1,4 +1,5 @@
-"""The HTTP server of `asyncengine serve`: uvicorn, with connections that cannot be held for ever and an orderly end."""
+"""The HTTP server of `asyncengine serve`: uvicorn with limits on idle connections, and a shutdown that lets requests
+end."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ IDLE_SECONDS = 60.0
 WRITE_SECONDS = 60.0
 """A connection whose client takes nothing of its answer is closed after this long."""
 SEND_BYTES = 1 << 17
-"""Bytes of an answer that the system keeps for a client: without a limit megabytes, which looks like reading."""
+"""Bytes of an answer in a socket's send buffer. Without a limit it takes megabytes, and a client that reads nothing
+looks like one that does."""
 ABORT_SECONDS = 5
 """Time for streams to tell their clients that they were ended."""
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A connection that is closed in time where no request comes, whether nothing is sent or a byte now and then, and
-    at once where a request's head has no end.
+    """A connection that is closed after `IDLE_SECONDS` without a whole request, even if a byte comes now and then, and
+    at once where a request's head has more than `HEADER_BYTES`.
 
     uvicorn itself closes idle connections only after their first request, and httptools reads any number of headers. A
     request that offers another protocol than WebSocket is served as if it had not: every client on the JVM offers h2c
@@ -102,7 +104,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def _wait(self) -> None:
         if self.transport.get_protocol() is not self:
-            return  # it has become a WebSocket
+            return  # the connection has become a WebSocket, which has its own timeouts
         if self.cycle is not None and not self.cycle.response_complete:
             self._waiting_since, self._head_bytes = None, 0
         elif self._head_bytes > (self.config.ws_max_size if self.cycle and self.cycle.more_body else HEADER_BYTES):
@@ -115,7 +117,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 class Server(uvicorn.Server):
-    """A server that says when it listens, and leaves signals to `until_stopped`."""
+    """A server that calls `ready` when it listens, and leaves signals to `until_stopped`."""
 
     def __init__(self, app: Starlette, settings: ServerSettings, ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
@@ -171,22 +173,22 @@ async def until_stopped(server: Server, listener: socket.socket, group: EngineGr
             server.should_exit = True
             endings.append(loop.create_task(group.aclose()))
             server.cut_connections(unfinished=True)
-            loop.call_later(ABORT_SECONDS, server.cut_connections)  # those who do not read that it is over
+            loop.call_later(ABORT_SECONDS, server.cut_connections)  # clients that do not read the last frame
 
-    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
-    before = {each: signal.signal(each, stop) for each in numbers}
+    numbers = [signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, stop) for signum in numbers}
     try:
         await server.serve([listener])
         await asyncio.gather(*endings)
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
     return got[0] if got else 0
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the address; nobody can connect before the server listens. Raises `InvalidParameter`, for a
-    certificate that cannot be used as well."""
+    """A socket bound to the address, which does not listen yet. Raises `InvalidParameter` for an address or a
+    certificate that cannot be used."""
     try:
         if settings.ssl_certfile or settings.ssl_keyfile:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -199,7 +201,8 @@ def bind(settings: ServerSettings) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InvalidParameter("host", f"is no address of this machine: {error.strerror}", settings.host) from error
-    # with its protocol, else asyncio keeps answers back until the client has acknowledged their heads, 40 ms
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it an answer's body waits for the client's
+    # delayed acknowledgement of its head, 40 ms
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":
@@ -233,7 +236,7 @@ def address_of(listener: socket.socket, scheme: str = "http") -> str:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as it may be: each connection is one."""
+    """Raise the soft limit of open files to the hard one: each connection is an open file."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -92,11 +92,11 @@ class ServerSettings(Settings):
             return None
         return ("localhost", "127.0.0.1", "[::1]", f"[{self.host}]" if ":" in self.host else self.host)
 
-    def keys(self, named: Collection[str] = ()) -> tuple[str, ...]:
-        """Every key without a name that is given, in flags, the file and the environment. `named`: others there are.
+    def keys(self, named_keys: Collection[str] = ()) -> tuple[str, ...]:
+        """The keys without a name, from flags, the file and the environment. `named_keys`: those that have a name.
 
-        Raises `InvalidParameter` for a file that cannot be read or holds none, and for an address that others reach
-        without one.
+        Raises `InvalidParameter` for a file that cannot be read or holds no key, and for an address that other machines
+        reach where there is no key at all.
         """
         keys = [*self.api_key, *_texts(KEY_VARIABLE, [key] if (key := os.environ.get(KEY_VARIABLE)) else [])]
         if self.api_key_file is not None:
@@ -107,7 +107,7 @@ class ServerSettings(Settings):
             if not lines:
                 raise InvalidParameter("api_key_file", "holds no key", self.api_key_file)
             keys += lines
-        if not (keys or named or self.local or self.insecure):
+        if not (keys or named_keys or self.local or self.insecure):
             need = f"api_key, api_key_file or {KEY_VARIABLE}; insecure serves everybody"
             raise InvalidParameter("host", f"is reached from other machines, so a key is needed ({need})", self.host)
         return tuple(keys)

@@ -33,7 +33,7 @@ class Several:
         self, prompts: Sequence[Prompt], open_stream: Callable[[Prompt], TokenStream], samples: int,
         encode: Callable[[Prompt], list[int]] | None = None,
     ) -> None:  # fmt: skip
-        """`encode`: makes ids of a prompt, on a thread; None: the engine does, in its own way."""
+        """`encode`: tokenizes a prompt, on a thread; None: the engine does, with its defaults."""
         self._prompts, self._open_stream, self._samples = prompts, open_stream, samples
         self._encode = encode
         self._left = False
@@ -59,8 +59,8 @@ class Several:
     @property
     def timings(self) -> Timings | None:
         """Times so far: to the first step and the first token of the first prompt, and to the end of all."""
-        known = [timings for stream in self._streams if (timings := stream.timings) is not None]
-        return replace(known[0], total=max(each.total for each in known)) if known else None
+        measured = [timings for stream in self._streams if (timings := stream.timings) is not None]
+        return replace(measured[0], total=max(timing.total for timing in measured)) if measured else None
 
     def abort(self) -> None:
         """Leave all streams."""
@@ -102,7 +102,7 @@ class Several:
             if not self._reading:
                 raise StopAsyncIteration
             await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
-            for task in [each for each in self._reading if each.done()]:
+            for task in [pending for pending in self._reading if pending.done()]:
                 number, chunk = self._reading.pop(task), task.result()
                 if chunk is not None:
                     chunk.index += number * self._samples
@@ -118,33 +118,33 @@ class Several:
     async def result(self) -> Completion:
         """All completions as one: samples and logprobs of the prompts in order."""
         async with self:
-            done = [await stream.result() for stream in self._streams]
-        first = done[0]
-        scored = [each.prompt_logprobs for each in done if each.prompt_logprobs is not None]
+            completions = [await stream.result() for stream in self._streams]
+        first = completions[0]
+        scored = [completion.prompt_logprobs for completion in completions if completion.prompt_logprobs is not None]
         return replace(
             first, usage=self.usage or first.usage, timings=self.timings or first.timings,
-            prompt_logprobs=[entry for each in scored for entry in each] if scored else None,
-            samples=[sample for each in done for sample in each.samples],
+            prompt_logprobs=[entry for completion in scored for entry in completion] if scored else None,
+            samples=[sample for completion in completions for sample in completion.samples],
         )  # fmt: skip
 
 
 def added(usages: Sequence[Usage | None]) -> Usage | None:
     """Token counts of several requests together."""
-    known = [usage for usage in usages if usage is not None]
-    if not known:
+    counted = [usage for usage in usages if usage is not None]
+    if not counted:
         return None
-    return Usage(*(sum(getattr(usage, name) for usage in known) for name in Usage.__slots__))
+    return Usage(*(sum(getattr(usage, name) for usage in counted) for name in Usage.__slots__))
 
 
 class Beams:
-    """The likeliest outputs of each prompt, best first: as much of a stream as whole answers need."""
+    """The likeliest outputs of each prompt, best first. It has those methods of a stream that whole answers need."""
 
     def __init__(
         self, prompts: Sequence[Prompt], encode: Callable[[Prompt], list[int]],
         search: Callable[[list[int]], Awaitable[list[Beam]]],
     ) -> None:  # fmt: skip
-        """`encode`: makes ids of a prompt, on a thread."""
-        self._given, self._encode, self._search = prompts, encode, search
+        """`encode`: tokenizes a prompt, on a thread."""
+        self._inputs, self._encode, self._search = prompts, encode, search
         self._begun, self._left = time.monotonic(), False
         self._task: asyncio.Future[list[list[Beam]]] | None = None
         self.prompts: list[list[int]] = []
@@ -160,18 +160,18 @@ class Beams:
 
     async def result(self) -> Completion:
         """The outputs of the prompts in order. Raises as `beam_search`, and `RequestFailed` once it is left."""
-        self.prompts = [await anyio.to_thread.run_sync(self._encode, prompt) for prompt in self._given]
+        self.prompts = [await anyio.to_thread.run_sync(self._encode, prompt) for prompt in self._inputs]
         self._task = asyncio.gather(*map(self._search, self.prompts))
-        if self._left:
+        if self._left:  # `abort` was called while prompts were tokenized, and had no task to cancel
             self._task.cancel()
         try:
             with naming({"width": "n"}):
-                found = chain(*await self._task)
+                beams = chain(*await self._task)
         except asyncio.CancelledError:
             if not self._left:
                 raise
             raise RequestFailed("the search was left before it ended") from None
-        samples = [Sample(beam.text, list(beam.token_ids), "stop" if beam.ended else "length") for beam in found]
+        samples = [Sample(beam.text, list(beam.token_ids), "stop" if beam.ended else "length") for beam in beams]
         self.usage = Usage(sum(map(len, self.prompts)), sum(len(sample.token_ids) for sample in samples))
         self.timings = Timings(None, None, time.monotonic() - self._begun)
         first = samples[0]

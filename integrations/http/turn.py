@@ -1,4 +1,4 @@
-"""A request of any dialect, in the engine's own words."""
+"""A request of any dialect, in the names of the engine's API."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Turn:
     special_tokens: bool = True
     """Put the tokenizer's own tokens around these texts."""
     prompt_limit: int = 0
-    """Tokens to which these are cut; 0: none is, -1: to as many as leave room for the answer."""
+    """Tokens to which the prompts are cut; 0: not at all, -1: to as many as leave room for the answer."""
     cut_side: str = "left"
     """The side that is cut."""
     length_penalty: float | None = None
-    """That of a search for the likeliest outputs of these; None: outputs are drawn."""
+    """Length penalty of a beam search, which this asks for; None: outputs are sampled."""
     params: dict[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams`."""
     chat: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Turn:
     """Fields of the request that are hints, with the template variables that each stands for. They are set where the
     model's chat template reads them; a hint of which it reads nothing is told as ignored."""
     budget_field: str = ""
-    """The field that bounds thoughts, where a model without any passes it over; the wish of that name is a hint."""
+    """The field that bounds the reasoning; models that do not reason ignore it. `wishes` has its hint by this name."""
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of `RequestOptions`."""
     grammar: Callable[[], Grammar] | None = None
@@ -53,13 +53,13 @@ class Turn:
     @classmethod
     def of(cls, values: Mapping[str, dict[str, Any]]) -> Self:
         """The turn of a request's values by group (`http.fields`), of which "turn" holds fields of this class."""
-        parts: dict[str, Any] = {name: values.get(name, {}) for name in ("params", "options", "chat", "extra")}
-        return cls(**parts, **values.get("turn", {}))
+        groups: dict[str, Any] = {name: values.get(name, {}) for name in ("params", "options", "chat", "extra")}
+        return cls(**groups, **values.get("turn", {}))
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The name tag of an answer."""
+    """Id, model and time of an answer, and functions that read what is known of its request so far."""
 
     id: str
     """Digits for an id, to which each dialect adds its own prefix."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages: /v1/messages, and what of it is counted at /v1/messages/count_tokens."""
+"""Anthropic's messages: /v1/messages, and /v1/messages/count_tokens, which counts the tokens of such a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncengine.integrations.http.turn import Answered, Message, Turn
 from asyncengine.outputs import Completion, FinishReason, Usage
 
 SERVERS_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_", "advisor_")
-"""Types of tools that Anthropic's servers run: the model is not told of them, as nobody here would."""
+"""Prefixes of types of tools that Anthropic's servers run. The model is not told of them: nothing here runs them."""
 PSEUDO_HEADER = re.compile(r"\A(?:x-anthropic-[\w-]+:[^\n]*\n*)+")
 """A line that Claude Code puts at the head of its system prompt, with a value that differs from call to call: left in,
 no prompt would have a prefix in common with the one before."""
@@ -36,24 +36,24 @@ THEIR_NAMES = {
     r"\.function\.parameters": ".input_schema", r"\.function\b": "",
     r"^response_format\.json_schema": "output_config.format",
 }  # fmt: skip
-"""Names of fields in the engine's errors, and in those that a client sees."""
+"""Patterns of the names in the engine's errors, and what replaces them for clients."""
 SIGNATURE = "unsigned"
-"""Goes with thoughts, where clients look for one. Thoughts are taken back with any."""
+"""Signature of thoughts, where clients look for one. Thoughts that come back are accepted with any."""
 Blocks = list[tuple[str, Mapping[str, Any]]]
-"""Blocks of a content, each with its place in the request."""
+"""Blocks of a content, each with its path in the request."""
 
 
 def read(fields: Fields, *, counting: bool = False) -> Turn:
     """The turn that a body asks for; `counting`: to be counted only. Raises `InvalidParameter` naming the field."""
     values = fields.read(TABLES["messages"])
-    turn, own = Turn.of(values), values["own"]
-    turn.messages = _messages(own["messages"], own.get("system"))
+    turn, body = Turn.of(values), values["own"]
+    turn.messages = _messages(body["messages"], body.get("system"))
     if "max_tokens" not in turn.params and not counting:
         raise InvalidParameter("max_tokens", "is missing: the most tokens to write")
     turn.options["clip_max_tokens"] = True  # agents ask for as much as the largest models write
     turn.extra = {"stop": turn.params.get("stop", ())}
-    turn.chat = {"tools": _tools(fields, own.get("tools", []))} | _tool_choice(own)
-    _read_form(fields, own, turn)
+    turn.chat = {"tools": _tools(fields, body.get("tools", []))} | _tool_choice(body)
+    _read_form(fields, body, turn)
     if turn.messages[-1]["role"] == "assistant" and "tool_calls" not in turn.messages[-1]:
         turn.chat["template_kwargs"] = {"add_generation_prompt": False, "continue_final_message": True}
     return turn
@@ -62,36 +62,36 @@ def read(fields: Fields, *, counting: bool = False) -> Turn:
 # -------------------------------------------------------------------- messages
 
 
-def _messages(given: object, system: object) -> list[Message]:
+def _messages(listed: object, system: object) -> list[Message]:
     """Messages as the engine takes them: the system prompt first, consecutive ones of a role in one.
 
     System messages in mid-conversation are the user's words from there on, as many templates have a place for one at
     the beginning only, and moving it there would change the head of the prompt, which is cached.
     """
-    if not given:
-        raise InvalidParameter("messages", "must be a list of messages, and not empty", given)
-    made: list[Message] = []
+    if not listed:
+        raise InvalidParameter("messages", "must be a list of messages, and not empty", listed)
+    messages: list[Message] = []
     for where, block in _blocks("system", [] if system is None else system):
-        text = PSEUDO_HEADER.sub("", _text(where, block)) if not made else _text(where, block)
+        text = PSEUDO_HEADER.sub("", _text(where, block)) if not messages else _text(where, block)
         if text:
-            _say(made, "system", text_part(text))
+            _say(messages, "system", text_part(text))
     names: dict[str, str] = {}
-    for at, message in objects("messages", given):
+    for at, message in objects("messages", listed):
         role, blocks = message.get("role"), _blocks(f"{at}.content", message.get("content"))
         if role == "assistant":
-            _take_answer(made, blocks, names)
-        elif role == "system" and all(each["role"] == "system" for each in made):
+            _take_answer(messages, blocks, names)
+        elif role == "system" and all(earlier["role"] == "system" for earlier in messages):
             for where, block in blocks:
-                _say(made, "system", text_part(_text(where, block)))
+                _say(messages, "system", text_part(_text(where, block)))
         elif role in ("user", "system"):
-            _take_words(made, blocks, names)
+            _take_words(messages, blocks, names)
         else:
             raise InvalidParameter(f"{at}.role", "must be 'user', 'assistant' or 'system'", role)
-    return made
+    return messages
 
 
 def _blocks(where: str, content: object) -> Blocks:
-    """The blocks of a content, each with its place."""
+    """The blocks of a content, each with its path."""
     if isinstance(content, str):
         return [(where, text_part(content))]
     return objects(where, content, "a str or a list of blocks")
@@ -107,39 +107,40 @@ def _text(where: str, block: Mapping[str, Any]) -> str:
     return as_text(f"{where}.text", block.get("text"))
 
 
-def _part(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a message that a block of text, or a picture, becomes."""
+def _content_part(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's content part of a block of text or a picture."""
     return image_part(where, block) or text_part(_text(where, block))
 
 
-def _say(made: list[Message], role: str, part: dict[str, Any]) -> Message:
-    """Add `part` to the last message if it is of this role, else to a new one."""
-    if not made or made[-1]["role"] != role:
-        made.append({"role": role, "content": []})
-    made[-1]["content"].append(part)
-    return made[-1]
+def _say(messages: list[Message], role: str, part: dict[str, Any]) -> Message:
+    """Add `part` to the last message if that has this role, else to a new one."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": []})
+    messages[-1]["content"].append(part)
+    return messages[-1]
 
 
-def _take_words(made: list[Message], blocks: Blocks, names: Mapping[str, str]) -> None:
-    """A user's turn: results of tools, text and pictures. `names`: those of the tools called, by the calls' ids."""
+def _take_words(messages: list[Message], blocks: Blocks, names: Mapping[str, str]) -> None:
+    """Add a user's turn: results of tools, text and pictures. `names`: the tools' names, by ids of calls."""
     if not blocks:
-        _say(made, "user", text_part(""))
+        _say(messages, "user", text_part(""))
     for where, block in blocks:
         if block.get("type") != "tool_result":
-            _say(made, "user", _part(where, block))
+            _say(messages, "user", _content_part(where, block))
             continue
         call = as_text(f"{where}.tool_use_id", block.get("tool_use_id"))
-        content = [_part(at, each) for at, each in _blocks(f"{where}.content", block.get("content") or "")]
+        content = [_content_part(at, each) for at, each in _blocks(f"{where}.content", block.get("content") or "")]
         content = [text_part("Error:"), *content] if block.get("is_error") else content
-        named = {"name": names[call]} if call in names else {}
-        made.append({"role": "tool", "tool_call_id": call, "content": content, **named})
+        tool_name = {"name": names[call]} if call in names else {}
+        messages.append({"role": "tool", "tool_call_id": call, "content": content, **tool_name})
 
 
-def _take_answer(made: list[Message], blocks: Blocks, names: dict[str, str]) -> None:
-    """A turn of the model's. Thoughts are taken with any signature; redacted ones tell nothing here."""
-    if not made or made[-1]["role"] != "assistant":
-        made.append({"role": "assistant", "content": []})
-    answer = made[-1]
+def _take_answer(messages: list[Message], blocks: Blocks, names: dict[str, str]) -> None:
+    """Add a turn of the model. Thoughts are taken with any signature; redacted ones, which no one here can read, are
+    left out."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": []})
+    answer = messages[-1]
     for where, block in blocks:
         match block.get("type"):
             case "thinking":
@@ -159,49 +160,49 @@ def _take_answer(made: list[Message], blocks: Blocks, names: dict[str, str]) -> 
 # -------------------------------------------------------------------- other fields
 
 
-def _tools(fields: Fields, given: object) -> list[dict[str, Any]]:
+def _tools(fields: Fields, listed: object) -> list[dict[str, Any]]:
     """Tools in OpenAI's shape. One without a schema, such as the client's own shell, takes any arguments."""
-    made = []
-    for at, tool in objects("tools", given):
-        kind = tool.get("type")
-        if isinstance(kind, str) and kind.startswith(SERVERS_TOOLS):
-            fields.skip(f"{at} ({kind})")
+    tools = []
+    for at, tool in objects("tools", listed):
+        tool_type = tool.get("type")
+        if isinstance(tool_type, str) and tool_type.startswith(SERVERS_TOOLS):
+            fields.skip(f"{at} ({tool_type})")
             continue
         schema = tool.get("input_schema")
         function = {"name": tool.get("name"), "parameters": {"type": "object"} if schema is None else schema}
         function |= {"description": tool["description"]} if tool.get("description") else {}
         strict = tool.get("strict")  # what the grammar library cannot enforce is no reason to refuse an agent's tool
-        made.append({"type": "function", "function": {**function, "strict": False if strict is None else strict}})
-    return made
+        tools.append({"type": "function", "function": {**function, "strict": False if strict is None else strict}})
+    return tools
 
 
-def _tool_choice(own: Mapping[str, Any]) -> dict[str, Any]:
-    kind = own.get("tool_choice.type", "auto")
-    chat: dict[str, Any] = {"tool_choice": CHOICES.get(kind)}
-    if kind == "tool":
-        name = as_text("tool_choice.name", own.get("tool_choice.name"))
+def _tool_choice(body: Mapping[str, Any]) -> dict[str, Any]:
+    choice_type = body.get("tool_choice.type", "auto")
+    chat: dict[str, Any] = {"tool_choice": CHOICES.get(choice_type)}
+    if choice_type == "tool":
+        name = as_text("tool_choice.name", body.get("tool_choice.name"))
         chat["tool_choice"] = {"type": "function", "function": {"name": name}}
-    if own.get("tool_choice.disable_parallel_tool_use"):
+    if body.get("tool_choice.disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     return chat
 
 
-def _read_form(fields: Fields, own: Mapping[str, Any], turn: Turn) -> None:
+def _read_form(fields: Fields, body: Mapping[str, Any], turn: Turn) -> None:
     """Read the form of the answer, and how much is thought before it: a budget in LiteLLM's steps of effort."""
-    if (form := own.get("output_config.format")) is not None:
+    if (form := body.get("output_config.format")) is not None:
         if form.get("type") != "json_schema":
             raise InvalidParameter("output_config.format", "must be an object of type 'json_schema'", form)
         turn.chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    if (effort := own.get("output_config.effort")) is not None:
+    if (effort := body.get("output_config.effort")) is not None:
         turn.wishes["output_config.effort"] = {"reasoning_effort": EFFORTS.get(effort, effort)}
-    if (thinks := THINKS.get(str(own.get("thinking.type")))) is not None:
+    if (thinks := THINKS.get(str(body.get("thinking.type")))) is not None:
         turn.wishes["thinking"] = {"enable_thinking": thinks}
-    budget = own.get("thinking.budget_tokens") if thinks else None
+    budget = body.get("thinking.budget_tokens") if thinks else None
     if budget is not None:
         turn.chat["max_thinking_tokens"], turn.budget_field = budget, "thinking.budget_tokens"
         effort = "low" if budget <= 1024 else "medium" if budget <= 2048 else "high"
         turn.wishes["thinking.budget_tokens"] = {"thinking_budget": budget, "reasoning_effort": effort}
-    elif "thinking.budget_tokens" in own:
+    elif "thinking.budget_tokens" in body:
         fields.skip("thinking.budget_tokens")
 
 
@@ -215,8 +216,8 @@ def error(problem: Problem, request_id: str | None = None) -> dict[str, Any]:
         field = re.sub(ours, theirs, field)
     if problem.code == "context_length_exceeded":
         field, colon = "prompt is too long", ": "
-    kind = ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": field + colon + rest}, "request_id": request_id}
+    error_type = ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": error_type, "message": field + colon + rest}, "request_id": request_id}
 
 
 def model_list(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -256,13 +257,13 @@ class Writer:
         }  # fmt: skip
 
     def _ended(self, reason: FinishReason, stop: str | None) -> dict[str, Any]:
-        asked_for = reason == "stop" and stop is not None and stop in self._stops  # not one of the model's own
-        kind = "stop_sequence" if asked_for else REASONS.get(reason, "end_turn")
-        return {"stop_reason": kind, "stop_sequence": stop if asked_for else None}
+        requested = reason == "stop" and stop is not None and stop in self._stops  # not one of the model's own
+        stop_reason = "stop_sequence" if requested else REASONS.get(reason, "end_turn")
+        return {"stop_reason": stop_reason, "stop_sequence": stop if requested else None}
 
     def begin(self, usage: Usage, _samples: int = 1) -> str:
         """The frame that says who speaks, and what the prompt cost."""
-        before = replace(usage, completion_tokens=0, reasoning_tokens=0)  # nothing is told yet
+        before = replace(usage, completion_tokens=0, reasoning_tokens=0)  # the first chunk is sent after this frame
         return _frame("message_start", message=self._message([], self._end, before))
 
     def write(self, event: Event) -> str:
@@ -283,19 +284,19 @@ class Writer:
                 return self._close()
         return ""
 
-    def _begin(self, kind: str, **content: Any) -> str:
-        """Frames up to the beginning of a block of this kind, which may be the one that is open."""
-        if self._open == kind:
+    def _begin(self, block_type: str, **content: Any) -> str:
+        """Frames up to the beginning of a block of this type; none if the open block has it."""
+        if self._open == block_type:
             return ""
         before = self._close()
-        self._open, self._block = kind, self._block + 1
-        return before + _frame("content_block_start", index=self._block, content_block={"type": kind, **content})
+        self._open, self._block = block_type, self._block + 1
+        return before + _frame("content_block_start", index=self._block, content_block={"type": block_type, **content})
 
-    def _delta(self, kind: str, name: str, text: str) -> str:
+    def _delta(self, delta_type: str, name: str, text: str) -> str:
         # a frame for every token of every stream: made as text, not as objects
         return (
             f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {self._block}, '
-            f'"delta": {{"type": "{kind}", "{name}": {json.dumps(text)}}}}}\n\n'
+            f'"delta": {{"type": "{delta_type}", "{name}": {json.dumps(text)}}}}}\n\n'
         )
 
     def _close(self) -> str:
@@ -323,8 +324,8 @@ class Writer:
         return self._message(content, self._ended(completion.finish_reason, completion.stop), completion.usage)
 
 
-def _frame(kind: str, **content: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
+def _frame(event_type: str, **content: Any) -> str:
+    return f"event: {event_type}\ndata: {json.dumps({'type': event_type, **content})}\n\n"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""OpenAI's text completions: /v1/completions. What goes in and out may be token ids, and prompts can be scored."""
+"""OpenAI's text completions: /v1/completions. Prompts and answers may be token ids, and prompts can be scored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MAX_TOKENS = 16
 """Tokens to write where the request does not say, as OpenAI has it."""
 MAX_SAMPLES = 2048
 Scored = tuple[str, float | None, Mapping[str, float] | None]
-"""A token's text and log-probability, with those of the likeliest ones and of itself; a prompt's first has none."""
+"""A token's text and log-probability, and the log-probabilities of the likeliest texts and of itself; the first token
+of a prompt has none."""
 
 
 def read(fields: Fields) -> Turn:
@@ -53,25 +54,25 @@ def read(fields: Fields) -> Turn:
 
 
 def _read_beams(values: Values, turn: Turn) -> None:
-    """Read a search for the likeliest outputs. Raises `InvalidParameter` for what it does not heed."""
-    given = {**turn.params, **values["guide"], "timeout": turn.options.get("timeout"), "stream": turn.stream}
-    given |= {"best_of": "chosen" in turn.extra, "prediction": turn.options.get("prediction")}
-    for name, value in given.items():
+    """Read the parameters of a beam search. Raises `InvalidParameter` for those that it does not heed."""
+    parameters = {**turn.params, **values["guide"], "timeout": turn.options.get("timeout"), "stream": turn.stream}
+    parameters |= {"best_of": "chosen" in turn.extra, "prediction": turn.options.get("prediction")}
+    for name, value in parameters.items():
         if value and name not in ("n", "max_tokens") and (name, value) != ("temperature", 1):
             raise InvalidParameter(name, "cannot go with use_beam_search", value)
     turn.length_penalty = as_number("length_penalty", values["own"].get("length_penalty", 1.0), -99, 99)
 
 
-def read_prompts(given: Any) -> list[str | list[int]]:
+def read_prompts(value: Any) -> list[str | list[int]]:
     """The prompts of a text, token ids, or a list of either. Raises `InvalidParameter`."""
-    if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
-        return [given]
-    if not isinstance(given, list) or not given:
-        raise InvalidParameter("prompt", "must be a text, token ids, or a list of either", given)
-    for index, each in enumerate(given):
-        if not isinstance(each, str) and not (isinstance(each, list) and all(type(item) is int for item in each)):
-            raise InvalidParameter(f"prompt[{index}]", "must be a text or token ids", each)
-    return given
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(prompt) is int for prompt in value)):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter("prompt", "must be a text, token ids, or a list of either", value)
+    for index, prompt in enumerate(value):
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
+            raise InvalidParameter(f"prompt[{index}]", "must be a text or token ids", prompt)
+    return value
 
 
 class Writer(Frames):
@@ -83,12 +84,12 @@ class Writer(Frames):
         self._chosen = turn.extra.get("chosen", self._samples)
         self._echo, self._top = turn.extra.get("echo"), turn.extra.get("logprobs")
         self._offsets: dict[int, int] = {}
-        """Characters of each choice whose logprobs were sent."""
+        """Characters of each choice whose logprobs were sent: the next token's `text_offset`."""
         self._begun: set[int] = set()
-        """Choices of which the prompt was sent, where it is to be."""
+        """Choices whose prompt was sent, if prompts are asked for (`echo`, `return_token_ids`)."""
 
     def begin(self, _usage: Usage, samples: int = 1) -> str:
-        """Nothing: a prompt goes before its choice's first event, as its scores are known then."""
+        """No frame yet: a prompt goes before its choice's first event, when its scores are known."""
         return ""
 
     def write(self, event: Event) -> str:
@@ -134,11 +135,11 @@ class Writer(Frames):
         return {**self.head("text_completion"), "choices": numbered, **self.measured(completion)}
 
     def _best(self, samples: Sequence[Sample], first: int) -> list[tuple[int, Sample]]:
-        """The samples of one prompt that are returned: all, or those of the best mean log-probability, in order."""
-        found = list(enumerate(samples[first : first + self._samples], first))
+        """The (number, sample) pairs of one prompt that are returned: all, or the best by mean log-probability."""
+        ranked = list(enumerate(samples[first : first + self._samples], first))
         if self._chosen < self._samples:
-            found.sort(key=lambda each: -fmean([entry.logprob for entry in each[1].logprobs or ()] or [-inf]))
-        return found[: self._chosen]
+            ranked.sort(key=lambda numbered: -fmean([entry.logprob for entry in numbered[1].logprobs or ()] or [-inf]))
+        return ranked[: self._chosen]
 
     def _choice(self, index: int, sample: Sample, of_prompt: list[TokenLogprob | None]) -> dict[str, Any]:
         logprobs = None
@@ -158,11 +159,11 @@ class Writer(Frames):
         return self._answered.prompts()[index // self._samples]
 
     def _prompt(self, index: int) -> str:
-        """The text of the prompt of a choice, if it is to be a part of it."""
+        """The text of a choice's prompt, if the choice is to repeat it; else an empty one."""
         if not self._echo:
             return ""
-        given = self._prompts[index // self._samples]
-        return given if isinstance(given, str) and not self._cut else self._answered.text_of(self._prompt_ids(index))
+        prompt = self._prompts[index // self._samples]
+        return prompt if isinstance(prompt, str) and not self._cut else self._answered.text_of(self._prompt_ids(index))
 
     def _scored_prompt(self, index: int, entries: Sequence[TokenLogprob | None]) -> list[Scored]:
         if not self._echo or not entries:
@@ -172,15 +173,15 @@ class Writer(Frames):
             if entry is None:
                 scored.append((text, None, None))
                 continue
-            others = self.texts([token for token, _ in entry.top[: self._top]])
-            pairs = zip(others, [logprob for _, logprob in entry.top], strict=False)
+            alternatives = self.texts([token for token, _ in entry.top[: self._top]])
+            pairs = zip(alternatives, [logprob for _, logprob in entry.top], strict=False)
             scored.append((text, entry.logprob, _by_text([*pairs, (text, entry.logprob)])))
         return scored
 
     def _scored(self, entries: Sequence[LogprobEntry]) -> list[Scored]:
         return [
-            (each.token, each.logprob, _by_text([(e.token, e.logprob) for e in (*each.top[: self._top], each)]))
-            for each in self.named(entries)
+            (entry.token, entry.logprob, _by_text([(e.token, e.logprob) for e in (*entry.top[: self._top], entry)]))
+            for entry in self.labelled(entries)
         ]
 
     def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class Writer(Frames):
 
 def _by_text(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Log-probabilities by text; of tokens with the same text, the likeliest."""
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     for text, logprob in pairs:
-        found[text] = max(logprob, found.get(text, logprob))
-    return found
+        best[text] = max(logprob, best.get(text, logprob))
+    return best

@@ -29,17 +29,17 @@ LINES = "application/x-ndjson"
 REASONS: Mapping[FinishReason, str] = {"length": "length", "timeout": "length"}
 NANO = 1e9
 NONE: Sequence[tuple[str, Any]] = (("seed", -1), ("stop", []))
-"""Options with values that stand for none."""
+"""Options with the values by which Ollama's clients say that the option is not set."""
 NOT_ENDED: Mapping[str, Any] = MappingProxyType({})
 RENAMED = {"thinking": "reasoning_content", "tool_name": "name"}
-"""Fields of messages."""
+"""Ollama's names of fields of messages, and the engine's."""
 
 
 def read_chat(fields: Fields) -> Turn:
     """The turn that a body of /api/chat asks for. Raises `InvalidParameter` naming the field."""
     values = fields.read(TABLES["ollama_chat"])
     turn = _read(values)
-    turn.messages = [_message(*each) for each in objects("messages", values["own"].get("messages", []))]
+    turn.messages = [_message(*numbered) for numbered in objects("messages", values["own"].get("messages", []))]
     return turn
 
 
@@ -47,12 +47,12 @@ def read_generate(fields: Fields, templated: bool) -> Turn:
     """The turn of /api/generate: a chat of one message, or a text where it is `raw` or the model has no chat template
     (`templated` is false). Raises as `read_chat`."""
     values = fields.read(TABLES["ollama_generate"])
-    turn, own = _read(values), values["own"]
-    turn.extra["text"], prompt, pictures = True, own.get("prompt", ""), own.get("images")
-    system = [openai_shape.message("system", own["system"])] if own.get("system") else []
+    turn, body = _read(values), values["own"]
+    turn.extra["text"], prompt, pictures = True, body.get("prompt", ""), body.get("images")
+    system = [openai_shape.message("system", body["system"])] if body.get("system") else []
     if not (prompt or pictures):
         return turn
-    if templated and not own.get("raw"):
+    if templated and not body.get("raw"):
         turn.messages = [*system, _message("prompt", {"role": "user", "content": prompt, "images": pictures})]
         return turn
     if pictures:
@@ -65,18 +65,18 @@ def read_generate(fields: Fields, templated: bool) -> Turn:
 
 
 def _read(values: Mapping[str, dict[str, Any]]) -> Turn:
-    """The turn of what both kinds of requests have."""
-    turn, own = Turn.of(values), values["own"]
-    turn.stream, turn.extra["begun"] = own.get("stream", True), time.perf_counter()
-    turn.extra["keep_alive"] = own.get("keep_alive")
+    """The turn of the fields that chats and texts share."""
+    turn, body = Turn.of(values), values["own"]
+    turn.stream, turn.extra["begun"] = body.get("stream", True), time.perf_counter()
+    turn.extra["keep_alive"] = body.get("keep_alive")
     if values["limit"].get("num_predict", 0) > 0:  # -1 and -2: as much as the context holds
         turn.params["max_tokens"] = values["limit"]["num_predict"]
     turn.params = {name: value for name, value in turn.params.items() if (name, value) not in NONE}
     turn.options["clip_max_tokens"] = True
-    if (thinks := own.get("think")) is not None:
+    if (thinks := body.get("think")) is not None:
         effort = {"reasoning_effort": "high" if thinks == "max" else thinks} if isinstance(thinks, str) else {}
         turn.wishes["think"] = {"enable_thinking": bool(thinks), **effort}
-    if form := own.get("format"):
+    if form := body.get("format"):
         if form != "json" and not isinstance(form, Mapping):
             raise InvalidParameter("format", 'must be "json" or a JSON schema', form)
         schema = {"type": "json_schema", "json_schema": {"schema": form}}
@@ -84,16 +84,16 @@ def _read(values: Mapping[str, dict[str, Any]]) -> Turn:
     return turn
 
 
-def _message(where: str, given: Mapping[str, Any]) -> Message:
-    """A message with the engine's names; what is malformed it refuses."""
-    made = {RENAMED.get(name, name): value for name, value in given.items() if value}
-    made["role"] = as_text(f"{where}.role", given.get("role")).lower()
-    made["content"] = text = as_text(f"{where}.content", given.get("content") or "")
-    if pictures := made.pop("images", None):
-        parts = [openai_shape.image_part(where, {"type": "image", "base64": each})
-                 for each in as_list(f"{where}.images", pictures)]  # fmt: skip
-        made["content"] = [*parts, openai_shape.text_part(text)]
-    return made
+def _message(where: str, fields: Mapping[str, Any]) -> Message:
+    """A message with the engine's names, whose remaining fields the engine checks. Raises `InvalidParameter`."""
+    message = {RENAMED.get(name, name): value for name, value in fields.items() if value}
+    message["role"] = as_text(f"{where}.role", fields.get("role")).lower()
+    message["content"] = text = as_text(f"{where}.content", fields.get("content") or "")
+    if pictures := message.pop("images", None):
+        parts = [openai_shape.image_part(where, {"type": "image", "base64": picture})
+                 for picture in as_list(f"{where}.images", pictures)]  # fmt: skip
+        message["content"] = [*parts, openai_shape.text_part(text)]
+    return message
 
 
 class Writer:
@@ -111,13 +111,13 @@ class Writer:
     def piece(
         self, text: str = "", entries: Sequence[LogprobEntry] = (), ended: Mapping[str, Any] = NOT_ENDED, **more: Any
     ) -> dict[str, Any]:
-        """The object of some of the answer, with `more` of it: thoughts, calls. `ended`: the fields of its end."""
-        said: dict[str, Any] = {"response" if self._text else "content": text}
-        said |= {name: value for name, value in more.items() if value}
-        said = said if self._text else {"message": {"role": "assistant", **said}}
-        said |= {"logprobs": openai_shape.openai_logprobs(entries)["content"]} if entries else {}
+        """The object of a piece of the answer: text, or `more` (thoughts, calls). `ended`: the fields of its end."""
+        content: dict[str, Any] = {"response" if self._text else "content": text}
+        content |= {name: value for name, value in more.items() if value}
+        content = content if self._text else {"message": {"role": "assistant", **content}}
+        content |= {"logprobs": openai_shape.openai_logprobs(entries)["content"]} if entries else {}
         time = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        return {"model": self._answered.model, "created_at": time, **said, "done": bool(ended), **ended}
+        return {"model": self._answered.model, "created_at": time, **content, "done": bool(ended), **ended}
 
     def begin(self, _usage: Usage, _samples: int = 1) -> str:
         return ""
@@ -143,12 +143,12 @@ class Writer:
         return _line(self.piece(ended=self._ended(self._reason, usage, self._answered.timings())))
 
     def _ended(self, reason: FinishReason, usage: Usage, timings: Timings | None) -> dict[str, Any]:
-        """Fields of the end: what it cost, in tokens and nanoseconds."""
-        total, known = time.perf_counter() - self._begun, timings or Timings(None, None, 0.0)
-        queued, first = known.queued or 0.0, known.first_token or 0.0
-        seconds = {"total": total, "load": total - known.total}
-        seconds |= {"prompt_eval": first - queued, "eval": known.total - first}
-        durations = {f"{name}_duration": max(0, int(each * NANO)) for name, each in seconds.items()}
+        """The last object's fields: the reason of the end, and the cost in tokens and nanoseconds."""
+        total, times = time.perf_counter() - self._begun, timings or Timings(None, None, 0.0)
+        queued, first = times.queued or 0.0, times.first_token or 0.0
+        seconds = {"total": total, "load": total - times.total}
+        seconds |= {"prompt_eval": first - queued, "eval": times.total - first}
+        durations = {f"{name}_duration": max(0, int(duration * NANO)) for name, duration in seconds.items()}
         counts = {"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens}
         return {"done_reason": REASONS.get(reason, "stop"), **durations, **counts}
 
@@ -156,7 +156,7 @@ class Writer:
         return _line({"error": problem.message})
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        calls = [_call(at, each.id, each.name, each.arguments) for at, each in enumerate(completion.tool_calls)]
+        calls = [_call(at, call.id, call.name, call.arguments) for at, call in enumerate(completion.tool_calls)]
         ended = self._ended(completion.finish_reason, completion.usage, completion.timings)
         entries = completion.samples[0].logprobs or ()
         return self.piece(completion.text, entries, ended, thinking=completion.reasoning, tool_calls=calls)

@@ -23,13 +23,13 @@ REASONS: Mapping[FinishReason, str] = {"length": "length", "tool_calls": "tool_c
 def read(fields: Fields) -> Turn:
     """The turn that a body asks for. Raises `InvalidParameter` naming the field."""
     turn, values = read_common(fields, "chat")
-    own = values["own"]
-    turn.messages = messages = read_messages(own["messages"])
-    if own.get("echo"):
+    body = values["own"]
+    turn.messages = messages = read_messages(body["messages"])
+    if body.get("echo"):
         turn.extra["echo"] = _last_words(messages)
     refuse_custom("tools", turn.chat.get("tools"))
     for name, instead in INSTEAD.items():
-        if (value := own.get(name)) in ("none", "auto") or (value is not None and turn.chat.get("tools")):
+        if (value := body.get(name)) in ("none", "auto") or (value is not None and turn.chat.get("tools")):
             fields.skip(name)
         elif value:
             raise InvalidParameter(name, f"is not served: {instead}", value)
@@ -37,33 +37,34 @@ def read(fields: Fields) -> Turn:
     if "top_logprobs" in turn.params and not turn.params.get("logprobs"):
         raise InvalidParameter("top_logprobs", "needs logprobs=true", turn.params["top_logprobs"])
     _read_prompt_scores(turn, fields)
-    _read_thinking(own, turn)
+    _read_thinking(body, turn)
     if variables := template_variables(values):
         turn.chat["template_kwargs"] = variables
-    if (modalities := own.get("modalities", ["text"])) != ["text"]:
+    if (modalities := body.get("modalities", ["text"])) != ["text"]:
         raise InvalidParameter("modalities", 'must be ["text"]: text is served, sounds are not', modalities)
     return turn
 
 
-def read_messages(given: list[Any]) -> list[Any]:
-    """The messages with roles and refusals as the engine has them; what is malformed it refuses.
+def read_messages(listed: list[Any]) -> list[Any]:
+    """The messages with the engine's roles, and with refusals as text. Malformed messages are left for the engine to
+    refuse.
 
-    "developer" is the newer name of "system", which is what templates know; a refusal is what the assistant said.
+    "developer" is OpenAI's newer name of "system", the role that chat templates know.
     """
     messages = list[Any]()
-    for index, message in enumerate(given):
+    for index, message in enumerate(listed):
         if not isinstance(message, Mapping):
             messages.append(message)
             continue
-        made = {name: value for name, value in message.items() if value is not None}
-        if made.get("role") == "developer":
-            made["role"] = "system"
-        if isinstance(calls := made.get("tool_calls"), list):
+        cleaned = {name: value for name, value in message.items() if value is not None}
+        if cleaned.get("role") == "developer":
+            cleaned["role"] = "system"
+        if isinstance(calls := cleaned.get("tool_calls"), list):
             refuse_custom(f"messages[{index}].tool_calls", calls)
-            made["tool_calls"] = [*map(with_object, calls)]
-            if not calls:  # as clients send their own answers back
-                del made["tool_calls"]
-        messages.append(_with_refusals(made))
+            cleaned["tool_calls"] = [*map(with_object, calls)]
+            if not calls:  # clients that send an answer back may add an empty list, which templates take for calls
+                del cleaned["tool_calls"]
+        messages.append(_with_refusals(cleaned))
     return messages
 
 
@@ -82,7 +83,7 @@ def _with_refusals(message: Message) -> Message:
 
 
 def _last_words(messages: list[Any]) -> str:
-    """The text of the last message, which an answer repeats if the assistant wrote it (vLLM's `echo`)."""
+    """The text of the last message if the assistant wrote it, which the answer repeats (vLLM's `echo`)."""
     last = messages[-1] if messages else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return ""
@@ -100,19 +101,19 @@ def refuse_custom(name: str, tools: object) -> None:
             )
 
 
-def _read_thinking(own: Mapping[str, Any], turn: Turn) -> None:
-    """Read how much is thought before the answer, in any server's words."""
-    if own.get("reasoning.exclude"):
+def _read_thinking(body: Mapping[str, Any], turn: Turn) -> None:
+    """Read the fields for reasoning: OpenAI's, OpenRouter's, DeepSeek's and Ollama's."""
+    if body.get("reasoning.exclude"):
         turn.extra["reasoning"] = False
-    if own.get("reasoning.enabled") is False:
+    if body.get("reasoning.enabled") is False:
         turn.wishes["reasoning.enabled"] = {"enable_thinking": False}
     for name in ("reasoning_effort", "reasoning.effort"):
-        if (effort := own.get(name)) is not None:
+        if (effort := body.get(name)) is not None:
             none = {"enable_thinking": False} if effort == "none" else {}
             turn.wishes[name] = {"reasoning_effort": effort, **none}
-    if (kind := own.get("thinking.type")) is not None:
-        turn.wishes["thinking"] = {"enable_thinking": kind != "disabled"}
-    if (thinks := own.get("think")) is not None:
+    if (thinking_type := body.get("thinking.type")) is not None:
+        turn.wishes["thinking"] = {"enable_thinking": thinking_type != "disabled"}
+    if (thinks := body.get("think")) is not None:
         turn.wishes["think"] = {"enable_thinking": thinks}
 
 
@@ -151,7 +152,7 @@ class Writer(Frames):
         self, event: Event, delta: Mapping[str, Any], token_ids: Sequence[int] = (), reason: str | None = None,
         logprobs: Sequence[LogprobEntry] = (), more: str = "", first: bool = False,
     ) -> str:  # fmt: skip
-        entries = json.dumps({**openai_logprobs(self.named(logprobs)), "refusal": None}) if logprobs else "null"
+        entries = json.dumps({**openai_logprobs(self.labelled(logprobs)), "refusal": None}) if logprobs else "null"
         quoted = "null" if reason is None else f'"{reason}"'
         fields = f'"delta": {json.dumps(delta)}, "logprobs": {entries}, "finish_reason": {quoted}'
         return self.frame(event.index, fields, token_ids, more, first=first)
@@ -194,7 +195,7 @@ class Writer(Frames):
             message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
         logprobs = None
         if sample.logprobs and self._scored:
-            logprobs = {**openai_logprobs(self.named(sample.logprobs), self._top), "refusal": None}
+            logprobs = {**openai_logprobs(self.labelled(sample.logprobs), self._top), "refusal": None}
         reason = REASONS.get(sample.finish_reason, "stop")
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return choice | {"token_ids": list(sample.token_ids) if self._ids else None}

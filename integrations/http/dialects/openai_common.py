@@ -20,7 +20,7 @@ from asyncengine.outputs import Completion, LogprobEntry, Usage
 from asyncengine.step import TokenLogprob
 
 MAX_GRAMMAR = 1 << 20
-"""Characters of a grammar; so many lie below every engine's own limit."""
+"""Most characters of a grammar, which are below every engine's own limit."""
 
 Maker = Callable[[Any], Grammar | None]
 GUIDES: Mapping[str, Maker] = {
@@ -30,19 +30,19 @@ GUIDES: Mapping[str, Maker] = {
     **dict.fromkeys(("guided_choice", "structured_outputs.choice"), Grammar.choice),
     "structured_outputs.json_object": lambda wanted: Grammar.json_object() if wanted is True else None,
 }
-"""Names of vLLM, llama.cpp and SGLang for a grammar, with its makers."""
+"""vLLM's, llama.cpp's and SGLang's fields for a grammar, with functions that make it of the field's value."""
 
 
 def read_common(fields: Fields, table: str) -> tuple[Turn, Values]:
-    """The turn of what both kinds of completions have, and all values. Raises `InvalidParameter` naming the field."""
+    """The turn of the fields that chats and texts share, and all values. Raises `InvalidParameter` naming the field."""
     options = fields.peek("stream_options")
     values = fields.read(TABLES[table])
     turn, chooses = Turn.of(values), table == "completions"
     if options is not None and not turn.stream:
         raise InvalidParameter("stream_options", "is for streams: needs stream=true", options)
-    for part, name in ((turn.params, "top_logprobs"), (turn.extra, "logprobs"), (turn.extra, "prompt_logprobs")):
-        if part.get(name) == -1:
-            part[name] = ALL
+    for group, name in ((turn.params, "top_logprobs"), (turn.extra, "logprobs"), (turn.extra, "prompt_logprobs")):
+        if group.get(name) == -1:
+            group[name] = ALL
     if turn.params.get("stop") in ("", []):
         del turn.params["stop"]
     samples = turn.params.get("n", 1)
@@ -54,36 +54,36 @@ def read_common(fields: Fields, table: str) -> tuple[Turn, Values]:
     return turn, values
 
 
-def grammar(given: dict[str, Any]) -> Callable[[], Grammar] | None:
-    """The maker of the grammar that a request asks for: making a long one takes a while. None: none is asked for."""
-    if given.get("structured_outputs.json_object") is False:
-        del given["structured_outputs.json_object"]
-    if not given:
+def grammar(guides: dict[str, Any]) -> Callable[[], Grammar] | None:
+    """A function that makes the grammar of a request, which takes a while for a long one; None if it has none."""
+    if guides.get("structured_outputs.json_object") is False:
+        del guides["structured_outputs.json_object"]
+    if not guides:
         return None
-    (name, value), *more = given.items()
+    (name, value), *more = guides.items()
     for second, _ in more:
         raise InvalidParameter(second, f"cannot go with {name}: one grammar holds an answer")
     if rough_size(value, MAX_GRAMMAR) > MAX_GRAMMAR:
         raise InvalidParameter(name, f"has more than {MAX_GRAMMAR} characters")
 
-    def made() -> Grammar:
+    def make() -> Grammar:
         try:
-            found = GUIDES[name](value)
+            result = GUIDES[name](value)
         except GrammarError as error:
             raise GrammarError(name, error.limit, error.value) from None
-        if found is None:
+        if result is None:
             raise InvalidParameter(name, "must be true", value)
-        return found
+        return result
 
-    return made
+    return make
 
 
-def max_tokens(given: Mapping[str, Any], default: int | None = None) -> dict[str, Any]:
-    """Most tokens to write, under any of its names; -1 stands for no limit of the request's own."""
-    (name, value), *others = [*given.items()] or [("max_tokens", default)]
-    for other, again in others:
+def max_tokens(limits: Mapping[str, Any], default: int | None = None) -> dict[str, Any]:
+    """The most tokens to write, as `SamplingParams` names it, from any of its names; -1 sets no limit."""
+    (name, value), *repeated = [*limits.items()] or [("max_tokens", default)]
+    for alias, again in repeated:
         if repr(again) != repr(value):
-            raise InvalidParameter(other, f"is given twice, as {name} too, with another value", again)
+            raise InvalidParameter(alias, f"is given twice, as {name} too, with another value", again)
     return {} if value is None or (value == -1 and type(value) is int) else {"max_tokens": value}
 
 
@@ -92,8 +92,8 @@ def max_tokens(given: Mapping[str, Any], default: int | None = None) -> dict[str
 
 def error(problem: Problem) -> dict[str, Any]:
     """OpenAI's error object."""
-    kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    name = kind.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    types = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    name = types.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": name, "param": problem.param, "code": problem.code}}
 
 
@@ -102,33 +102,33 @@ class Frames:
 
     media_type = EVENT_STREAM
     ping = ": still there\n\n"
-    """A comment, which clients pass over: the connection is used."""
+    """A comment of the event stream, which clients ignore; it keeps proxies from closing the connection."""
 
-    def __init__(self, prefix: str, kind: str, turn: Turn, answered: Answered) -> None:
-        """`prefix` of the answer's id; `kind` of object that each frame is."""
+    def __init__(self, prefix: str, type_name: str, turn: Turn, answered: Answered) -> None:
+        """`prefix`: that of the answer's id. `type_name`: the field "object" of each frame."""
         extra = turn.extra
         self._usage, self._ids = bool(extra.get("usage")), bool(extra.get("return_ids"))
-        self._each, self._numbered = self._usage and bool(extra.get("usage_each")), bool(extra.get("numbered"))
+        self._usage_each, self._numbered = self._usage and bool(extra.get("usage_each")), bool(extra.get("numbered"))
         self._of_prompt: int | None = extra.get("prompt_logprobs")
         self._answered = answered
-        self._id, self._kind = prefix + answered.id, kind
+        self._id, self._type_name = prefix + answered.id, type_name
         # A frame is made for every token of every stream: all of it that stays the same is written once.
-        self._before = "data: " + json.dumps(self.head(kind), ensure_ascii=False)[:-1] + ', "choices": [{"index": '
+        self._before = "data: " + json.dumps(self.head(type_name), ensure_ascii=False)[:-1] + ', "choices": [{"index": '
         self._after = (', "usage": null' if self._usage else "") + "}\n\n"
 
-    def head(self, kind: str) -> dict[str, Any]:
-        """The fields of an object of this kind before its choices."""
+    def head(self, type_name: str) -> dict[str, Any]:
+        """The fields of an object of this type before its choices."""
         created, model = self._answered.created, self._answered.model
-        return {"id": self._id, "object": kind, "created": created, "model": model, "system_fingerprint": None}
+        return {"id": self._id, "object": type_name, "created": created, "model": model, "system_fingerprint": None}
 
     def frame(
         self, index: int, fields: str, token_ids: Sequence[int] = (), more: str = "", *, first: bool = False
     ) -> str:
-        """The frame of a choice with these fields (JSON's, without braces); `more` come behind the choices. `first`: it
-        comes before the choice's first token."""
+        """The frame of a choice with these fields (JSON text without braces); `more` fields come behind the choices.
+        `first`: the frame comes before the choice's first token."""
         ids = f', "token_ids": {list(token_ids)}' if self._ids else ""
         after = self._after
-        if self._each and (usage := self._answered.usage()) is not None:
+        if self._usage_each and (usage := self._answered.usage()) is not None:
             so_far = openai_usage(replace(usage, completion_tokens=0) if first else usage)
             after = f', "usage": {json.dumps(so_far)}}}\n\n'
         return f"{self._before}{index}, {fields}{ids}}}]{more}{after}"
@@ -142,11 +142,11 @@ class Frames:
         """The tokens as texts, or as "token_id:7" (vLLM's `return_tokens_as_token_ids`)."""
         return [f"token_id:{token}" for token in ids] if self._numbered else self._answered.token_texts(ids)
 
-    def named(self, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
-        """The same in entries of log-probabilities."""
+    def labelled(self, entries: Sequence[LogprobEntry]) -> Sequence[LogprobEntry]:
+        """Entries of log-probabilities whose tokens are such texts."""
         if not self._numbered:
             return entries
-        return [replace(e, token=f"token_id:{e.token_id}", top=tuple(self.named(e.top))) for e in entries]
+        return [replace(e, token=f"token_id:{e.token_id}", top=tuple(self.labelled(e.top))) for e in entries]
 
     def of_prompt(self, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None] | None:
         """vLLM's form of a prompt's scores: by id, each token's own first; None where they are not asked for."""
@@ -167,8 +167,8 @@ class Frames:
     def end(self, usage: Usage) -> str:
         last = ""
         if self._usage:
-            known = {"choices": [], "usage": openai_usage(usage), **timings_fields(usage, self._answered.timings())}
-            last = f"data: {json.dumps({**self.head(self._kind), **known})}\n\n"
+            totals = {"choices": [], "usage": openai_usage(usage), **timings_fields(usage, self._answered.timings())}
+            last = f"data: {json.dumps({**self.head(self._type_name), **totals})}\n\n"
         return last + "data: [DONE]\n\n"
 
     def failed(self, problem: Problem) -> str:

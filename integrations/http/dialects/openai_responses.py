@@ -22,11 +22,11 @@ from asyncengine.integrations.http.turn import Answered, Turn
 from asyncengine.outputs import Completion, LogprobEntry, Usage
 
 INCLUDABLE = {"message.output_text.logprobs": "logprobs", "reasoning.encrypted_content": "sealed"}
-"""Values of `include` that change something."""
+"""Values of `include` that are heeded, and their fields of `Turn.extra`."""
 LOGPROBS, SEALED_TOO = INCLUDABLE.values()
 
 MOST_REPEATED = 512
-"""Characters of a metadata's value, as OpenAI has it, and of other texts that nothing here looks at."""
+"""Most characters of a metadata value, as OpenAI has it, and of other texts that the response only repeats."""
 COMPACT = (
     "Summarize this conversation for a colleague who goes on with it and has not seen it. Keep every fact, name, "
     "number, decision, open question and result of a tool that may matter. Write the summary alone."
@@ -50,22 +50,22 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
     Raises `InvalidParameter` naming the field, and what `recall` raises.
     """
     values = fields.read(TABLES["responses"])
-    turn, own = Turn.of(values), values["own"]
-    previous, instructions = own.get("previous_response_id"), own.get("instructions")
-    items = read_input(asked := own.get("input"))
+    turn, body = Turn.of(values), values["own"]
+    previous, instructions = body.get("previous_response_id"), body.get("instructions")
+    items = read_input(raw_input := body.get("input"))
     turn.messages = messages_of(instructions, recall(previous) if previous else (), items)
-    if asked == []:  # a client's probe, which wants to be answered
+    if raw_input == []:  # a client's probe, which wants to be answered
         turn.messages = turn.messages or [{"role": "user", "content": ""}]
     if not turn.messages:
         raise InvalidParameter("input", "is missing: the text or the items to answer")
-    if own.get("truncation") == "auto":
+    if body.get("truncation") == "auto":
         fields.skip("truncation")
-    turn.chat |= {"template_kwargs": given} if (given := openai_chat.template_variables(values)) else {}
-    include = own.get("include", [])
+    turn.chat |= {"template_kwargs": variables} if (variables := openai_chat.template_variables(values)) else {}
+    include = body.get("include", [])
     if not all(isinstance(name, str) for name in include):
         raise InvalidParameter("include", "must be a list of strings", include)
     turn.extra = {"items": items} | {INCLUDABLE[name]: True for name in include if name in INCLUDABLE}
-    turn.extra["echo"] = _limits(own, turn) | _read_tools(fields, own, turn) | _read_form(own, turn)
+    turn.extra["echo"] = _limits(body, turn) | _read_tools(fields, body, turn) | _read_form(body, turn)
     turn.params |= {"logprobs": True} if turn.extra.get(LOGPROBS) else {}
     for name in include:
         if name not in INCLUDABLE:
@@ -74,7 +74,7 @@ def read(fields: Fields, recall: Recall = not_found) -> Turn:
 
 
 def read_compact(fields: Fields, recall: Recall = not_found) -> Turn:
-    """The turn that makes one item of a conversation. Raises as `read`."""
+    """The turn that summarizes a conversation in one item. Raises as `read`."""
     if fields.take("stream"):
         raise InvalidParameter("stream", "must be left out: a compaction is returned whole")
     turn = read(fields, recall)
@@ -86,27 +86,27 @@ def read_compact(fields: Fields, recall: Recall = not_found) -> Turn:
 
 
 def _short(name: str, value: object) -> str:
-    """A str that is repeated in the response. Raises `InvalidParameter`."""
+    """A text that the response repeats. Raises `InvalidParameter` for one over `MOST_REPEATED` characters."""
     text = as_text(name, value)
     if len(text) > MOST_REPEATED:
         raise InvalidParameter(name, f"must have at most {MOST_REPEATED} characters")
     return text
 
 
-def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
-    """Read the limits. Returns what the response repeats of them, and of sampling and marks."""
-    metadata = own.get("metadata", {})
+def _limits(body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+    """Read limits, metadata and storage. Returns the fields of the response that repeat them and the sampling."""
+    metadata = body.get("metadata", {})
     if not isinstance(metadata, Mapping) or len(metadata) > 16 or max(map(len, metadata), default=0) > 64:
         raise InvalidParameter("metadata", "must be an object of at most 16 names of 64 characters", metadata)
     for name, value in metadata.items():
         _short(f"metadata.{name}", value)
-    store, background = own.get("store", True), own.get("background", False)
+    store, background = body.get("store", True), body.get("background", False)
     if background and not store:
         raise Problem(400, "background can only be used when `store` is true", "background", "invalid_value")
     echo = {name: turn.params.get(name, 1.0) for name in ("temperature", "top_p")}
     echo |= {name: turn.params.get(name, 0) for name in ("presence_penalty", "frequency_penalty", "top_logprobs")}
-    echo |= {name: _short(name, own.get(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
-    echo |= {name: own.get(name) for name in ("previous_response_id", "instructions")}
+    echo |= {name: _short(name, body.get(name, "")) or None for name in ("safety_identifier", "prompt_cache_key")}
+    echo |= {name: body.get(name) for name in ("previous_response_id", "instructions")}
     turn.options = {"session": echo["prompt_cache_key"], **turn.options}
     return echo | {
         "max_output_tokens": turn.params.get("max_tokens"), "max_tool_calls": None, "truncation": "disabled",
@@ -114,22 +114,22 @@ def _limits(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_tools(fields: Fields, own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
-    """Functions that the model may call. Tools that OpenAI's own servers would run are passed over.
+def _read_tools(fields: Fields, body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+    """Read the functions that the model may call. Tools that OpenAI's own servers would run are ignored.
 
-    Returns what the response repeats.
+    Returns the fields of the response that repeat them.
     """
-    choice, tools, repeated = own.get("tool_choice", "auto"), [], []
-    for at, tool in objects("tools", own.get("tools", [])):
+    choice, tools, repeated = body.get("tool_choice", "auto"), [], []
+    for at, tool in objects("tools", body.get("tools", [])):
         if tool.get("type") != "function":
             fields.skip(at)
             continue
         strict = tool.get("strict")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         tools.append({"type": "function", "function": function | ({} if strict is None else {"strict": strict})})
-        said = {name: tool.get(name) for name in ("name", "description", "parameters")}
-        repeated.append({"type": "function", **said, "strict": strict is not False})
-    parallel = own.get("parallel_tool_calls", True)
+        definition = {name: tool.get(name) for name in ("name", "description", "parameters")}
+        repeated.append({"type": "function", **definition, "strict": strict is not False})
+    parallel = body.get("parallel_tool_calls", True)
     if tools:
         turn.chat |= {"tools": tools, "parallel_tool_calls": parallel}
     if choice != "auto":
@@ -138,9 +138,9 @@ def _read_tools(fields: Fields, own: Mapping[str, Any], turn: Turn) -> dict[str,
     return {"tools": repeated, "tool_choice": choice, "parallel_tool_calls": parallel}
 
 
-def _read_form(own: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
-    """Read the form of the answer, and how much is thought before it. Returns what the response repeats."""
-    form, effort = own.get("text.format", {"type": "text"}), own.get("reasoning.effort")
+def _read_form(body: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
+    """Read the answer's format and the reasoning effort. Returns the fields of the response that repeat them."""
+    form, effort = body.get("text.format", {"type": "text"}), body.get("reasoning.effort")
     if as_choice("text.format.type", form.get("type"), ("text", "json_object", "json_schema")) != "text":
         turn.chat["response_format"] = {"type": form["type"]}
     if form["type"] == "json_schema":
@@ -163,7 +163,7 @@ def responses_usage(usage: Usage) -> dict[str, Any]:
 
 
 class Writer:
-    """Writes one answer. `response` is what is known of it at any moment; whole answers are streamed into it."""
+    """Writes one answer. `response` is its object as far as it is written; whole answers are streamed into it."""
 
     media_type = openai_chat.Writer.media_type
     ping = openai_chat.Writer.ping
@@ -175,10 +175,10 @@ class Writer:
             "usage": None, **turn.extra["echo"],
         }  # fmt: skip
         self.cancelled = False
-        """Whether a client had it stopped, which is no failure then."""
+        """Whether a client cancelled it: its end is then no failure."""
         self._id, self._logprobs, self._sealed = answered.id, turn.extra.get(LOGPROBS), turn.extra.get(SEALED_TOO)
         self._number = 0
-        self._kind = ""
+        self._type = ""
         """Type of the item that is being written."""
         self._texts: list[str] = []
         self._entries: list[LogprobEntry] = []
@@ -189,61 +189,62 @@ class Writer:
 
     # ---------------------------------------------------------------- frames
 
-    def _frame(self, kind: str, **content: Any) -> str:
-        data = {"type": f"response.{kind}", "sequence_number": self._number, **content}
+    def _frame(self, event_type: str, **content: Any) -> str:
+        data = {"type": f"response.{event_type}", "sequence_number": self._number, **content}
         self._number += 1
-        return f"event: response.{kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+        return f"event: response.{event_type}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     def _next(self, text: str, more: str = "") -> str:
-        """The frame of the next piece of an item: one is made for every token, from what stays the same of it."""
+        """The frame of the next piece of the open item. One is made for every token: its head is written once."""
         self._texts.append(text)
         self._number += 1
         return f'{self._delta}{self._number - 1}, "delta": {json.dumps(text)}{more}}}\n\n'
 
-    def _place(self) -> dict[str, Any]:
+    def _ids(self) -> dict[str, Any]:
+        """Fields that every event of the open item has."""
         output = self.response["output"]
-        place = {"item_id": output[-1]["id"], "output_index": len(output) - 1}
-        return place if self._kind == "function_call" else {**place, "content_index": 0}
+        ids = {"item_id": output[-1]["id"], "output_index": len(output) - 1}
+        return ids if self._type == "function_call" else {**ids, "content_index": 0}
 
     # ---------------------------------------------------------------- items
 
-    def _open(self, kind: str, prefix: str, **content: Any) -> str:
+    def _open(self, item_type: str, prefix: str, **content: Any) -> str:
         closed, output = self._close(), self.response["output"]
-        self._kind, self._texts, self._entries = kind, [], []
-        item = {"id": f"{prefix}_{self._id}_{len(output)}", "type": kind, "status": "in_progress", **content}
+        self._type, self._texts, self._entries = item_type, [], []
+        item = {"id": f"{prefix}_{self._id}_{len(output)}", "type": item_type, "status": "in_progress", **content}
         output.append(item)
         begun = self._frame("output_item.added", output_index=len(output) - 1, item=item)
-        delta = f"response.{DELTAS[kind]}.delta"
-        head = json.dumps({"type": delta, **self._place()})[:-1]
+        delta = f"response.{DELTAS[item_type]}.delta"
+        head = json.dumps({"type": delta, **self._ids()})[:-1]
         self._delta = f'event: {delta}\ndata: {head}, "sequence_number": '
-        if kind != "function_call":
-            begun += self._frame("content_part.added", **self._place(), part=self._part(""))
+        if item_type != "function_call":
+            begun += self._frame("content_part.added", **self._ids(), part=self._content_part(""))
         return closed + begun
 
-    def _part(self, text: str) -> Item:
-        if self._kind == "reasoning":
+    def _content_part(self, text: str) -> Item:
+        if self._type == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": _logprobs(self._entries)}
 
     def _close(self, status: str = "completed") -> str:
-        """The frames that end the item that is open, if one is."""
-        if not self._kind:
+        """The frames that end the open item; none if no item is open."""
+        if not self._type:
             return ""
-        text, item, place, name = "".join(self._texts), self.response["output"][-1], self._place(), DELTAS[self._kind]
+        text, item, ids, name = "".join(self._texts), self.response["output"][-1], self._ids(), DELTAS[self._type]
         item["status"] = status
-        if self._kind == "function_call":
+        if self._type == "function_call":
             item |= {"arguments": text, "status": "completed" if _is_json(text) else "incomplete"}
-            done = self._frame(f"{name}.done", **place, name=item["name"], arguments=text)
+            done = self._frame(f"{name}.done", **ids, name=item["name"], arguments=text)
         else:
-            part = self._part(text)
+            part = self._content_part(text)
             item["content"] = [part]
-            scores = {"logprobs": part["logprobs"]} if self._kind == "message" else {}
-            done = self._frame(f"{name}.done", **place, text=text, **scores)
-            done += self._frame("content_part.done", **place, part=part)
-            if self._kind == "reasoning" and self._sealed:
+            scores = {"logprobs": part["logprobs"]} if self._type == "message" else {}
+            done = self._frame(f"{name}.done", **ids, text=text, **scores)
+            done += self._frame("content_part.done", **ids, part=part)
+            if self._type == "reasoning" and self._sealed:
                 item["encrypted_content"] = seal(text)
-        self._kind = ""
-        return done + self._frame("output_item.done", output_index=place["output_index"], item=item)
+        self._type = ""
+        return done + self._frame("output_item.done", output_index=ids["output_index"], item=item)
 
     # ---------------------------------------------------------------- the answer
 
@@ -256,14 +257,14 @@ class Writer:
             case Text(text=""):
                 self._pending += event.logprobs if self._logprobs else ()
             case Text():
-                opened = "" if self._kind == "message" else self._open("message", "msg", role="assistant", content=[])
+                opened = "" if self._type == "message" else self._open("message", "msg", role="assistant", content=[])
                 entries = [*self._pending, *event.logprobs] if self._logprobs else []
                 self._entries += entries
                 self._pending = []
                 more = json.dumps(_logprobs(entries)) if entries else "[]"
                 return opened + self._next(event.text, f', "logprobs": {more}')
             case Thinking():
-                opened = "" if self._kind == "reasoning" else self._open("reasoning", "rs", summary=[], content=[])
+                opened = "" if self._type == "reasoning" else self._open("reasoning", "rs", summary=[], content=[])
                 return opened + self._next(event.text)
             case CallBegin():
                 self._pending = []
@@ -279,12 +280,12 @@ class Writer:
 
     def end(self, usage: Usage) -> str:
         status = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}.get(self._reason, "completed")
-        known: dict[str, Any] = {"status": status, "usage": responses_usage(usage)}
+        outcome: dict[str, Any] = {"status": status, "usage": responses_usage(usage)}
         if status == "completed":
-            known["completed_at"] = int(time.time())
+            outcome["completed_at"] = int(time.time())
         elif status == "incomplete":
-            known["incomplete_details"] = {"reason": "max_output_tokens"}
-        return self.finish(known)
+            outcome["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self.finish(outcome)
 
     def failed(self, problem: Problem) -> str:
         """The frames of a stream that broke off, or was cancelled."""
@@ -294,13 +295,14 @@ class Writer:
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(problem.status, "server_error")
         return begun + self.finish({"status": "failed", "error": {"code": code, "message": problem.message}})
 
-    def finish(self, known: Mapping[str, Any]) -> str:
-        """The frames that end the response with what is `known` of it. A cancelled one has no event of its own."""
-        status = known["status"]
-        empty = status == "completed" and not self.response["output"]
+    def finish(self, outcome: Mapping[str, Any]) -> str:
+        """The frames that end the response, whose object gets the fields of `outcome`. OpenAI has no event for a
+        cancelled one: it ends with "incomplete"."""
+        status = outcome["status"]
+        empty = status == "completed" and not self.response["output"]  # clients read output[0] of a completed one
         last = self._open("message", "msg", role="assistant", content=[]) if empty else ""
         last += self._close("completed" if status == "completed" else "incomplete")
-        self.response |= known
+        self.response |= outcome
         return last + self._frame("incomplete" if status == "cancelled" else status, response=self.response)
 
     def whole(self, completion: Completion) -> dict[str, Any]:
@@ -332,7 +334,7 @@ class Compacting(Writer):
 
 
 DELTAS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-"""Events that carry the text of each type of item."""
+"""Names of the events that carry the text of each type of item."""
 
 
 def _logprobs(entries: Sequence[LogprobEntry]) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ def message(role: str, content: Content, name: str | None = None) -> Message:
 def assistant_message(
     content: Content, tool_calls: list[Message], name: str | None = None, reasoning: str | None = None
 ) -> Message:
-    """`reasoning`: what the model thought before. Chat templates drop it where their models do not want it back."""
-    made = message("assistant", content, name)
-    made |= {"reasoning_content": reasoning} if reasoning else {}
-    return {**made, "tool_calls": tool_calls} if tool_calls else made
+    """`reasoning`: the model's thoughts before the content. Chat templates of models that want none back drop them."""
+    answer = message("assistant", content, name)
+    answer |= {"reasoning_content": reasoning} if reasoning else {}
+    return {**answer, "tool_calls": tool_calls} if tool_calls else answer
 
 
 def tool_message(content: Content, tool_call_id: str | None, name: str | None = None) -> Message:
@@ -42,8 +42,8 @@ def tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any] | str
 
 
 def shown_calls(sample: Sample) -> list[ToolCall]:
-    """The calls of an answer that is sent whole: those of a stream, where a broken one was sent as well, but for those
-    that the engine closed, which a client might run."""
+    """The calls of an answer that is sent whole, broken ones too, as a stream has sent them. Broken calls that the
+    engine closed within the budget are left out: they look complete, and a client might run them."""
     return [*sample.tool_calls, *(call for call in sample.broken_calls if call.steered_from is None)]
 
 
@@ -56,30 +56,30 @@ def image_part(where: str, block: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Read are `image_url` (OpenAI's chats), `input_image` (OpenAI's Responses) and `image`, with a `source` (Anthropic),
     with `base64` or `url` (LangChain's standard blocks; `data` in the older ones) or with the engine's own `image`.
-    What the picture itself is, the engine checks: of a URL that is no data URL it says that it fetches none. Raises
-    `InvalidParameter` naming the block for one that holds no picture.
+    The engine checks the picture itself, and refuses URLs that are no data URLs. Raises `InvalidParameter` naming the
+    block for one that holds no picture.
     """
-    kind = block.get("type")
-    if kind not in ("image", "image_url", "input_image"):
+    block_type = block.get("type")
+    if block_type not in ("image", "image_url", "input_image"):
         return None
-    given: object = block.get("source", block) if kind == "image" else block.get("image_url")
-    if isinstance(given, str):
-        return {"type": "image_url", "image_url": {"url": given}}
-    if isinstance(given, Mapping):
-        if kind == "image" and given.get("image") is not None:
-            return {"type": "image", "image": given["image"]}
-        data = given.get("base64", given.get("data"))
+    source: object = block.get("source", block) if block_type == "image" else block.get("image_url")
+    if isinstance(source, str):
+        return {"type": "image_url", "image_url": {"url": source}}
+    if isinstance(source, Mapping):
+        if block_type == "image" and source.get("image") is not None:
+            return {"type": "image", "image": source["image"]}
+        data = source.get("base64", source.get("data"))
         if isinstance(data, str):
-            media = given.get("media_type") or given.get("mime_type") or ""
+            media = source.get("media_type") or source.get("mime_type") or ""
             return {"type": "image_url", "image_url": {"url": f"data:{media};base64,{data}"}}
-        if isinstance(given.get("url"), str):
-            return {"type": "image_url", "image_url": {"url": given["url"]}}
+        if isinstance(source.get("url"), str):
+            return {"type": "image_url", "image_url": {"url": source["url"]}}
     raise InvalidParameter(where, "must hold the picture, as base64 or as a data URL: no files are kept here")
 
 
-def refuse_block(where: str, kind: str) -> InvalidParameter:
+def refuse_block(where: str, block_type: str) -> InvalidParameter:
     read = "text can, and pictures in messages of users and of tools"
-    return InvalidParameter(where, f"content of type {kind!r} cannot be used here: {read}")
+    return InvalidParameter(where, f"content of type {block_type!r} cannot be used here: {read}")
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def timings_fields(usage: Usage, timings: Timings | None) -> dict[str, Any]:
     if timings is None or timings.queued is None or timings.first_token is None:
         return {}
     prompt, predicted = timings.first_token - timings.queued, timings.total - timings.first_token
-    made: dict[str, Any] = {"queued_ms": timings.queued * 1e3, "cache_n": usage.cached_tokens}
+    obj: dict[str, Any] = {"queued_ms": timings.queued * 1e3, "cache_n": usage.cached_tokens}
     for name, count, seconds in (
         ("prompt", usage.prompt_tokens - usage.cached_tokens, prompt),
         ("predicted", usage.completion_tokens, predicted),
     ):
-        made |= {f"{name}_n": count, f"{name}_ms": seconds * 1e3, f"{name}_per_token_ms": seconds * 1e3 / max(1, count)}
-        made[f"{name}_per_second"] = count / max(seconds, 1e-6)
+        obj |= {f"{name}_n": count, f"{name}_ms": seconds * 1e3, f"{name}_per_token_ms": seconds * 1e3 / max(1, count)}
+        obj[f"{name}_per_second"] = count / max(seconds, 1e-6)
     metrics = {
         "queue_time_ms": timings.queued * 1e3, "time_to_first_token_ms": prompt * 1e3,
         "generation_time_ms": predicted * 1e3,
@@ -115,7 +115,7 @@ def timings_fields(usage: Usage, timings: Timings | None) -> dict[str, Any]:
     }  # fmt: skip
     if usage.completion_tokens > 1:
         metrics["mean_itl_ms"] = predicted * 1e3 / (usage.completion_tokens - 1)
-    fields = {"timings": made, "metrics": metrics}
+    fields = {"timings": obj, "metrics": metrics}
     return {field: {name: round(value, 3) for name, value in values.items()} for field, values in fields.items()}
 
 
@@ -123,7 +123,7 @@ def openai_logprobs(entries: Sequence[LogprobEntry], top: int | None = None) -> 
     """OpenAI's `logprobs` object from `LogprobEntry`s: those of the text, whose tokens join to it, with at most `top`
     alternatives of each."""
     shown = [entry for entry in entries if not entry.ends]
-    return {"content": [{**_entry(e), "top_logprobs": [_entry(each) for each in e.top[:top]]} for e in shown]}
+    return {"content": [{**_entry(e), "top_logprobs": [_entry(other) for other in e.top[:top]]} for e in shown]}
 
 
 def _entry(entry: LogprobEntry) -> dict[str, Any]:
@@ -131,15 +131,15 @@ def _entry(entry: LogprobEntry) -> dict[str, Any]:
 
 
 def with_object(call: Any) -> Any:
-    """A call of an earlier answer, whose arguments are an object: a broken one's text is the only member of one, for a
-    conversation in which a model once wrote something else must be able to go on."""
+    """A call of an earlier answer, whose arguments are made an object: a broken call's text becomes its only member, so
+    that a conversation can go on in which a model once wrote arguments that are none."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    given = function.get("arguments")
-    if not isinstance(given, str) or not given.strip():
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or not arguments.strip():
         return call
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(json.loads(given), dict):
+        if isinstance(json.loads(arguments), dict):
             return call
-    return {**call, "function": {**function, "arguments": {"arguments": given}}}
+    return {**call, "function": {**function, "arguments": {"arguments": arguments}}}

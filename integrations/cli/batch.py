@@ -1,4 +1,4 @@
-"""`asyncengine batch`: a file of requests in, a file of answers out, which says what is left to do after any end."""
+"""`asyncengine batch`: a file of requests in, a file of answers out. The next run continues one that was cut off."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _answer(args: argparse.Namespace, plan: Plan, left: Any, before: int, total: int) -> int:
-    """Answer the rows that are `left`; the number of those that got no answer but an error."""
+    """Answer the rows that are `left`. Returns the number of those that were refused or failed."""
     from asyncengine.integrations.http import app, rows
 
     answers = Counter[bool]()

@@ -81,7 +81,7 @@ def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None
         table.add_column(name, justify="right")
     for row in rows:
         times = row.first_token, row.inter_token, row.loop_lag
-        shown = [f"{1000 * each.p50:.1f} / {1000 * each.p99:.1f}" for each in times]
+        shown = [f"{1000 * summary.p50:.1f} / {1000 * summary.p99:.1f}" for summary in times]
         rate, per_pass = f"{row.tokens_per_second:.0f}", f"{row.tokens_per_pass:.2f}"
         table.add_row(str(row.concurrency), rate, *shown, str(row.preemptions), per_pass)
     console.print(table)
@@ -98,9 +98,9 @@ def _draw(path: Any, setup: dict[str, Any], rows: list[Measured]) -> None:
     rate.plot(streams, [row.tokens_per_second for row in rows], marker="o")
     rate.set(title="output tokens per second", xlabel="streams", xscale="log", ylim=(0, None))
     for field, label in (("first_token", "first token"), ("inter_token", "between tokens")):
-        for part, line in (("p50", "-"), ("p99", "--")):
-            found = [1000 * getattr(getattr(row, field), part) for row in rows]
-            times.plot(streams, found, marker="o", ls=line, label=f"{label}, {part}")
+        for percentile, line in (("p50", "-"), ("p99", "--")):
+            values = [1000 * getattr(getattr(row, field), percentile) for row in rows]
+            times.plot(streams, values, marker="o", ls=line, label=f"{label}, {percentile}")
     times.set(title="latency, ms", xlabel="streams", xscale="log", yscale="log")
     times.legend()
     for axes in (rate, times):
@@ -125,7 +125,7 @@ class Load:
     input_len: int
     output_len: int
     adapters: tuple[str | None, ...] = (None,)
-    """Stream i uses the one at i modulo their number; None: no adapter."""
+    """Stream i uses adapter i modulo their number; None: no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Measured:
     loop_lag: Summary
     preemptions: int
     tokens_per_pass: float
-    """Tokens of one request in one step: above 1 where guesses came true."""
+    """Tokens of one request in one step: above 1 where drafted tokens were accepted."""
 
     @property
     def tokens_per_second(self) -> float:

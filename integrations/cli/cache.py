@@ -1,4 +1,4 @@
-"""`asyncengine cache`: what a prefix cache on a disk holds, whether it is whole, and its removal. Nothing is loaded."""
+"""`asyncengine cache`: list, verify or clear a prefix cache on a disk. No model is loaded."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(folder: Path, args: argparse.Namespace) -> int:
-    found = survey(SystemDisk(), str(folder), verify=args.action == "verify")
-    broken = any(model.damaged or model.unreadable for model in found)
+    models = survey(SystemDisk(), str(folder), verify=args.action == "verify")
+    broken = any(model.damaged or model.unreadable for model in models)
     if args.json:
-        write_json({"folder": str(folder), "models": [asdict(model) for model in found]})
+        write_json({"folder": str(folder), "models": [asdict(model) for model in models]})
     else:
-        _print(folder, found)
+        _print(folder, models)
         if args.action == "verify":
             write(
                 "Some records are damaged; engines compute instead of using them.\n" if broken else "All are whole.\n"
@@ -42,11 +42,11 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
     return FAILED if broken and args.action == "verify" else 0
 
 
-def _print(folder: Path, found: Sequence[ModelRecords]) -> None:
+def _print(folder: Path, models: Sequence[ModelRecords]) -> None:
     names = ("bytes", "segments", "records", "tokens", "damaged", "unreadable")
     columns: list[Column | str] = ["model", *(Column(name, justify="right") for name in names), ""]
-    table = Table(*columns, title=f"{folder}: {size(sum(model.bytes for model in found))}", title_justify="left")
-    for model in found:
+    table = Table(*columns, title=f"{folder}: {size(sum(model.bytes for model in models))}", title_justify="left")
+    for model in models:
         figures = model.segments, model.records, model.tokens, model.damaged, model.unreadable
         written = "an engine writes it" if model.being_written else ""
         table.add_row(model.fingerprint[:12], size(model.bytes), *map(str, figures), written)

@@ -27,15 +27,15 @@ from asyncengine.integrations.cli.text import read_text, write, write_json
 from asyncengine.outputs import DecisionAnswer
 
 FOLDS = 5
-"""Parts of the cases of a type: each is judged by what the others gave (cross-validation)."""
+"""Folds of cross-validation: the cases of each are judged by the temperature that was fitted to the others."""
 LEAST = 4 * FOLDS
-"""Cases of a type of question, at least: fewer say nothing of a temperature."""
+"""Fewest cases of a type of question: fewer do not determine a temperature."""
 COLDEST, HOTTEST = 0.05, 20.0
 """Bounds of a temperature: a model that is right in every case would get 0, one that knows nothing infinity."""
 BINS = 10
 """Bins of equal width of the expected calibration error (ECE)."""
 FIELDS = {"answer", "question", "state"}
-_NO_OPTION = -1e9  # score in the places of options that a question does not have
+_NO_OPTION = -1e9  # score that pads the rows of questions with fewer options
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,16 +44,16 @@ def run(args: argparse.Namespace) -> int:
         raise CliError("out: must name a folder for decision.json, for MODEL is no folder")
     config = engine_config(args, show_progress=not args.json)
     settings, cases = on_thread(lambda: _read(args.model, args.cases)).result()
-    answers = asyncio.run(_asked(args.model, config, cases))
-    both, found = list(zip(answers, cases, strict=True)), dict[str, Any]()
-    for kind in dict.fromkeys(answer.type for answer in answers):
-        of_kind = [(each.probabilities, case["right"]) for each, case in both if each.type == kind]
-        found[kind] = calibrated(of_kind, float(settings.temperature.get(kind, 1.0)))
-        settings.temperature[kind] = found[kind]["after"]["temperature"]
+    answers = asyncio.run(_decided(args.model, config, cases))
+    both, figures_of = list(zip(answers, cases, strict=True)), dict[str, Any]()
+    for question_type in dict.fromkeys(answer.type for answer in answers):
+        probabilities = [(each.probabilities, case["right"]) for each, case in both if each.type == question_type]
+        figures_of[question_type] = calibrated(probabilities, float(settings.temperature.get(question_type, 1.0)))
+        settings.temperature[question_type] = figures_of[question_type]["after"]["temperature"]
     if args.json:
-        write_json({"model": args.model, "folder": str(folder), "types": found})
+        write_json({"model": args.model, "folder": str(folder), "types": figures_of})
     else:
-        for name, each in found.items():
+        for name, each in figures_of.items():
             changes = [f"{key} {number:.3f} -> {each['after'][key]:.3f}" for key, number in each["before"].items()]
             write(f"{name} ({each['cases']} cases): {', '.join(changes)}\n")
     settings.save_pretrained(folder)
@@ -82,19 +82,19 @@ def _case(number: int, line: str, settings: Any) -> dict[str, Any]:
     from transformers.decision.template_utils import parse_questions
 
     try:
-        given = json.loads(line)
-        if not isinstance(given, dict) or given.keys() != FIELDS:
+        case = json.loads(line)
+        if not isinstance(case, dict) or case.keys() != FIELDS:
             raise ValueError(f"must be an object with the fields {', '.join(sorted(FIELDS))}, and no others")
-        (question,) = parse_questions({"question": given["question"]}, settings)
-        right = given["answer"] if question.type == "choice" else json.dumps(given["answer"])
+        (question,) = parse_questions({"question": case["question"]}, settings)
+        right = case["answer"] if question.type == "choice" else json.dumps(case["answer"])
         if right not in question.options:
-            raise ValueError(f"answer: must be one of {', '.join(question.options)}, got {json.dumps(given['answer'])}")
+            raise ValueError(f"answer: must be one of {', '.join(question.options)}, got {json.dumps(case['answer'])}")
     except ValueError as error:
         raise CliError(f"cases: line {number}: {error}") from error
-    return {**given, "line": number, "right": right}
+    return {**case, "line": number, "right": right}
 
 
-async def _asked(model: str, config: EngineConfig, cases: list[dict[str, Any]]) -> list[DecisionAnswer]:
+async def _decided(model: str, config: EngineConfig, cases: list[dict[str, Any]]) -> list[DecisionAnswer]:
     free = asyncio.Semaphore(config.max_num_seqs)
     async with open_async_engine(model, config) as engine:
 
@@ -111,26 +111,26 @@ async def _asked(model: str, config: EngineConfig, cases: list[dict[str, Any]]) 
 
 def calibrated(answers: list[tuple[dict[str, float], str]], before: float) -> dict[str, Any]:
     """Figures of the temperature `before`, which gave `answers` (probabilities by option, and the right option), and of
-    the one to take "after". That is the same where none helps in cases that it was not fitted to."""
+    the one to use "after": the fitted one if fitting helps for held-out cases, else `before`."""
     right = np.array([list(by_option).index(option) for by_option, option in answers])
     scores = np.full((len(answers), max(len(by_option) for by_option, _ in answers)), _NO_OPTION)
     for row, (by_option, _) in zip(scores, answers, strict=True):
         row[: len(by_option)] = before * np.log(np.maximum(list(by_option.values()), 1e-300))
     fold = np.arange(len(right)) % FOLDS
-    of_fold = np.array([fitted(scores[fold != part], right[fold != part]) for part in range(FOLDS)])
-    was = {"temperature": before, **figures(log_softmax(scores / before), right)}
-    held_out = {"temperature": fitted(scores, right), **figures(log_softmax(scores / of_fold[fold, None]), right)}
-    helps = held_out["log_loss"] < was["log_loss"]
-    return {"cases": len(right), "before": was, "after": held_out if helps else was}
+    of_fold = np.array([fitted(scores[fold != number], right[fold != number]) for number in range(FOLDS)])
+    present = {"temperature": before, **figures(log_softmax(scores / before), right)}
+    after = {"temperature": fitted(scores, right), **figures(log_softmax(scores / of_fold[fold, None]), right)}
+    helps = after["log_loss"] < present["log_loss"]
+    return {"cases": len(right), "before": present, "after": after if helps else present}
 
 
 def fitted(scores: NDArray[np.float64], right: NDArray[np.int_]) -> float:
-    """The temperature at which the answers are likeliest. Their log loss is convex in its inverse, so that the sign of
-    the slope tells on which side it lies."""
-    low, high, given = math.log(COLDEST), math.log(HOTTEST), scores[np.arange(len(right)), right].sum()
+    """The temperature at which the right answers are likeliest. The log loss is convex in its inverse, so the sign of
+    the slope says in which half of the interval it lies."""
+    low, high, of_right = math.log(COLDEST), math.log(HOTTEST), scores[np.arange(len(right)), right].sum()
     for _ in range(40):
         middle = (low + high) / 2
-        slope = (np.exp(log_softmax(scores / math.exp(middle))) * scores).sum() - given
+        slope = (np.exp(log_softmax(scores / math.exp(middle))) * scores).sum() - of_right
         low, high = (middle, high) if slope > 0 else (low, middle)
     return math.exp(low)
 

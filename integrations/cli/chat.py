@@ -51,16 +51,16 @@ class Conversation:
     engine: Engine
     params: SamplingParams
     start: list[dict[str, Any]]
-    """Messages that stay when the others are forgotten."""
+    """Messages that /reset keeps: the system prompt."""
     adapter: str | None
     watched: bool
-    """Whether somebody types, so that prompts and hints are shown."""
+    """Whether stdin is a terminal, so that prompts and hints are shown."""
     max_image_bytes: int
     messages: list[dict[str, Any]] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
     """Pictures for the next prompt."""
     last: str = ""
-    said_full: bool = False
+    told_full: bool = False
 
     def run(self) -> None:
         if self.watched:
@@ -91,7 +91,7 @@ class Conversation:
             return None
 
     def _command(self, line: str) -> bool:
-        """False: the conversation is over."""
+        """Run a command. Returns False if the conversation is over."""
         command, _, rest = line.partition(" ")
         if line in ("/exit", "/quit"):
             return False
@@ -113,7 +113,7 @@ class Conversation:
         return name if self.adapter is None else f"{name} with {self.adapter}"
 
     def _change_adapter(self, wanted: str) -> None:
-        """The conversation goes on: the other one reads what was said before."""
+        """Answer with another adapter from now on, which reads the conversation so far."""
         name, _, path = wanted.partition("=")
         loaded = [info.name for info in self.engine.adapters()]
         try:
@@ -141,7 +141,7 @@ class Conversation:
 
     def _answer(self, question: str) -> None:
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
-        self.images = []  # also where they are refused: others may take their place
+        self.images = []  # also if they are refused, so that the next prompt can do without them
         messages = [*self.messages, {"role": "user", "content": content}]
         try:
             messages = self._fitted(messages)
@@ -165,15 +165,15 @@ class Conversation:
         )
 
     def _fitted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages without the oldest turns (a question and its answer each) that leave the context no room for an
-        answer of `max_tokens`, or of a quarter of it."""
+        """The messages without the oldest turns (a question and its answer each), as many as must go for the context to
+        have room for an answer of `max_tokens`, but at most a quarter of it."""
         context, first = self.engine.info.max_model_len, len(self.start)
         most = context - min(self.params.max_tokens or MOST_TOKENS, context // 4)
         while len(messages) > first + 2 and self.engine.count_tokens(messages) > most:
             messages = [*messages[:first], *messages[first + 2 :]]
-            if not self.said_full:
+            if not self.told_full:
                 print(f"(the context of {context} tokens is full: the oldest turns leave it)", file=sys.stderr)
-            self.said_full = True
+            self.told_full = True
         return messages
 
     def _figures(self) -> str:
@@ -195,7 +195,7 @@ def _stopped_by_ctrl_c(stream: SyncTokenStream) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         stream.abort()
 
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # whoever started us has Ctrl-C for himself
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as `nohup` and background jobs of shells set it: keep it
         yield
         return
     before = signal.signal(signal.SIGINT, stop)

@@ -53,14 +53,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One request on a board: a question, the words that its right answer holds, and the answer as far as it is."""
+    """One request on a board: a question, the words that a right answer has, and the answer as far as it has come."""
 
     question: str
     expected: str
     note: str = ""
     answer: str = ""
     right: bool | None = None
-    """None: it has not ended."""
+    """Whether the answer is right; None until it has ended."""
 
     def check(self) -> None:
         """Compare the answer: whole words, ignoring case, for a river Askena is not the Asken."""
@@ -78,8 +78,8 @@ Ask = Callable[[Line], Awaitable[object]]
 
 
 async def answer(engine: AsyncEngine | Fleet, line: Line, text: str = "", **options: Any) -> Usage:
-    """Stream the answer to the line's question, about `text`, into the line, or the calls of tools that it is. Returns
-    its token counts."""
+    """Stream the answer to the line's question about `text`, or its tool calls, into the line. Returns its token
+    counts."""
     messages = [{"role": "system", "content": f"Answer from this text:\n\n{text}"}] if text else []
     chat = [*messages, {"role": "user", "content": line.question}]
     async with engine.stream_chat(chat, GREEDY, **options) as stream:
@@ -164,7 +164,7 @@ DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_
 """One thread: matrices this small gain nothing from a second one. A small cache: its pages can be counted by eye."""
 LEAVERS = 16
 SOON = 0.002
-"""Seconds between two looks at the page counts."""
+"""Seconds between two checks of the page counts."""
 STORIES, LONG = 12, SamplingParams(temperature=1.0, seed=7, max_tokens=400, ignore_eos=True)
 """Answers that are under way when a replica is killed, and their parameters."""
 
@@ -213,14 +213,14 @@ async def _story(show: Show, config: EngineConfig, streams: int) -> dict[str, An
 
 
 class Scenes:
-    """The scenes, on one engine. Each prints what there is to see, and adds to `figures`."""
+    """The scenes, on one engine. Each prints its board and outcome, and adds to `figures`."""
 
     def __init__(self, show: Show, engine: AsyncEngine) -> None:
         self.show, self.engine = show, engine
         self.figures: list[dict[str, Any]] = []
 
     async def _play(self, scene: str, lines: list[Line], ask: Ask, **more: Any) -> None:
-        """Play a scene of story.toml. `more`: figures that are there before it, or come while it is played."""
+        """Play a scene of story.toml. `more`: figures for its texts; a dict among them may be filled meanwhile."""
         before = self.engine.stats()
         title = self.show.title(scene, f"{len(self.figures) + 1}  ", count=len(lines), **more)
         figures = await self.show.ask(lines, ask)
@@ -261,8 +261,8 @@ class Scenes:
         vectors = (await embedder.embed(list(DOCUMENTS.values()), prompt_name="document")).vectors
 
         async def ask(line: Line) -> None:
-            found = await embedder.embed(line.question, prompt_name="query")
-            line.note = list(DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
+            query = await embedder.embed(line.question, prompt_name="query")
+            line.note = list(DOCUMENTS)[int((vectors @ query.vectors[0]).argmax())]
             await answer(self.engine, line, DOCUMENTS[line.note])
 
         await self._play("retrieval", [Line(*each) for each in FOR_RETRIEVAL], ask)
@@ -272,13 +272,13 @@ class Scenes:
         await self._play("forms", list(options), lambda line: answer(self.engine, line, **options[line]))
 
     async def three_voices(self) -> None:
-        asked = ABOUT_ARCHIVE[1], ABOUT_ARCHIVE[8], SMALL_JOBS[1], SMALL_JOBS[2]
+        questions = ABOUT_ARCHIVE[1], ABOUT_ARCHIVE[8], SMALL_JOBS[1], SMALL_JOBS[2]
 
         async def ask(line: Line) -> None:
             text = ARCHIVE if line.question in dict(ABOUT_ARCHIVE) else ""
             await answer(self.engine, line, text, adapter=line.note if line.note in ADAPTERS else None)
 
-        lines = [Line(question, right, voice) for question, right in asked for voice in ("base", *ADAPTERS)]
+        lines = [Line(question, right, voice) for question, right in questions for voice in ("base", *ADAPTERS)]
         await self._play("three_voices", lines, ask)
 
     async def cancellation(self) -> None:
@@ -319,7 +319,7 @@ def _summary(engine: AsyncEngine, scenes: list[dict[str, Any]]) -> dict[str, Any
         **{name: getattr(stats, name) for name in counts},
         "right_answers": sum(line["right"] for line in answers), "checked_answers": len(answers),
         "output_tokens": tokens, "tokens_per_second": tokens / seconds,
-        **{f"{name}_ms": {"p50": one.p50 * 1000, "p99": one.p99 * 1000} for name, one in times.items()},
+        **{f"{name}_ms": {"p50": summary.p50 * 1000, "p99": summary.p99 * 1000} for name, summary in times.items()},
         "scenes": scenes,
     }  # fmt: skip
 
@@ -360,7 +360,7 @@ async def fleet_story(show: Show, config: EngineConfig, replicas: int, streams: 
             await anext(stream)
         killed = await fleet.kill_one()
         ended = await asyncio.gather(*(stream.result() for stream in begun))
-        same = sum(one.token_ids == other.token_ids for one, other in zip(undisturbed, ended, strict=True))
+        same = sum(first.token_ids == second.token_ids for first, second in zip(undisturbed, ended, strict=True))
         loss = {"resumed": fleet.stats().resumed, "same": same, "of": STORIES}
         show.outcome("killing", {"killed": killed, **loss})
         streamed, prefixes = {**many, "shares": shares}, {"cached_tokens": cached}

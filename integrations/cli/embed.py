@@ -29,7 +29,7 @@ KEYWORDS = ("prompt_name", "prompt", "dimensions", "normalize", "truncate")
 CHUNK_LINES = 2048
 """Lines in memory at once, with their vectors: enough for many batches."""
 CHUNK_CHARACTERS = 4_000_000
-"""The same for long lines; a chunk ends with the line that passes it."""
+"""Most characters in memory at once, for long lines; a chunk ends with the line that passes this."""
 
 
 Sink = Callable[[Embeddings], None]
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     with open_engine(args.model, config) as engine, _sink(path, engine) as sink, _progress() as advance:
         done, cut = 0, 0
         for texts in chunks(lines):
-            found = _embedded(engine, texts, done, args)
-            sink(found)
-            done, cut = done + len(texts), cut + len(found.truncated)
+            embeddings = _embedded(engine, texts, done, args)
+            sink(embeddings)
+            done, cut = done + len(texts), cut + len(embeddings.truncated)
             advance(len(texts))
     if cut:
         print(f"{cut} of {done} texts were longer than the model reads and have been cut", file=sys.stderr)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _embedded(engine: Engine, texts: list[str], before: int, args: argparse.Namespace) -> Embeddings:
-    """The texts' vectors; `before` lines stand before them. Raises `CliError` for a line that is refused."""
+    """The texts' vectors. `before`: number of lines before them. Raises `CliError` for a line that is refused."""
     try:
         return engine.embed(texts, show_progress=False, **{name: getattr(args, name) for name in KEYWORDS})
     except InvalidParameter as error:
@@ -66,7 +66,7 @@ def _embedded(engine: Engine, texts: list[str], before: int, args: argparse.Name
 
 
 def _output(name: str) -> Path | None:
-    """None: stdout."""
+    """The file to write; None for stdout. Raises `CliError`."""
     if name == "-":
         return None
     path = Path(name)
@@ -124,9 +124,9 @@ def json_lines(write: Callable[[str], Any]) -> Sink:
     """Write one object for each text: its index, its vector, and whether it was cut."""
     count = itertools.count()
 
-    def sink(found: Embeddings) -> None:
-        cut = set(found.truncated)
-        for index, vector in enumerate(found.vectors):
+    def sink(embeddings: Embeddings) -> None:
+        cut = set(embeddings.truncated)
+        for index, vector in enumerate(embeddings.vectors):
             # nine digits name a float32 exactly; the digits of the float64 that Python makes of it say no more
             numbers = [float(f"{number:.9g}") for number in vector.tolist()]
             more = {"truncated": True} if index in cut else {}
@@ -138,18 +138,18 @@ def json_lines(write: Callable[[str], Any]) -> Sink:
 @contextlib.contextmanager
 def npy_file(file: BinaryIO, columns: int) -> Iterator[Sink]:
     """A .npy file that grows row by row: its header, in which NumPy leaves room for any number of rows, is written
-    again at the end. `columns`: of a file without rows."""
+    again at the end. `columns`: number of columns that a file without rows states."""
     rows = 0
 
     def header() -> None:
         file.seek(0)
         write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, columns)})
 
-    def sink(found: Embeddings) -> None:
+    def sink(embeddings: Embeddings) -> None:
         nonlocal rows, columns
-        columns = found.vectors.shape[1]
-        file.write(found.vectors.astype("<f4").tobytes())
-        rows += len(found.vectors)
+        columns = embeddings.vectors.shape[1]
+        file.write(embeddings.vectors.astype("<f4").tobytes())
+        rows += len(embeddings.vectors)
 
     header()
     yield sink
@@ -158,7 +158,7 @@ def npy_file(file: BinaryIO, columns: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int], None]]:
-    """A count and a rate, where somebody watches; a bar where stdin is a file, whose size is known."""
+    """Show a count and a rate if stderr is a terminal, with a bar if stdin is a file, whose size is known."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

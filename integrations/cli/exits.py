@@ -1,6 +1,6 @@
-"""The ends of a command: exit codes, the error for what only the command line can get wrong, Ctrl-C while it starts.
+"""The ends of a command: exit codes, the error of a wrong command line, and Ctrl-C while it starts.
 
-Python is at imports for a third of a second: an interrupt would be a traceback from anywhere, or lost in a callback.
+Python imports modules for a third of a second: an interrupt then would print a traceback, or be lost in a callback.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def end_at_interrupt() -> None:
 
 
 def interruptible() -> None:
-    """From here on Ctrl-C raises `KeyboardInterrupt`, as ever, for there is something to put in order."""
+    """Have Ctrl-C raise `KeyboardInterrupt` from here on, as usual, so that the command can clean up."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

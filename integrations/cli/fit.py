@@ -1,4 +1,4 @@
-"""`asyncengine fit`: what a model takes, and whether it fits on this machine. Nothing is loaded."""
+"""`asyncengine fit`: the memory that a model takes, and whether it fits on this machine. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _OF_A_TOKEN = 1200
 
 
 class Machine(NamedTuple):
-    """Bytes that are free now."""
+    """Free memory of this machine now, in bytes."""
 
     host_free: int
     devices_free: tuple[int, ...] = ()
     """Free bytes of each CUDA device, by index."""
     process: int = 0
-    """Bytes that a program with an engine takes beside what its model needs."""
+    """Bytes that a process with an engine takes besides its model's: Python, libraries, kernels, tokenizer."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,22 +49,22 @@ def run(args: argparse.Namespace) -> int:
     free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
     devices = tuple(Device(index=index, memory=count) for index, count in free)
     node = Node(name="this machine", host_memory=min(machine.host_free, MAX_MEMORY), devices=devices)
-    found = place(claim, Cluster([node]))
-    on = where(found) if isinstance(found, Placement) else None
+    outcome = place(claim, Cluster([node]))
+    on = where(outcome) if isinstance(outcome, Placement) else None
     if args.json:
-        known = {"process_bytes": machine.process, "kv_tokens": tokens, "total_bytes": total, "claim": asdict(claim)}
-        known |= {"machines": machines}
-        verdict = {"fits": on is not None, "on": on, "why_not": str(found) if on is None else None}
-        write_json({**asdict(needs), **known, "machine": machine._asdict(), **verdict})
+        sizes = {"process_bytes": machine.process, "kv_tokens": tokens, "total_bytes": total, "claim": asdict(claim)}
+        sizes |= {"machines": machines}
+        verdict = {"fits": on is not None, "on": on, "why_not": str(outcome) if on is None else None}
+        write_json({**asdict(needs), **sizes, "machine": machine._asdict(), **verdict})
     else:
         _show(needs, tokens, total, claim, machine, machines)
         instead = ': pass device="cpu"' if on == "cpu" and machine.devices_free else ""  # else it would take a device
-        write(f"It does not fit here: {found}.\n" if on is None else f"It fits on {on}{instead}.\n")
+        write(f"It does not fit here: {outcome}.\n" if on is None else f"It fits on {on}{instead}.\n")
     return FAILED if on is None else 0
 
 
 def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
-    """Imports torch, which takes a second."""
+    """The needs of the model and the memory of this machine. Imports torch, which takes a second."""
     import psutil
     import torch
 
@@ -81,8 +81,8 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
 
 
 def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings, processes: int = 0) -> Claim:
-    """The claim of one engine, which runs on a device for each rank or on the host's processors; where other machines
-    have stages of it, that of each. `processes`: bytes of its processes there."""
+    """The claim of one engine on this machine, which runs on a device for each rank or on the host's processors. If
+    other machines have stages of it, each has the same claim. `processes`: bytes of its processes on one machine."""
     ranks = config.tensor_parallel
     copied = needs.step_bytes // ranks if ranks > 1 else 0
     device = "cpu" if config.pipeline_parallel > 1 else config.device  # stages compute on processors alone
@@ -92,18 +92,18 @@ def claim_here(needs: ModelNeeds, tokens: int, config: ModelSettings, processes:
     return replace(claim, cpu_bytes=on_host, host_bytes=0 if claim.device_bytes is None else processes)
 
 
-def where(found: Placement) -> str:
-    if found.stage == "cpu":
+def where(placement: Placement) -> str:
+    if placement.stage == "cpu":
         return "cpu"
-    return " and ".join(f"cuda:{index}" for share in found.shares for index, *_ in share.devices)
+    return " and ".join(f"cuda:{index}" for share in placement.shares for index, *_ in share.devices)
 
 
 def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Machine, machines: int) -> None:
     columns = Column(), Column(justify="right"), Column(style="dim")
     table = Table(*columns, title=f"{needs.name} ({needs.dtype})", title_justify="left", show_header=False)
     table.add_row("weights", size(needs.weight_bytes), "")
-    each = f"{tokens} tokens of {size(needs.kv_bytes_per_token)}; the model reads {needs.max_model_len}"
-    table.add_row("KV cache", size(needs.kv_bytes(tokens)), each)
+    note = f"{tokens} tokens of {size(needs.kv_bytes_per_token)}; the model reads {needs.max_model_len}"
+    table.add_row("KV cache", size(needs.kv_bytes(tokens)), note)
     if needs.kv_bytes(tokens) < tokens * needs.kv_bytes_per_token:
         table.add_row("", "", "of layers with windows, those in sight")
     if needs.num_states:
@@ -112,12 +112,12 @@ def _show(needs: ModelNeeds, tokens: int, total: int, claim: Claim, machine: Mac
     if needs.image_bytes:
         table.add_row("pictures", size(needs.image_bytes), "encoded ones that are kept, at most")
     table.add_row("a step", size(needs.step_bytes), "about, beside these")
-    each = "Python, libraries, kernels, tokenizer; on the host, in each process of a model, partly shared"
-    table.add_row("the process", size(machine.process), each)
+    note = "Python, libraries, kernels, tokenizer; on the host, in each process of a model, partly shared"
+    table.add_row("the process", size(machine.process), note)
     table.add_row("together", size(total), "", style="bold", end_section=True)
     if machines > 1:
-        each = f"about, of {machines}: this one and those of stage_hosts"
-        table.add_row("each machine", size(claim.cpu_bytes or 0), each, style="bold", end_section=True)
+        note = f"about, of {machines}: this one and those of stage_hosts"
+        table.add_row("each machine", size(claim.cpu_bytes or 0), note, style="bold", end_section=True)
     if claim.device_bytes is not None:
         for index, free in enumerate(machine.devices_free):
             table.add_row(f"cuda:{index}", size(free), "free now")

@@ -64,8 +64,8 @@ def _is_chat(args: argparse.Namespace, engine: Engine) -> bool:
     messages, not to go on with a text."""
     if args.chat is None and args.system is None and not args.image:
         if not engine.info.has_chat_template:
-            said = "has no chat template: it goes on with the prompt as it is (--chat-template sets one)"
-            print(f"{engine.info.name} {said}", file=sys.stderr)
+            why = "has no chat template: it goes on with the prompt as it is (--chat-template sets one)"
+            print(f"{engine.info.name} {why}", file=sys.stderr)
         return engine.info.has_chat_template
     return args.chat is not False
 
@@ -105,7 +105,7 @@ def _figures(completion: Completion, engine: Engine, adapter: str | None) -> str
     first = timings.first_token or timings.total
     rate = (usage.completion_tokens - 1) / (timings.total - first) if timings.total > first else 0.0
     counts = sorted(Counter(engine.info.stored.values()).items())
-    stored = " with " + ", ".join(f"{kind} x {count}" for kind, count in counts) if counts else ""  # "awq x 196"
+    stored = " with " + ", ".join(f"{dtype} x {count}" for dtype, count in counts) if counts else ""  # "awq x 196"
     return (
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {usage.completion_tokens} output "
         f"tokens ({completion.finish_reason}); first token after {first * 1000:.0f} ms, then {rate:.1f} tokens/s; "

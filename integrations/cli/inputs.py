@@ -1,4 +1,4 @@
-"""Files that a command is given: LoRA adapters, of which one answers, and pictures."""
+"""Files on a command line: LoRA adapters, of which one answers, and pictures."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def name_and_path(text: str) -> tuple[str, str]:
 
 def given_adapters(args: argparse.Namespace) -> dict[str, str]:
     """Name -> folder of every `--adapter`. Raises `CliError` for a name that is there twice."""
-    found: dict[str, str] = {}
+    adapters: dict[str, str] = {}
     for name, path in args.adapter:
-        if name in found:
+        if name in adapters:
             raise CliError(f"adapter: {name!r} is given twice")
-        found[name] = path
-    return found
+        adapters[name] = path
+    return adapters
 
 
 def chosen_adapter(args: argparse.Namespace) -> str | None:
-    """The one that answers: `--use`, or the only one given. None: the base model alone.
+    """The name of the adapter that answers: `--use`, or the only one given. None: the base model alone.
 
-    Raises `CliError` where that is not clear, or for a name that cannot be there.
+    Raises `CliError` for several without `--use`, and for a name that no adapter has.
     """
     names = list(given_adapters(args))
     if args.use is None:
@@ -45,8 +45,8 @@ def chosen_adapter(args: argparse.Namespace) -> str | None:
     if args.use == args.model:
         return None
     if args.use not in names and not hasattr(args, "adapter_root"):
-        known = ", ".join(map(repr, names)) or "none is given: add --adapter NAME=PATH"
-        raise CliError(f"use: must be the name of an adapter ({known}), got {args.use!r}")
+        listed = ", ".join(map(repr, names)) or "none is given: add --adapter NAME=PATH"
+        raise CliError(f"use: must be the name of an adapter ({listed}), got {args.use!r}")
     return str(args.use)
 
 
@@ -63,8 +63,8 @@ def check_adapters(config: AdapterSettings) -> None:
 
 
 def image_part(path: str | Path, most: int) -> dict[str, Any]:
-    """The content part of a picture. Its file is read now, as far as the engine's limit of `most` bytes, so that a
-    conversation stays the same when it changes. Raises `CliError`."""
+    """The content part of a picture. Its file is read now, so that a later change of it does not change the
+    conversation; at most one byte over the engine's limit of `most`, which refuses it then. Raises `CliError`."""
     try:
         with Path(path).expanduser().open("rb") as file:
             return {"type": "image", "image": file.read(most + 1)}

@@ -23,15 +23,15 @@ for _name, _value in (("TRANSFORMERS_VERBOSITY", "error"), ("TOKENIZERS_PARALLEL
 
 @contextlib.contextmanager
 def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
-    """A loaded engine on a thread of its own, closed on the way out. Raises what loading raises."""
+    """A loaded engine on a thread of its own, closed at the block's end. Raises the errors of loading."""
     check_paths(model, config)
     with _no_collections():
         handle = shared_engine(model, config=config, keep_alive=0)
-        with _saying_so("importing torch") as said:
-            # Begun before torch is there, as a first load has kernels to compile. From here on this thread imports
-            # nothing: a Ctrl-C that comes while it waits for the lock of all imports may be lost, and leave it locked.
+        with _saying_so("importing torch") as watched:
+            # Begun before torch is imported, as a first load compiles kernels meanwhile. From here on this thread
+            # imports nothing: a Ctrl-C that comes while it waits for the import lock may be lost, and leave it locked.
             loading = on_thread(handle.get)
-            if said:
+            if watched:
                 on_thread(lambda: importlib.import_module("torch")).result()
         engine = loading.result()
     try:
@@ -60,12 +60,12 @@ async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = 
 
 
 def on_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` on a daemon thread: one that nobody has to wait for when the program is interrupted."""
+    """Run `work` on a daemon thread, which an interrupted program can exit without waiting for."""
     return begun(work, "asyncengine-import")
 
 
 def check_paths(model: str, config: EngineConfig) -> None:
-    """Refuse wrong paths at once, for importing torch takes seconds. Hub ids are the loader's business."""
+    """Refuse wrong paths at once, as importing torch takes seconds. Hub ids are checked when the model is loaded."""
     from asyncengine.demo import resolve_model
     from asyncengine.execution.models.checkpoint import open_configured
 
@@ -77,8 +77,8 @@ def check_paths(model: str, config: EngineConfig) -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Collect no garbage in the block, nor what it made ever after. Imports and loading make objects that stay: looking
-    through them all, each time there are some more, takes a fifth of a start."""
+    """Collect no garbage in the block, and never visit its objects later (`gc.freeze`). Objects of imports and loading
+    stay: visiting them all, again and again while they grow, takes a fifth of a start."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +91,7 @@ def _no_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _saying_so(text: str) -> Iterator[bool]:
-    """Work of seconds before the loader's progress bar appears. Whether somebody watches."""
+    """Show `text` until the loader's progress bar appears, seconds later. Yields whether stderr is a terminal."""
     if not sys.stderr.isatty():
         yield False
         return

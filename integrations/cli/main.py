@@ -43,19 +43,19 @@ def _add_command(commands: Any, name: str, about: dict[str, Any], shared: Mappin
     usage, settings = f"asyncengine {name} {about.pop('usage')}", about.pop("settings", ())
     words = {word: about.pop(word) for word in ("help", "description")}
     parser = commands.add_parser(name, usage=usage, allow_abbrev=False, **words)
-    found: dict[str | None, Any] = {None: parser}
-    for argument, own in about.items():
-        how = {**shared.get(own.pop("like", ""), {}), **own}
-        section, either = how.pop("section", None), how.pop("either", None)
-        if section not in found:
-            found[section] = parser.add_argument_group(section)
-        if either not in found:
-            found[either] = parser.add_mutually_exclusive_group()
-        if "type" in how:
-            how["type"] = _TYPES[how["type"]]
-        if "switch" in how:
-            how["action"] = _SWITCHES[how.pop("switch")]
-        found[either or section].add_argument(argument, **how)
+    parsers: dict[str | None, Any] = {None: parser}
+    for argument, flag in about.items():
+        keywords = {**shared.get(flag.pop("like", ""), {}), **flag}
+        section, either = keywords.pop("section", None), keywords.pop("either", None)
+        if section not in parsers:
+            parsers[section] = parser.add_argument_group(section)
+        if either not in parsers:
+            parsers[either] = parser.add_mutually_exclusive_group()
+        if "type" in keywords:
+            keywords["type"] = _TYPES[keywords["type"]]
+        if "switch" in keywords:
+            keywords["action"] = _SWITCHES[keywords.pop("switch")]
+        parsers[either or section].add_argument(argument, **keywords)
     for title, group, names in (each for word in settings for each in _SETTINGS[word]):
         add_flags(parser, title, group, names)
 
@@ -64,18 +64,18 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is one `--help` away."""
+    """Tells an error in one line, without argparse's usage, which `--help` shows."""
 
     commands: Collection[str] = ()
     """Names of the commands, of which the first argument is one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but have the parser of a command refuse what is unknown to it."""
-        given = takewhile(lambda each: each != "--" and each not in self.commands, args)
-        for flag in (each.partition("=")[0] for each in given):
+        """Parse as argparse does, but refuse unknown flags and commands here, with a guess at the right one."""
+        before = takewhile(lambda text: text != "--" and text not in self.commands, args)
+        for flag in (text.partition("=")[0] for text in before):
             if flag.startswith("--") and " " not in flag and flag not in self._option_string_actions:
-                known = {_plain(each): each for each in self._option_string_actions}
-                self._refuse("flag", flag, known.get(nearest(_plain(flag), known) or ""))
+                flags = {_plain(text): text for text in self._option_string_actions}
+                self._refuse("flag", flag, flags.get(nearest(_plain(flag), flags) or ""))
             if self.commands and not flag.startswith("-"):
                 self._refuse("command", flag, nearest(flag, self.commands))
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -83,8 +83,8 @@ class OneLineParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
-    def _refuse(self, what: str, name: str, guess: str | None) -> NoReturn:
-        self.error(f"unknown {what} {name}" + (f"; did you mean {guess}?" if guess else ""))
+    def _refuse(self, noun: str, name: str, guess: str | None) -> NoReturn:
+        self.error(f"unknown {noun} {name}" + (f"; did you mean {guess}?" if guess else ""))
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -110,10 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     if not prepare_streams():
         return _fail("stdout is closed: there is nowhere to print to", FAILED)
-    given = list(sys.argv[1:] if argv is None else argv)
+    argv_list = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = build_parser()
-        args = parser.parse_args(given)
+        args = parser.parse_args(argv_list)
         if args.command is None:
             parser.print_help()
             return USAGE
@@ -126,10 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except (CliError, InvalidParameter, ModelNotFound, UnsupportedModel) as error:
-        return _fail(_naming_flag(str(error), given), error.code if isinstance(error, CliError) else USAGE)
+        return _fail(_naming_flag(str(error), argv_list), error.code if isinstance(error, CliError) else USAGE)
     except EngineError as error:
         return _fail(error, FAILED)
-    except BrokenPipeError:  # the reader of our output has left (`| head`), and knows
+    except BrokenPipeError:  # the reader of our output has left (`| head`): no message is needed
         drop_output()
         return FAILED
     except OSError as error:  # a full disk, for one
@@ -138,20 +138,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish_compiling() -> None:
-    """Wait for a first start's kernels that its own answer did not call: a command that builds an image wants all."""
-    found = sys.modules.get("asyncengine.kernels.elsewhere")
-    for others in [] if found is None else list(found.elsewhere):
+    """Wait for kernels of a first start that are still compiled in the background: a container image needs all."""
+    module = sys.modules.get("asyncengine.kernels.elsewhere")
+    for compilation in [] if module is None else list(module.elsewhere):
         if sys.stderr.isatty():
             print("compiling what other requests will call, once on this machine", file=sys.stderr)
-        others.wait()
+        compilation.wait()
 
 
-def _naming_flag(message: str, given: Sequence[str]) -> str:
-    """The message about a field ("max_num_seqs: must be ..."), with the flag in the field's place if that was given."""
+def _naming_flag(message: str, arguments: Sequence[str]) -> str:
+    """The message about a field ("max_num_seqs: must be ..."), with the flag for the field's name if it was given."""
     field = message.partition(":")[0]
     flag = "--" + field.replace("_", "-")
-    named = any(each.partition("=")[0] in (flag, f"--no-{flag[2:]}") for each in given)
-    return flag + message.removeprefix(field) if named else message
+    is_flag = any(text.partition("=")[0] in (flag, f"--no-{flag[2:]}") for text in arguments)
+    return flag + message.removeprefix(field) if is_flag else message
 
 
 def _fail(error: Exception | str, code: int) -> int:
@@ -174,7 +174,7 @@ def _interrupted() -> int:
 
 
 def _leave() -> NoReturn:
-    """At once. Threads that draw bars, and hide the cursor for that, are cut off before it is shown again."""
+    """Exit at once. Threads that draw bars hide the cursor: cut off their output, then show the cursor again."""
     screens = [os.dup(number) for number in (1, 2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
@@ -187,16 +187,16 @@ def _leave() -> NoReturn:
 
 
 def script(argv: Sequence[str] | None = None) -> NoReturn:
-    """The command as a process of its own: `main`, then what was registered for the exit, and out.
+    """The command as a process of its own: `main`, then the functions registered with `atexit`, then `os._exit`.
 
-    To take torch's and numba's modules apart one by one takes up to a fifth of a short command, and the system
-    takes back all of a process's memory at once. Where a thread is left that the interpreter would wait for, it does.
+    Taking torch's and numba's modules apart one by one takes up to a fifth of a short command, while the system frees a
+    process's memory at once. If a thread is left that the interpreter would wait for, it exits as usual.
     """
     code = main(argv)
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or nobody reads it
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or a pipe without a reader
             stream.flush()
     os._exit(code)

@@ -25,38 +25,38 @@ T = TypeVar("T")
 ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name not in ("show_progress", "adapters"))
 """Adapters have a flag of their own, `--adapter NAME=PATH`."""
 MOST_TOKENS = 1024
-"""Tokens of an answer where no flag says: one without an end, as of `--regex 'a*'`, would go on to the context's."""
+"""Most tokens of an answer without `--max-tokens`: one without an end (`--regex 'a*'`) would fill the context."""
 SAMPLING_FIELDS = tuple(name for name, marks in SamplingParams.declared().items() if OFFERED in marks)
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str]) -> None:
-    """A group of flags, one for each named field. A flag that is not given leaves the field's default alone."""
+    """Add a group of flags, one for each named field. A flag that is not given leaves the field's default alone."""
     group = parser.add_argument_group(title)
     hints, checks, docs = get_type_hints(settings), settings.checks(), field_docs(settings)
     limit = f"[{MOST_TOKENS}, for some answers have no end; less where the context is shorter]"
     docs = {**docs, "max_tokens": f"Most tokens to generate {limit}"}
-    for one in [each for each in fields(settings) if each.name in names]:
-        text = docs.get(one.name, "")
-        if isinstance(one.default, (bool, int, float, str)):
-            text = f"{text} [{one.default}]".lstrip()
-        how = _how_to_parse(hints[one.name], getattr(checks[one.name][0], "keywords", {}).get("choices", ()))
-        how |= {"dest": one.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-        group.add_argument("--" + one.name.replace("_", "-"), **how)
+    for setting in [item for item in fields(settings) if item.name in names]:
+        text = docs.get(setting.name, "")
+        if isinstance(setting.default, (bool, int, float, str)):
+            text = f"{text} [{setting.default}]".lstrip()
+        how = _how_to_parse(hints[setting.name], getattr(checks[setting.name][0], "keywords", {}).get("choices", ()))
+        how |= {"dest": setting.name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        group.add_argument("--" + setting.name.replace("_", "-"), **how)
 
 
 def given(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:
-    """The fields of a class that were on the command line."""
+    """The fields of a settings class that were given on the command line."""
     return {name: value for name, value in vars(args).items() if name in settings.__dataclass_fields__}
 
 
 def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
-    """Raises `InvalidParameter` naming the field."""
+    """Sampling parameters of the flags, over `defaults`. Raises `InvalidParameter` naming the field."""
     return SamplingParams(**{**defaults, **given(args, SamplingParams)})
 
 
 def start_limited(params: SamplingParams, start: Callable[[SamplingParams], T]) -> T:
-    """`start`, with at most `MOST_TOKENS` if no flag says how many; where the context has no room for so many, with all
-    that it has room for."""
+    """Call `start`, with at most `MOST_TOKENS` if no flag limits tokens; with no limit but the context if that has no
+    room for as many."""
     if params.max_tokens is None:
         with contextlib.suppress(ContextLengthExceeded):
             return start(params.replace(max_tokens=max(MOST_TOKENS, params.min_tokens)))
@@ -64,7 +64,7 @@ def start_limited(params: SamplingParams, start: Callable[[SamplingParams], T]) 
 
 
 def say_stopped(completion: Completion, context: int) -> None:
-    """On stderr, that an answer was ended before its end. `context`: tokens that the model reads."""
+    """Tell on stderr that an answer reached its limit of tokens. `context`: the model's context length in tokens."""
     lengths = [len(sample.token_ids) for sample in completion.samples if sample.finish_reason == "length"]
     if lengths:
         full = completion.usage.prompt_tokens + max(lengths) >= context
@@ -73,7 +73,7 @@ def say_stopped(completion: Completion, context: int) -> None:
 
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
-    """Raises `InvalidParameter` naming the field."""
+    """The engine's settings of the flags, over `defaults`. Raises `InvalidParameter` naming the field."""
     return EngineConfig(**{**defaults, **given(args, EngineConfig)})
 
 
@@ -82,17 +82,17 @@ _MOST_CHOICES = 9
 
 
 def _how_to_parse(hint: Any, choices: Collection[str]) -> dict[str, Any]:
-    """argparse keywords for a field's type. What a flag is given is checked by the settings class."""
-    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
+    """argparse keywords for a field's type. The settings class checks a flag's value."""
+    types = [type_ for type_ in (get_args(hint) or (hint,)) if type_ is not NoneType]
     if 0 < len(choices) <= _MOST_CHOICES:
         return {"metavar": "{" + ",".join(choices) + "}"}
-    if kinds == [bool]:
+    if types == [bool]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Sequence:
-        return {"action": "append", **_how_to_parse(kinds[0], ())}
-    if str in kinds:
+        return {"action": "append", **_how_to_parse(types[0], ())}
+    if str in types:
         return {"metavar": "TEXT"}
-    return {"type": literal, "metavar": "FLOAT,..." if get_origin(kinds[0]) is tuple else kinds[0].__name__.upper()}
+    return {"type": literal, "metavar": "FLOAT,..." if get_origin(types[0]) is tuple else types[0].__name__.upper()}
 
 
 def literal(text: str) -> Any:
@@ -110,7 +110,7 @@ def field_docs(settings: type) -> dict[str, str]:
 
     Empty where the source is not at hand.
     """
-    return {name: text for owner in settings.__mro__[-2::-1] for name, text in _own_docs(owner).items()}
+    return {name: text for base in settings.__mro__[-2::-1] for name, text in _own_docs(base).items()}
 
 
 @functools.cache

@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chunked(ids: list[int], context: int, stride: int, front: list[int]) -> Iterator[tuple[list[int], int]]:
-    """(a prompt of at most `context` tokens, `front` and some of `ids`; its first position to score). Prompts begin
-    `stride` tokens apart. Each scores the tokens that none before it has, but none that has nothing before it."""
+    """Pairs of a prompt, `front` and a window of `ids`, at most `context` tokens; and its first position to score.
+    Windows begin `stride` tokens apart. Each scores the tokens that no window before it had; a text's very first token,
+    which follows none, is not scored."""
     room = context - len(front)
     for begin in range(0, max(1, len(ids) - room + stride), stride):
         prompt = front + ids[begin : begin + room]
@@ -57,7 +58,7 @@ def chunked(ids: list[int], context: int, stride: int, front: list[int]) -> Iter
 
 
 def _sizes(args: argparse.Namespace, front: int, most: int) -> tuple[int, int]:
-    """Context and stride, in tokens. Raises `InvalidParameter` or `CliError` for what the model cannot read."""
+    """Context and stride, in tokens. Raises `InvalidParameter` or `CliError` for sizes that the model cannot read."""
     context = min(CONTEXT, most) if args.context is None else as_integer("context", args.context, front + 2)
     if context > most:
         raise CliError(f"context: this model reads {most} tokens at most, got {context}")

@@ -26,7 +26,7 @@ from asyncengine.integrations.http.settings import ServerSettings
 log = logging.getLogger("asyncengine.serve")
 TABLES = ("server", "engine", "models", "aliases", "keys")
 KEEP_ALIVE = "5m"
-"""The time that models of a configuration file stay without use, unless it says otherwise."""
+"""The `keep_alive` of models of a configuration file that sets none."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Plan:
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Named keys, with their settings."""
     preload: list[str] = field(default_factory=list)
-    """Models that are loaded at the start although they could wait for their first request."""
+    """Models with `keep_alive` that are loaded at the start, and not at their first request."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if plan.settings.telemetry:
             import asyncengine.integrations.opentelemetry  # noqa: F401
     except ImportError as error:
-        lacking = (error.name or "").partition(".")[0]  # or it says so itself
+        lacking = (error.name or "").partition(".")[0]  # empty if our own code raised it, with the extra in its text
         message = f'serve needs {lacking}: pip install "asyncengine[serve]"' if lacking else str(error)
         raise CliError(message, FAILED) from error
     keys = plan.settings.keys(plan.keys)
@@ -122,13 +122,13 @@ def read_plan(args: argparse.Namespace) -> Plan:
             raise CliError("adapter: say in a --config FILE to which of several models it belongs")
         setup = next(iter(plan.models.values()))
         setup["adapters"] = {**setup.get("adapters", {}), **adapters}
-    known = list(plan.models)
+    names = list(plan.models)
     for setup in plan.models.values():
-        known += own if isinstance(own := setup.get("adapters"), Mapping) else ()
+        names += adapter_table if isinstance(adapter_table := setup.get("adapters"), Mapping) else ()
     for name, meant in plan.aliases.items():
-        if meant not in known:
-            what = f"alias {name!r}" if name else "default_model"
-            raise CliError(f"{what}: must be another name of {' or '.join(map(repr, known))}, got {meant!r}")
+        if meant not in names:
+            title = f"alias {name!r}" if name else "default_model"
+            raise CliError(f"{title}: must be another name of {' or '.join(map(repr, names))}, got {meant!r}")
     return plan
 
 
@@ -136,7 +136,7 @@ def _add(plan: Plan, name: str, setup: dict[str, Any]) -> None:
     if name in plan.models:
         raise CliError(f"models: {name!r} is there twice: name them apart, NAME=MODEL")
     aliases = setup.pop("aliases", [])
-    if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise CliError(f"models.{name}.aliases: must be a list of names")
     plan.aliases |= dict.fromkeys(aliases, name)
     if setup.pop("preload", False):
@@ -159,6 +159,6 @@ def _read_file(path: str) -> Mapping[str, Any]:
             raise CliError(f"config: {path}: has no use for [{name}]; known: {', '.join(TABLES)}")
         outer = name in ("models", "keys")
         inner = table.values() if outer and isinstance(table, dict) else ()
-        if not all(isinstance(each, dict) for each in (table, *inner)):
+        if not all(isinstance(value, dict) for value in (table, *inner)):
             raise CliError(f"config: {path}: {name} must be a table" + (" of tables" if outer else ""))
     return tables

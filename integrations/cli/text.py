@@ -16,7 +16,7 @@ _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if 
 
 
 def printable(text: str) -> str:
-    """Without control characters: a model must not be able to move the cursor or retitle the window."""
+    """The text without control characters: a model must not be able to move the cursor or retitle the window."""
     return text.translate(_CONTROLS)
 
 
@@ -43,9 +43,9 @@ def read_text(field: str, name: str) -> str:
 
 
 def prepare_streams() -> bool:
-    """Make the standard streams fit to be used: what a stream's encoding lacks is printed as "?", a closed stdin is
-    empty, a closed stderr swallows. False: stdout is closed."""
-    # Real files, in the order of their numbers, or what is opened next would have the one that libraries print to.
+    """Make the standard streams usable: characters that an encoding lacks are printed as "?", a closed stdin is empty,
+    a closed stderr discards. Returns False if stdout is closed."""
+    # Real files, in the order of their descriptors: else the next file opened would get 2, to which libraries print.
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stderr is None:

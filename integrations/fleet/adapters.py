@@ -31,18 +31,19 @@ class FleetAdapters:
         with self._lock:
             info = self._names.get(name) if isinstance(name, str) else None
             if info is None:
-                known = ", ".join(repr(name) for name in sorted(self._names)[:16]) or "none"
-                raise AdapterNotFound("adapter", f"no adapter of that name is loaded (loaded: {known})", name)
+                loaded = ", ".join(repr(name) for name in sorted(self._names)[:16]) or "none"
+                raise AdapterNotFound("adapter", f"no adapter of that name is loaded (loaded: {loaded})", name)
             return info
 
     def claim(self, tickets: Sequence[int], name: str) -> str:
+        """Keep the adapter until `cancel` of each ticket. Returns its digest. Raises `AdapterNotFound`."""
         with self._lock:
             digest = self.find(name).digest
             self._claims.update(dict.fromkeys(tickets, digest))
             return digest
 
     def claimed(self, ticket: int) -> str:
-        """Digest of the adapter that the ticket was promised; "" for none."""
+        """Digest of the adapter that the ticket has claimed; "" for none."""
         with self._lock:
             return self._claims.get(ticket, "")
 
@@ -50,7 +51,7 @@ class FleetAdapters:
         with self._lock:
             digest = self._claims.pop(ticket, "")
             waiting = [] if digest in self._claims.values() else self._leaving.pop(digest, [])
-        for future in waiting:
+        for future in waiting:  # outside the lock: callbacks of a future run at once, and may call back here
             future.set_result(None)
 
     def forget(self, name: str, wait: bool) -> Future[None]:

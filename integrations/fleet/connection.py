@@ -1,8 +1,8 @@
 """The connection on which commands go to a replica and updates come back: ZeroMQ with CURVE, else Ray's calls.
 
-What goes over it is unpickled, so each end must know the other. CURVE (CurveZMQ, RFC 26) encrypts, and authenticates by
-keys: each end makes a pair of its own, and the call that opens the connection tells each the other's public one, over
-Ray. The replica's ZAP handler (RFC 27) admits that one alone; who takes a lost replica's port does not have its key.
+Messages are unpickled, so each end must authenticate the other. CURVE (CurveZMQ, RFC 26) encrypts, and authenticates by
+keys: each end makes a key pair, and the call over Ray that opens the connection exchanges the public ones. A replica's
+ZAP handler (RFC 27) admits the fleet's key alone; a process that takes a lost replica's port does not have its key.
 
 A connection that breaks is not made again, as it is not known what was lost with it: its replica counts as lost. It
 breaks when the process at its other end ends, or the kernel there acknowledges nothing (TCP's user timeout, RFC 5482).
@@ -23,13 +23,13 @@ from asyncengine.integrations.fleet.processes import ReplicaConnection
 logger = logging.getLogger("asyncengine")
 
 OPEN_SECONDS = 3.0
-"""Seconds until a replica's connection must be there; while it is not, commands wait."""
+"""Seconds until a replica's connection must be open; commands wait for it meanwhile."""
 UNSENT = 4
 """Updates that may wait at each end before a replica merges instead of sending."""
 BUFFER_BYTES = 1 << 16
-"""Size of the kernels' buffers for updates: so much may be on its way beside these."""
+"""Size of the kernels' buffers for updates: bytes that may be on their way besides `UNSENT` updates."""
 MAX_MESSAGE_BYTES = 1 << 30
-"""Length of the longest message that a replica takes: a stranger's claim does not make it wait for more."""
+"""Length of the longest message that a replica takes: a sender that announces more is refused, not waited for."""
 HEARTBEAT_MS, UNANSWERED_MS = 250, 600
 """Milliseconds between two heartbeats, which the other end's kernel acknowledges, however busy its process is; and for
 which this end repeats one. Linux counts from the first repetition, and looks at the next: 1.0 to 1.2 s all in all."""
@@ -54,9 +54,9 @@ def new_context() -> Any:
     return None if zmq is None else zmq.asyncio.Context()
 
 
-def new_socket(context: Any, address: str, kind: int | None = None, **options: Any) -> tuple[Any, str]:
-    """A socket with these options, a dealer if not of another `kind`, and the beginning of its URL."""
-    socket = context.socket(zmq.DEALER if kind is None else kind)
+def new_socket(context: Any, address: str, socket_type: int | None = None, **options: Any) -> tuple[Any, str]:
+    """A socket with these options, a dealer if not of another `socket_type`, and the beginning of its URL."""
+    socket = context.socket(zmq.DEALER if socket_type is None else socket_type)
     for name, value in {"linger": 0, "ipv6": ":" in address, **options}.items():
         setattr(socket, name, value)
     return socket, f"tcp://[{address}]:" if socket.ipv6 else f"tcp://{address}:"
@@ -94,8 +94,8 @@ class Connection(ReplicaConnection):
         over = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
         states = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | over)
         self._opened.callback(states.close, linger=0)
-        # First of all at the end: libzmq's thread would wait for ever to report a change of state that nothing reads
-        # any more, and with it all connections of the context.
+        # Runs first when the stack is closed: libzmq's thread would wait for ever to report a change of state to a
+        # socket that is not read any more, and all connections of the context with it.
         self._opened.callback(socket.disable_monitor)
         socket.connect(f"{url}{port}")
         async with asyncio.timeout(min(OPEN_SECONDS, self._silence_limit / 2)):
@@ -126,7 +126,7 @@ class Connection(ReplicaConnection):
 class Door:
     """A port that admits the owners of some public keys alone. Lives on one loop."""
 
-    def __init__(self, address: str, keys: Iterable[bytes], kind: int | None = None, **options: Any) -> None:
+    def __init__(self, address: str, keys: Iterable[bytes], socket_type: int | None = None, **options: Any) -> None:
         """Listen for the owners of `keys`, with a socket of these `options` beside those of a replica's for its fleet.
         Raises `OSError` without pyzmq or a port."""
         self._context, self.keys = new_context(), tuple(keys)
@@ -138,7 +138,7 @@ class Door:
         self._zap.start()
         limits = {"sndhwm": UNSENT, "rcvhwm": 0, "sndbuf": BUFFER_BYTES, "maxmsgsize": MAX_MESSAGE_BYTES, **options}
         self.socket, url = new_socket(
-            self._context, address, kind, curve_server=True, curve_secretkey=self._secret, zap_domain=b"fleet",
+            self._context, address, socket_type, curve_server=True, curve_secretkey=self._secret, zap_domain=b"fleet",
             zap_enforce_domain=True, **limits,
         )  # fmt: skip
         try:
@@ -151,7 +151,7 @@ class Door:
     async def receive(self) -> bytes:
         """The next message."""
         while True:
-            with contextlib.suppress(zmq.Again):  # a heartbeat that came first: libzmq has the sender's key to read
+            with contextlib.suppress(zmq.Again):  # libzmq woke us for a heartbeat, which carries no message
                 return bytes(await self.socket.recv())
 
     def callback(self, domain: str, key: bytes) -> bool:

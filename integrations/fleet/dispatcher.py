@@ -19,20 +19,20 @@ from asyncengine.request_spec import Peer
 # Prompts that one replica computes for another, whose decode steps they would delay (DistServe, Splitwise 2024).
 
 MOST_MISSED = 3
-"""Prompts, one after the other, that were computed for others in vain, as these have not had the pages: enough to think
-that they cannot."""
+"""Consecutive prompts that a replica computed for others which then did not have the pages: enough to conclude that
+they cannot pull from it."""
 REST_SECONDS = 30.0
-"""Seconds for which a replica then computes none."""
+"""Seconds for which such a replica computes no prompts for others."""
 
 
 class Prefills:
-    """Prompts of one fleet under way at other replicas than their requests'. Lives on the fleet's loop."""
+    """Prompts of one fleet that are computed by other replicas than their requests'. Lives on the fleet's loop."""
 
     def __init__(
         self, now: Callable[[], float], router: Router, replicas: Mapping[str, ReplicaHandle], page_size: int,
         least: int,
     ) -> None:  # fmt: skip
-        """`least`: tokens of a prompt that its own replica must lack."""
+        """`least`: fewest tokens of a prompt that its own replica must lack for another one to compute it."""
         self._now, self._router, self._replicas = now, router, replicas
         self._page_size, self._least = page_size, -(-least // page_size)
         self._keys = itertools.count(-1, -1)
@@ -42,7 +42,7 @@ class Prefills:
         """Others, by reason: the replica that computed it was "lost", has "refused" it, or its pages were "missing"."""
 
     def assign(self, request: FleetRequest) -> Prefill | None:
-        """Assign a request's prompt to the replica that is to compute it. None: its own is."""
+        """Assign a request's prompt to another replica. None if its own is to compute it."""
         route = request.route
         assert route is not None
         if request.texts is not None or request.spec.images or self._replicas[route.replica].peer is None:
@@ -52,15 +52,15 @@ class Prefills:
             return None
         now = self._now()
         ready = [name for name, each in self._replicas.items() if each.peer is not None and each.rests_until <= now]
-        found = self._router.assign_prefill(route, self._least, ready)
-        if found is None:
+        route_to = self._router.assign_prefill(route, self._least, ready)
+        if route_to is None:
             return None
-        request.prefill = prefill = Prefill(next(self._keys), found, request)
-        self._replicas[found.replica].prefills[prefill.key] = prefill
+        request.prefill = prefill = Prefill(next(self._keys), route_to, request)
+        self._replicas[route_to.replica].prefills[prefill.key] = prefill
         return prefill
 
     def release(self, request: FleetRequest) -> ReplicaHandle | None:
-        """Take a request's prompt from the replica that computes it, if there is one, and return that."""
+        """Take a request's prompt from the replica that computes it. Returns that replica, or None without one."""
         prefill, request.prefill = request.prefill, None
         if prefill is None:
             return None
@@ -78,8 +78,8 @@ class Prefills:
         request.prefilled_by = ""
 
     def receive(self, replica: ReplicaHandle, output: RequestOutput) -> tuple[FleetRequest, Peer | None] | None:
-        """Take the output of a prompt. A request is returned that can go to its own replica now, with the peer that has
-        its prefix, if one does."""
+        """Take the output of a prompt. Returns the request if it can go to its own replica now, with the peer that has
+        its prefix, or None for a peer that failed; None if there is nothing to do yet."""
         prefill = replica.prefills.get(output.key)
         reason = next((chunk.finish_reason for chunk in output.chunks if chunk.finish_reason), None)
         if prefill is None or reason is None:
@@ -93,7 +93,7 @@ class Prefills:
         return request, replica.peer._replace(pages=len(prefill.route.request.pages), planned=True)
 
     def lose(self, replica: ReplicaHandle) -> list[FleetRequest]:
-        """Take all prompts from a replica that is gone: the requests, whose own replicas compute them."""
+        """Take all prompts from a replica that is gone. Returns their requests, whose own replicas compute them."""
         requests = [prefill.request for prefill in replica.prefills.values()]
         for request in requests:
             self.release(request)
@@ -101,7 +101,7 @@ class Prefills:
         return requests
 
     def settle(self, request: FleetRequest, route: Route, cached_tokens: int) -> None:
-        """A request has begun at its own replica, which had so many tokens of it then."""
+        """Count a prefill as pulled or missing: its request has begun at its own replica, with `cached_tokens`."""
         name, request.prefilled_by = request.prefilled_by, ""
         if not name:
             return
@@ -185,7 +185,7 @@ class Dispatcher:
         self.loop.inbox.post()
 
     def _abort(self, ticket: int) -> None:
-        """End what its consumer has left: on its replica, which answers, or here where it has none."""
+        """End a sample or text whose consumer has left: on its replica, which answers, or here where it has none."""
         request = self.loop.by_ticket.get(ticket)
         if not isinstance(request, FleetRequest):
             return
@@ -256,7 +256,8 @@ class Dispatcher:
     # ---------------------------------------------------------------- to consumers
 
     def receive(self, replica: ReplicaHandle, update: Update) -> None:
-        """Hand on everything new on a replica. Raises `FleetError` if its engine has died."""
+        """Take a replica's update: pages to the router, outputs to their requests. Raises `FleetError` if its engine
+        has died."""
         if update.cache_news is not None:
             self.router.update(replica.name, update.cache_news)
         for output in update.outputs:
@@ -275,7 +276,7 @@ class Dispatcher:
     def _receive(self, request: FleetRequest, output: RequestOutput) -> None:
         if output.computing is not None and request.route is not None:
             self.prefills.settle(request, request.route, output.cached_tokens)
-        if output.cause is not None and request.resumed:  # it would have gone on, and cannot
+        if output.cause is not None and request.resumed:  # e.g. its adapter differs on the replica that resumes it
             self._fail(request, f"its replica was lost, and no other could go on: {output.cause}")
         else:
             request.receive(output)

@@ -58,10 +58,10 @@ class Fleet(AsyncEngine):
     def _loader(
         model: str | os.PathLike[str], config: EngineConfig | None, settings: Mapping[str, Any]
     ) -> Callable[[Any], FleetFrontend]:
-        ours = FleetConfig.__dataclass_fields__
-        check_known(settings, [*ours, *EngineConfig.__dataclass_fields__])
-        own, theirs = ({n: v for n, v in settings.items() if (n in ours) is mine} for mine in (True, False))
-        load = partial(open_fleet, model, engine_config(config, theirs), FleetConfig(**own))
+        fleet_fields = FleetConfig.__dataclass_fields__
+        check_known(settings, [*fleet_fields, *EngineConfig.__dataclass_fields__])
+        fleet, engine = ({n: v for n, v in settings.items() if (n in fleet_fields) is mine} for mine in (True, False))
+        load = partial(open_fleet, model, engine_config(config, engine), FleetConfig(**fleet))
         return lambda attempt: load(attempt.check)
 
     async def start(self) -> None:

@@ -1,4 +1,5 @@
-"""The fleet's loop, and its frontend, which is an engine's `Frontend` before that; and the making of both."""
+"""The fleet's loop and its frontend (an engine's `Frontend` on top of that loop), how both are made, and the processes
+of a fleet on one machine."""
 
 from __future__ import annotations
 
@@ -44,8 +45,7 @@ from asyncengine.integrations.fleet.stats import FleetStats, fleet_stats
 from asyncengine.kernels.api import can_start
 from asyncengine.seams import GrammarCompiler
 
-# A fleet's processes on this machine alone, each bound to cores and memory of its own. In the place of a Ray cluster:
-# it needs neither Ray nor pyzmq.
+# A fleet's processes on this machine alone, each bound to cores and memory of its own. Needs neither Ray nor pyzmq.
 
 
 def runs_here(config: FleetConfig) -> bool:
@@ -75,14 +75,14 @@ class OneMachine(Cluster["LocalReplica"]):
 
     def _divide_gpus(self) -> list[str]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = [str(index) for index in range(len(read_devices()))] if visible is None else visible.split(",")
-        each = [gpu for gpu in found if gpu for _ in range(int(1 / self.config.num_gpus))]
-        if len(each) < self.replicas:
-            raise FleetError(f"no room for {self.replicas} replicas: {len(each)} fit on the GPUs of this machine")
-        return each
+        gpus = [str(index) for index in range(len(read_devices()))] if visible is None else visible.split(",")
+        slots = [gpu for gpu in gpus if gpu for _ in range(int(1 / self.config.num_gpus))]
+        if len(slots) < self.replicas:
+            raise FleetError(f"no room for {self.replicas} replicas: {len(slots)} fit on the GPUs of this machine")
+        return slots
 
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Look whether the memory nodes are large enough."""
+        """Check that the memory nodes are large enough for a replica. Raises `FleetError`."""
         smallest = min(self._shares, key=lambda share: share.memory)
         if smallest.nodes and not self.config.num_gpus and os.path.exists(path := resolve_model(model)):
             needed = read_claim(path, config, self.config).cpu_bytes or 0
@@ -93,29 +93,29 @@ class OneMachine(Cluster["LocalReplica"]):
                 )
 
     def spawn(self) -> LocalReplica:
-        """Start a process for a replica on the share with fewest of them; of equals, on that whose last one is oldest:
-        a round of restarts starts each successor beside its predecessor. Nothing is loaded there yet.
+        """Start a process for a replica on the share with the fewest processes; of equals, on the one whose last start
+        is longest ago, so that a round of restarts starts each successor beside its predecessor. Nothing is loaded yet.
 
         Raises `FleetError`.
         """
         with self._lock:
-            used = Counter(process.place for process in self._processes.values())
-            place = min(range(self.replicas), key=lambda place: (used[place], self._latest[place]))
-            if self.config.num_gpus and used[place]:
+            used = Counter(process.share_index for process in self._processes.values())
+            index = min(range(self.replicas), key=lambda index: (used[index], self._latest[index]))
+            if self.config.num_gpus and used[index]:
                 raise FleetError("no room for a replica: every GPU has its own")
-            self._latest[place] = number = next(self._serial)
+            self._latest[index] = number = next(self._serial)
             try:
-                process = LocalReplica(f"{self.name}/{number}", place, self._shares[place], self._gpus[place])
+                process = LocalReplica(f"{self.name}/{number}", index, self._shares[index], self._gpus[index])
             except OSError as error:
                 raise FleetError(f"no process can be started for a replica: {error}") from error
             self._processes[process.name] = process
             return process
 
     def removal_scores(self) -> dict[str, float]:
-        """Score of keeping each replica where it is, by name: those that share their cores are wanted least."""
+        """Score of keeping each replica, by name: lowest for those that share their cores with others."""
         with self._lock:
-            used = Counter(process.place for process in self._processes.values())
-            return {name: 1 / used[process.place] for name, process in self._processes.items()}
+            used = Counter(process.share_index for process in self._processes.values())
+            return {name: 1 / used[process.share_index] for name, process in self._processes.items()}
 
 
 class LocalReplica(Process):
@@ -123,23 +123,23 @@ class LocalReplica(Process):
 
     node = "this machine"
 
-    def __init__(self, name: str, place: int, share: Share, gpu: str) -> None:
-        """Start it, bound to `share`, the machine's share of number `place`. It sees `gpu` alone. Raises `OSError`."""
-        self.name, self.place = name, place
+    def __init__(self, name: str, share_index: int, share: Share, gpu: str) -> None:
+        """Start it, bound to `share`, which has number `share_index`. It sees no GPU but `gpu`. Raises `OSError`."""
+        self.name, self.share_index = name, share_index
         self.threads = len(share.cores)
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[bytes]] = {}
+        self._unanswered: dict[int, Future[bytes]] = {}
         """Answers that are waited for, by the call's number."""
         self._lost = ""
-        """The reason for which there are no more answers."""
+        """Why the process was lost; "" while it lives."""
         self._lock, self._sending = threading.Lock(), threading.Lock()
         (self._calls, calls), (updates, its_updates) = socket.socketpair(), socket.socketpair()
         self.connection = LocalConnection(self, updates)
 
         def start() -> Child:
-            bind(share)  # this thread, which ends, and the process that it starts
-            given, env = (calls.fileno(), its_updates.fileno()), {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-            return start_child(replica_program.__name__, (), given, env)
+            bind(share)  # binds this thread, and by inheritance the process that it starts; the thread then ends
+            descriptors, env = (calls.fileno(), its_updates.fileno()), {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            return start_child(replica_program.__name__, (), descriptors, env)
 
         try:
             with calls, its_updates, ThreadPoolExecutor(1, "asyncengine-start") as starter:
@@ -153,15 +153,15 @@ class LocalReplica(Process):
 
     async def ask(self, method: str, arguments: bytes) -> bytes:
         answer: Future[bytes] = Future()
-        answer.set_running_or_notify_cancel()  # who gives up waiting does not cancel it
+        answer.set_running_or_notify_cancel()  # so a caller that stops waiting cannot cancel it: the reader will set it
         number = next(self._numbers)
         with self._lock:
             if self._lost:
                 raise self.loss()
-            self._asked[number] = answer
+            self._unanswered[number] = answer
         message = framed(pickle.dumps((number, method, arguments)))
         try:
-            # on a thread: a process that stands still takes no more than the socket holds
+            # on a thread: the write blocks when a process that stands still has filled its socket
             await anyio.to_thread.run_sync(self._send, message, abandon_on_cancel=True)
             return await asyncio.wrap_future(answer)
         except OSError as error:
@@ -179,17 +179,17 @@ class LocalReplica(Process):
                 if len(message := answers.read(length)) < length:
                     break
                 number, answer = pickle.loads(message)
-                self._asked.pop(number).set_result(answer)
+                self._unanswered.pop(number).set_result(answer)
         words = next(iter(self.child.last_words().splitlines()), "")
         assert self.child.program is not None
         process = f"its process ({self.child.program.pid})"
         with self._lock:
             self._lost = f"{process} failed: {words}" if words else f"{process} was killed or has ended"
-        for answer in self._asked.values():
+        for answer in self._unanswered.values():
             answer.set_exception(self.loss())
 
     def loss(self) -> FleetError:
-        """The error of what waits for the process, which is gone. Blocks until the reason is known."""
+        """The error for calls of the process, which is gone. Blocks until the reason is known."""
         if threading.current_thread() is not self._reader:
             self._reader.join()
         return FleetError(f"replica {self.name} was lost: {self._lost}")
@@ -229,7 +229,7 @@ class LocalConnection(ReplicaConnection):
             writer.close()
 
     def close(self) -> None:
-        """Close what was not opened: the socket is its reader's otherwise."""
+        """Close the socket, unless `open` has handed it to its reader."""
         mine, self._socket = self._socket, None
         if mine is not None:
             mine.close()
@@ -255,12 +255,12 @@ class FleetLoop(RelayLoop):
         self, config: EngineConfig, settings: FleetConfig, page_size: int, adapters: FleetAdapters,
         grammars: GrammarCompiler | None, manage: Callable[[Dispatcher], ReplicaManager],
     ) -> None:  # fmt: skip
-        store: Any = adapters  # it has what comes before an engine's loop
+        store: Any = adapters  # has those methods of `AdapterStore` that are called before an engine's loop
         super().__init__(config, store, grammars)
         self.dispatcher = Dispatcher(self, settings, page_size, adapters)
         self.manager = manage(self.dispatcher)
         self.runs_on: Future[asyncio.AbstractEventLoop] = Future()
-        """The event loop that it runs on, once its replicas can be asked."""
+        """The event loop that it runs on; set once its replicas can be called."""
         self.runs_on.set_running_or_notify_cancel()  # one impatient caller must not cancel it for all
 
     async def run(self) -> None:
@@ -348,12 +348,12 @@ class FleetFrontend(Frontend):
         return self.on_fleet(unload())
 
     def reset_prefix_cache(self, namespace: str | None) -> Future[PrefixCacheReset]:
-        """That of all replicas together."""
+        """Reset the caches of all replicas. The counts are sums."""
         self.client.check_open()
 
         async def reset() -> PrefixCacheReset:
-            found = await self.fleet.manager.call_all("reset_prefix_cache", namespace)
-            return PrefixCacheReset(*map(sum, zip((0, 0), *found.values(), strict=True)))
+            resets = await self.fleet.manager.call_all("reset_prefix_cache", namespace)
+            return PrefixCacheReset(*map(sum, zip((0, 0), *resets.values(), strict=True)))
 
         return self.on_fleet(reset())
 
@@ -366,7 +366,7 @@ class FleetFrontend(Frontend):
         return asyncio.run_coroutine_threadsafe(work, runs_on.result())
 
     def discard(self) -> None:
-        """End what was started, of a fleet that will not be served."""
+        """End the processes of a fleet whose loop will not run."""
         self.fleet.dispatcher.adapters.close()
         if self.fleet.grammars is not None:
             self.fleet.grammars.close()
@@ -381,8 +381,8 @@ def open_cluster(settings: FleetConfig, name: str) -> Cluster[Any]:
 def open_fleet(
     model: str | os.PathLike[str], config: EngineConfig, settings: FleetConfig, check: Callable[[], None]
 ) -> FleetFrontend:
-    """Start all replicas, where `open_cluster` has them, and make what stands before them. Blocks until the last has
-    loaded. `check` raises once the attempt is given up.
+    """Start all replicas on the machines of `open_cluster`, and make the fleet's loop and frontend. Blocks until the
+    last replica has loaded. `check` raises once the attempt is given up.
 
     Raises `FleetError`, `InvalidParameter`, and what loading a model raises.
     """
@@ -398,7 +398,9 @@ def open_fleet(
         first = asyncio.run(start_replicas(cluster, shipped, theirs, settings))
         check()
         served = _common_model([loaded.model for _, loaded in first])
-        adapters: Any = FleetAdapters(first[0][1].adapters)  # it has what a validator asks of an `AdapterStore`
+        adapters: Any = FleetAdapters(
+            first[0][1].adapters
+        )  # has those methods of `AdapterStore` that a validator calls
 
         def make_loop(grammars: GrammarCompiler | None) -> FleetLoop:
             manage = partial(ReplicaManager, cluster, shipped, theirs, settings, first)
@@ -412,7 +414,7 @@ def open_fleet(
 
 def _common_model(loaded: list[ServedModel]) -> ServedModel:
     """The model that all replicas serve. Raises `FleetError` if they have loaded different ones."""
-    first, *others = (each.info for each in loaded)
-    if any((other.vocab_size, other.page_size) != (first.vocab_size, first.page_size) for other in others):
+    first, *rest = (each.info for each in loaded)
+    if any((info.vocab_size, info.page_size) != (first.vocab_size, first.page_size) for info in rest):
         raise FleetError("the replicas have not loaded the same model: do all nodes have the same files?")
     return replace(loaded[0], info=replace(first, max_model_len=min(each.info.max_model_len for each in loaded)))

@@ -32,7 +32,7 @@ class Submit:
     """Ticket of the first sample or text, which names the request in `RequestOutput`."""
     specs: tuple[RequestSpec, ...]
     digest: str
-    """Digest of the adapter that the request was promised; "" for none."""
+    """Digest of the adapter that the request has claimed; "" for none."""
     sent_at: float
     """Reading of the clock by which the times in `specs` were taken."""
 
@@ -44,7 +44,7 @@ class Tell(NamedTuple):
 
 
 Command = Submit | Tell | int
-"""A request, a message, or the ticket of a sample, a text or a prompt that is wanted no more."""
+"""A request, a message, or the ticket of a sample, a text or a prompt to abort."""
 
 
 @dataclass(slots=True)

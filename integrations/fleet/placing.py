@@ -35,15 +35,15 @@ from asyncengine.integrations.placement.nodes import MAX_MEMORY, claim_of, on_ea
 
 DEVICE_MEMORY = "asyncengine/device-memory"
 """Label of a Ray node: the memory of each of its GPUs, "80GiB"."""
-_KIND = "ray.io/accelerator-type"
+_DEVICE_TYPE = "ray.io/accelerator-type"
 
 
 def read_claim(model: str, config: EngineConfig, settings: FleetConfig, stages: int = 1) -> Claim:
-    """The claim of one replica, read from the headers of the model's files, which must be here; of `stages` on a node
-    each, that of one.
+    """The claim of one replica, or with several `stages` that of one stage, read from the headers of the model's files,
+    which must be on this machine.
 
-    Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`; the last also
-    where ranks would share a GPU.
+    Raises what loading would raise for the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`; the last
+    also where ranks would share a GPU.
     """
     ranks = config.processes // stages
     if config.pipeline_parallel > 1 and settings.num_gpus:
@@ -58,13 +58,12 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig, stages: 
     if stages > 1:
         memory = on_each(stages, memory, copied * config.tensor_parallel)
     claim = claim_of(model.rstrip("/").rsplit("/", 1)[-1], memory, ranks, copied, device)
-    # of a device that Ray divides, a replica takes its part
+    # Ray counts a part of a GPU as that number; the replica takes the same part of its memory
     return claim.replace(cpus=settings.num_cpus * ranks, labels=settings.labels, utilization=settings.num_gpus)
 
 
 def read_claims(model: str, config: EngineConfig, settings: FleetConfig) -> list[Claim]:
-    """The claim of one replica and, where it is a pipeline of stages, that of a stage on a node of its own. Raises as
-    `read_claim` does."""
+    """The claim of one replica and, if it is a pipeline of stages, that of one stage. Raises as `read_claim` does."""
     counts = sorted({1, config.pipeline_parallel})
     return [read_claim(model, config, settings, stages) for stages in counts]
 
@@ -78,12 +77,12 @@ def try_read_claims(model: str, config: EngineConfig, settings: FleetConfig) -> 
 
 
 def read_devices() -> tuple[int, ...]:
-    """Memory in bytes of each GPU of the node that this runs on. In a process of its own: Ray hides the GPUs from this
-    one, which may become a replica's and must not have touched them."""
+    """Memory in bytes of each GPU of this node, read in a process of its own: Ray hides the GPUs from this one, which
+    may become a replica's and must not have touched CUDA before."""
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     probe = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
-    said = subprocess.run([sys.executable, "-c", probe], env=visible, capture_output=True, text=True, check=True)
-    return tuple(int(count) for count in said.stdout.split())
+    printed = subprocess.run([sys.executable, "-c", probe], env=visible, capture_output=True, text=True, check=True)
+    return tuple(int(count) for count in printed.stdout.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,9 @@ class RayNode:
     total: Mapping[str, float]
     """Resources by name: CPU, GPU, memory in bytes."""
     free: Mapping[str, float]
-    """The part of these that is not reserved."""
+    """Amounts of these that are not reserved."""
     devices: tuple[int, ...] = ()
-    """Memory in bytes of each GPU; empty where nobody knows it."""
+    """Memory in bytes of each GPU; empty where it is unknown."""
 
     def device_memory(self) -> tuple[int, ...] | None:
         """Memory in bytes of each GPU, from the node's label; None without one. Raises `FleetError` for a bad label."""
@@ -116,74 +115,74 @@ class RayNode:
 
 
 def place_replica(
-    claim: Claim, known: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int], settings: FleetConfig
+    claim: Claim, nodes: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int], settings: FleetConfig
 ) -> Placement | Refusal:
-    """Place one more replica, or stage, beside `ours`. Nodes on which fewer were lost (`lost_on`, by id) come first,
-    whatever runs on them. Raises `InvalidParameter` for a node whose data make no sense."""
-    for most in sorted({lost_on.get(node.id, 0) for node in known}) or [0]:
-        nodes = [node for node in known if lost_on.get(node.id, 0) <= most]
-        found = place(claim, _as_cluster(nodes, ours, settings), strategy=settings.placement)
+    """Place one more replica, or stage, beside `ours`. Nodes that have lost fewer replicas (`lost_on`, by id) come
+    first, whatever runs on them. Raises `InvalidParameter` for a node whose values are out of range."""
+    for most in sorted({lost_on.get(node.id, 0) for node in nodes}) or [0]:
+        allowed = [node for node in nodes if lost_on.get(node.id, 0) <= most]
+        found = place(claim, _as_cluster(allowed, ours, settings), strategy=settings.placement)
         if isinstance(found, Placement):
             break
     return found
 
 
 def place_stages(
-    claim: Claim, stages: int, known: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int],
+    claim: Claim, stages: int, nodes: Sequence[RayNode], ours: Sequence[Instance], lost_on: Mapping[str, int],
     settings: FleetConfig,
 ) -> Placement | Refusal:  # fmt: skip
-    """Place a replica of several stages, each of which has the claim, on as many nodes; the first leads. As
+    """Place a replica of several stages, each with this claim, on as many nodes; the first leads. Otherwise as
     `place_replica`."""
-    left, placed = list(known), list[Placement]()
+    left, placed = list(nodes), list[Placement]()
     while len(placed) < stages:
         found = place_replica(claim, left, ours, lost_on, settings)
         if isinstance(found, Refusal):
             return found
         placed.append(found)
         left = [node for node in left if node.id != found.shares[0].node]
-    shares = tuple(share for each in placed for share in each.shares)
-    return Placement(claim.model, "nodes", shares, min(each.score for each in placed), placed[0].candidates)
+    shares = tuple(share for placement in placed for share in placement.shares)
+    return Placement(claim.model, "nodes", shares, min(placement.score for placement in placed), placed[0].candidates)
 
 
-def removal_scores(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> dict[str, float]:
-    """Score of keeping each of `ours` where it is, by name. Those on nodes that are gone have none."""
+def removal_scores(nodes: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> dict[str, float]:
+    """Score of keeping each of `ours`, by name, without those on nodes that are gone."""
     if not ours:
         return {}
-    table = _as_cluster(known, ours, settings)
+    table = _as_cluster(nodes, ours, settings)
     ranked = rank_for_removal(table, ours[0].model, strategy=settings.placement)  # all are of one model
-    return {each.instance.name: each.score for each in ranked}
+    return {item.instance.name: item.score for item in ranked}
 
 
-def _as_cluster(known: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> Cluster:
-    """The nodes in `known`, and those of `ours` that are there."""
-    ids = {node.id for node in known}
-    there = [one for one in ours if ids.issuperset(share.node for share in one.shares)]
-    shares = [share for one in there for share in one.shares]
-    nodes = [_as_node(node, [share for share in shares if share.node == node.id], settings) for node in known]
-    return Cluster(nodes, there)
+def _as_cluster(ray_nodes: Sequence[RayNode], ours: Sequence[Instance], settings: FleetConfig) -> Cluster:
+    """The nodes in `ray_nodes`, and those of `ours` that are there."""
+    ids = {node.id for node in ray_nodes}
+    alive = [instance for instance in ours if ids.issuperset(share.node for share in instance.shares)]
+    shares = [share for instance in alive for share in instance.shares]
+    nodes = [_as_node(node, [share for share in shares if share.node == node.id], settings) for node in ray_nodes]
+    return Cluster(nodes, alive)
 
 
-def _as_node(each: RayNode, shares: Sequence[Share], settings: FleetConfig) -> Node:
-    """The node with everything free there and what replicas have reserved by `shares`: `place` takes theirs off
-    again."""
-    memory = each.free.get("memory", 0) + sum(share.host_bytes for share in shares)
-    cpus = each.free.get("CPU", 0) + sum(share.cpus for share in shares)
-    kind = each.labels.get(_KIND, "cuda")
-    taken = {index for share in shares for index, _ in share.devices}
+def _as_node(node: RayNode, shares: Sequence[Share], settings: FleetConfig) -> Node:
+    """The node for `place`. Its memory and CPUs are the free ones and those that replicas have reserved by `shares`,
+    since `place` subtracts the replicas' again."""
+    memory = node.free.get("memory", 0) + sum(share.host_bytes for share in shares)
+    cpus = node.free.get("CPU", 0) + sum(share.cpus for share in shares)
+    device_type = node.labels.get(_DEVICE_TYPE, "cuda")
+    in_use = {index for share in shares for index, _ in share.devices}
     ranks = sum(len(share.devices) for share in shares)
-    others = math.ceil(each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * ranks - 1e-4)
-    # Ray does not say which GPUs other programs have: the last of those that none of ours is on
-    untaken = [index for index in range(len(each.devices)) if index not in taken]
-    hidden = untaken[max(0, len(untaken) - others) :] if others > 0 else []
+    foreign = math.ceil(node.total.get("GPU", 0) - node.free.get("GPU", 0) - settings.num_gpus * ranks - 1e-4)
+    # Ray does not say which GPUs other programs have: assume the last of those that none of ours is on
+    untaken = [index for index in range(len(node.devices)) if index not in in_use]
+    hidden = untaken[max(0, len(untaken) - foreign) :] if foreign > 0 else []
     return Node(
-        name=each.id,
-        # Ray tells of reservations a little later than they are made: a node never has more than all of it
-        host_memory=min(int(memory), int(each.total.get("memory", 0)), MAX_MEMORY),
-        cpus=min(cpus, each.total.get("CPU", 0)),
+        name=node.id,
+        # Ray reports a reservation with delay, so free and reserved may add up to more than the node has
+        host_memory=min(int(memory), int(node.total.get("memory", 0)), MAX_MEMORY),
+        cpus=min(cpus, node.total.get("CPU", 0)),
         devices=tuple(
-            Device(index=index, memory=min(count, MAX_MEMORY), kind=kind)
-            for index, count in enumerate(each.devices)
+            Device(index=index, memory=min(count, MAX_MEMORY), kind=device_type)
+            for index, count in enumerate(node.devices)
             if index not in hidden
         ),
-        labels=tuple(each.labels.items()),
+        labels=tuple(node.labels.items()),
     )

@@ -1,5 +1,5 @@
-"""The processes that host a fleet's replicas: what Ray's (`ray_cluster`) and this machine's (`frontend`) have in
-common."""
+"""The processes that host a fleet's replicas: base classes of Ray's (`ray_cluster`) and of this machine's
+(`frontend`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class ReplicaConnection(ABC):
     loop, but for its making."""
 
     def __init__(self, address: str) -> None:
-        """`address`: of the replica's machine."""
+        """`address`: that of the replica's machine."""
         self.address = address
         self._kept: list[bytes] = []
         self.post: Callable[[bytes], object] = self._kept.append
-        """Send commands without waiting; in order. They wait for the connection, and are dropped behind its end."""
+        """Send commands without waiting, in order. They are kept until the connection is open, and dropped once it has
+        ended."""
 
     async def updates(self) -> AsyncGenerator[bytes, None]:
         """Open the connection and read all updates. Raises `FleetError` when the replica's process or node is gone."""
@@ -43,7 +44,7 @@ class ReplicaConnection(ABC):
 
     @abstractmethod
     async def open(self) -> tuple[Callable[[bytes], object], AsyncGenerator[bytes, None]]:
-        """Open it: what sends commands, and all updates. Raises `FleetError`, as reading them does."""
+        """Open it. Returns a function that sends commands, and the updates. Raises `FleetError`; so do the updates."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,7 +88,7 @@ P = TypeVar("P", bound=Process)
 
 
 class Cluster(ABC, Generic[P]):
-    """Maker and keeper of one fleet's processes. Blocking calls; any thread. `prepare` comes first."""
+    """The machines on which one fleet has its processes. Its calls block, from any thread. `prepare` comes first."""
 
     replicas: int
     """Replicas that the fleet begins with."""
@@ -100,7 +101,7 @@ class Cluster(ABC, Generic[P]):
 
     @abstractmethod
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Look at what a replica of the model needs. Raises `FleetError`, and what loading raises of the files."""
+        """Read what a replica of the model needs. Raises `FleetError`, and the errors that reading the files raises."""
 
     @abstractmethod
     def spawn(self) -> P:
@@ -108,7 +109,7 @@ class Cluster(ABC, Generic[P]):
 
     @abstractmethod
     def removal_scores(self) -> Mapping[str, float]:
-        """Score of keeping each replica where it is, by name: the lowest are wanted least. Raises `FleetError`."""
+        """Score of keeping each replica, by name: the lowest are removed first. Raises `FleetError`."""
 
     def head_answers(self) -> bool:
         """Tell whether the cluster's head answers; True where there is none that could be gone."""
@@ -130,13 +131,13 @@ class Cluster(ABC, Generic[P]):
 
 
 def packed(outcome: Any, error: Exception | None = None) -> bytes:
-    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type. Another release's
-    must be understood as far as its version: this form does not change with `messages.VERSION`."""
+    """An answer for `unpack`: a result, or the error that was raised instead, which keeps its type. This format does
+    not change with `messages.VERSION`, so that another release's version can still be read."""
     return pickle.dumps((True, outcome) if error is None else (False, error))
 
 
 def unpack(answer: bytes) -> Any:
-    """The result in an answer. Raises the error that is there instead."""
+    """The result in an answer. Raises the error if it has one instead."""
     fine, value = pickle.loads(answer)
     if fine:
         return value

@@ -1,4 +1,4 @@
-"""A fleet's part of a Ray cluster: processes that host replicas. The only file that imports Ray."""
+"""The processes of a fleet in a Ray cluster, which host its replicas. The only file that imports Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMESPACE = "asyncengine"
 """Namespace of the actors' names in a Ray cluster."""
 REACH_SECONDS = 5.0
 """Seconds until a head's machine must have answered."""
-PLACE_SECONDS = 3.0
+RESERVE_SECONDS = 3.0
 """Seconds until a node must have reserved what a replica needs."""
 DEVICE_SECONDS = 60.0
 """Seconds until a node must have answered with the memory of its GPUs: it imports torch."""
@@ -54,7 +54,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
 
     def __init__(self, config: FleetConfig, name: str) -> None:
         """Connect. Raises `FleetError` for a head that does not answer, and `InvalidParameter` for a name that another
-        fleet has, and where a replica is wanted for each memory node."""
+        fleet has and for `replicas="numa"`."""
         if not isinstance(config.replicas, int):
             raise InvalidParameter(
                 "replicas", "must be a number with Ray, which knows no memory nodes", config.replicas
@@ -95,8 +95,8 @@ class RayCluster(Cluster["ReplicaProcess"]):
             raise FleetError(f"no Ray at {address}: {error}") from error
 
     def _check_name(self) -> None:
-        taken = self._ray.util.list_named_actors(all_namespaces=True)
-        if any(item["namespace"] == NAMESPACE and item["name"].startswith(f"{self.name}/") for item in taken):
+        actors = self._ray.util.list_named_actors(all_namespaces=True)
+        if any(item["namespace"] == NAMESPACE and item["name"].startswith(f"{self.name}/") for item in actors):
             raise InvalidParameter("name", "another fleet has it", self.name)
 
     def head_answers(self) -> bool:
@@ -108,7 +108,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
     # ---------------------------------------------------------------- processes
 
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Read what a replica needs from the model's files: here where they are here, else on a node."""
+        """Read a replica's claim from the model's files: here if they are on this machine, else on a node."""
         self._stages = config.pipeline_parallel
         if self.config.replica_memory is not None or os.path.exists(resolve_model(model)):
             self._claims = placing.read_claims(model, config, self.config)
@@ -123,28 +123,28 @@ class RayCluster(Cluster["ReplicaProcess"]):
         self._claims = unpack(answer)
 
     def spawn(self) -> ReplicaProcess:
-        """Start a process for a replica where `place` puts it. Nothing is loaded there yet.
+        """Start a process for a replica on the nodes that `place` chooses. Nothing is loaded there yet.
 
-        Raises `FleetError`, which counts the nodes by what they lack, if none has what a replica needs.
+        Raises `FleetError` if no node has room for a replica; its text counts the nodes by what they lack.
         """
         name = f"{self.name}/{next(self._serial)}"
         assert self._claims, "prepare() comes first"
         full: list[str] = []  # nodes on which other programs were quicker
         while True:
-            known = {node.id: node for node in self.nodes() if node.id not in full}
+            nodes_by_id = {node.id: node for node in self.nodes() if node.id not in full}
             with self._lock:
                 ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
-            found = placing.place_replica(self._claims[0], list(known.values()), ours, lost, self.config)
-            if isinstance(found, Refusal) and self._stages > 1:
-                there = list(known.values())
-                found = placing.place_stages(self._claims[-1], self._stages, there, ours, lost, self.config)
-            if isinstance(found, Refusal):
-                others = f"; {len(full)} were taken by others meanwhile" if full else ""
-                raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
-            nodes = [known[share.node] for share in found.shares]
-            group = self.reserve(*found.shares)
+            placement = placing.place_replica(self._claims[0], list(nodes_by_id.values()), ours, lost, self.config)
+            if isinstance(placement, Refusal) and self._stages > 1:
+                nodes_left = list(nodes_by_id.values())
+                placement = placing.place_stages(self._claims[-1], self._stages, nodes_left, ours, lost, self.config)
+            if isinstance(placement, Refusal):
+                note = f"; {len(full)} were taken by others meanwhile" if full else ""
+                raise FleetError(f"no room for a replica ({self._wanted()}): {placement}{note}")
+            nodes = [nodes_by_id[share.node] for share in placement.shares]
+            group = self.reserve(*placement.shares)
             if group is not None:
-                placed = found.instance(name)
+                placed = placement.instance(name)
                 process = ReplicaProcess(self._ray, self.config, nodes, group, placed, self._context)
                 with self._lock:
                     self._processes[name] = process
@@ -152,14 +152,14 @@ class RayCluster(Cluster["ReplicaProcess"]):
             full += [node.id for node in nodes]
 
     def removal_scores(self) -> dict[str, float]:
-        known = self.nodes()
+        nodes = self.nodes()
         with self._lock:
             ours = [process.placed for process in self._processes.values()]
-        return placing.removal_scores(known, ours, self.config)
+        return placing.removal_scores(nodes, ours, self.config)
 
     def nodes(self) -> list[placing.RayNode]:
         """Nodes that are alive, as Ray describes them now. Raises `FleetError` where its head does not answer."""
-        from ray._private import state  # what is free of each node Ray tells nowhere else
+        from ray._private import state  # no public API tells the free resources of each node
 
         try:
             nodes, free = self._ray.nodes(), state.available_resources_per_node()
@@ -174,42 +174,42 @@ class RayCluster(Cluster["ReplicaProcess"]):
             if node["Alive"]
         ])  # fmt: skip
 
-    def with_devices(self, known: list[placing.RayNode]) -> list[placing.RayNode]:
-        """The nodes with the memory of their GPUs: from the node's label, else from the node, which is asked once."""
+    def with_devices(self, nodes: list[placing.RayNode]) -> list[placing.RayNode]:
+        """The nodes with the memory of their GPUs: from the node's label, else read once on the node."""
         if not self.config.num_gpus:
-            return known
-        labelled = {node.id: node.device_memory() for node in known}
+            return nodes
+        labelled = {node.id: node.device_memory() for node in nodes}
         ask = self._ray.remote(placing.read_devices)
-        asked = {
+        answers = {
             node_id: ask.options(num_cpus=0, label_selector={"ray.io/node-id": node_id}).remote()
             for node_id, memory in labelled.items()
             if memory is None and node_id not in self._devices
         }
-        if asked:
-            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEVICE_SECONDS)
-        for node_id, answer in asked.items():
+        if answers:
+            self._ray.wait(list(answers.values()), num_returns=len(answers), timeout=DEVICE_SECONDS)
+        for node_id, answer in answers.items():
             with contextlib.suppress(self._ray.exceptions.RayError):  # no answer: nothing is placed there
                 self._devices[node_id] = self._ray.get(answer, timeout=0)
-        return [replace(node, devices=labelled[node.id] or self._devices.get(node.id, ())) for node in known]
+        return [replace(node, devices=labelled[node.id] or self._devices.get(node.id, ())) for node in nodes]
 
     def _wanted(self) -> str:
         config, claim = self.config, self._claims[0]
         labels = f", labels {dict(config.labels)}" if config.labels else ""
         gpus = claim.devices or 0
-        memory = (claim.cpu_bytes or claim.part(gpus) * gpus) / 2**30
-        other = f", or a node for each of {self._stages} stages" if self._stages > 1 else ""
-        return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}{other}"
+        memory = (claim.cpu_bytes or claim.per_device(gpus) * gpus) / 2**30
+        spread = f", or a node for each of {self._stages} stages" if self._stages > 1 else ""
+        return f"{claim.cpus:g} CPUs, {config.num_gpus * gpus:g} GPUs, {memory:.2f} GiB{labels}{spread}"
 
     def reserve(self, *shares: Share) -> Any | None:
-        """A placement group with what all ranks of a replica need of each of its nodes, a bundle for each; None if
-        that is not free any more."""
+        """A placement group with a bundle for each share, for all ranks of a replica on that node; None if another
+        program has reserved it meanwhile."""
         gpus = self.config.num_gpus
         needs = [{"CPU": share.cpus, "GPU": gpus * len(share.devices), "memory": share.host_bytes} for share in shares]
         bundles = [{name: amount for name, amount in need.items() if amount} for need in needs]
         where = [{"ray.io/node-id": share.node} for share in shares]
         strategy = "STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD"
         group = self._ray.util.placement_group(bundles, strategy=strategy, bundle_label_selector=where)
-        if group.wait(PLACE_SECONDS):
+        if group.wait(RESERVE_SECONDS):
             return group
         self._ray.util.remove_placement_group(group)
         return None
@@ -231,7 +231,7 @@ class RayCluster(Cluster["ReplicaProcess"]):
 
 
 class ReplicaProcess(Process):
-    """A Ray actor that hosts a `Replica`. Ray says by the environment how many threads it has."""
+    """A Ray actor that hosts a `Replica`. Ray sets its number of threads in its environment."""
 
     def __init__(
         self, ray: Any, config: FleetConfig, nodes: Sequence[placing.RayNode], group: Any, placed: Instance,
@@ -244,7 +244,7 @@ class ReplicaProcess(Process):
         self.name, self.node, self.placed = placed.name, nodes[0].id, placed
         self.connection = Connection(self, nodes[0].address, config.silence_limit, context)
         self._addresses = [node.address for node in nodes[1:]]
-        places: list[dict[str, Any]] = [
+        options_of: list[dict[str, Any]] = [
             {
                 "num_cpus": share.cpus, "num_gpus": config.num_gpus * len(share.devices),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, number),
@@ -252,11 +252,11 @@ class ReplicaProcess(Process):
             for number, share in enumerate(placed.shares)
         ]  # fmt: skip
         replica = ray.remote(Replica).options(
-            name=self.name, namespace=NAMESPACE, max_concurrency=MAX_CALLS, **places[0]
+            name=self.name, namespace=NAMESPACE, max_concurrency=MAX_CALLS, **options_of[0]
         )
         try:
             self._actor = replica.remote()
-            self._stages = [ray.remote(StageActor).options(**place).remote() for place in places[1:]]
+            self._stages = [ray.remote(StageActor).options(**options).remote() for options in options_of[1:]]
         except ValueError as error:  # another fleet was quicker
             ray.util.remove_placement_group(group)
             raise InvalidParameter("name", f"another fleet has it ({error})", self.name) from error
@@ -267,7 +267,7 @@ class ReplicaProcess(Process):
         pairs = zip(self._stages, self._addresses, strict=True)
         listening = [actor.listen.remote(address, key).future() for actor, address in pairs]
         try:
-            hosts = [await asyncio.wrap_future(each) for each in listening]
+            hosts = [await asyncio.wrap_future(future) for future in listening]
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"a stage of replica {self.name} was lost: {_first_line(error)}") from error
         return (config.replace(stage_hosts=hosts), key) if hosts else (config, b"")
@@ -281,7 +281,7 @@ class ReplicaProcess(Process):
 
     def post_by_ray(self, commands: bytes) -> None:
         """Send commands as a call of Ray's, without waiting; in order."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # lost: the reader of its updates hears of it
+        with contextlib.suppress(self._ray.exceptions.RayError):  # a lost replica: reading its updates raises, too
             self._actor.post.remote(commands)
 
     async def updates_by_ray(self) -> AsyncGenerator[bytes, None]:
@@ -294,14 +294,14 @@ class ReplicaProcess(Process):
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
 
     def kill(self) -> None:
-        """End the process and give back what was reserved for it. A head that is gone is not waited for."""
+        """End the process and remove its placement group. A head that is gone is not waited for."""
         for actor in (self._actor, *self._stages):
             _try_for(CLOSE_SECONDS, partial(self._ray.kill, actor))
         _try_for(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
 
 
 def _try_for(seconds: float, work: Callable[[], object]) -> None:
-    """Wait at most `seconds` for `work`, whatever it raises."""
+    """Wait at most `seconds` for `work`, on a thread: without a head Ray's calls block for ever. Ignores its errors."""
 
     def call() -> None:
         with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
-"""A replica: one engine in a process of its own, on some machine. Knows no Ray.
+"""A replica: one engine in a process of its own, on some machine. Does not import Ray.
 
 Requests come as specifications that the fleet has checked, and are posted to the engine as they are. The output of all
-of them leaves through one outbox: an update carries everything new since the last one, each sample's chunks merged. The
-slower the reader, the fewer and larger the updates, and what waits is bounded by the requests' own `max_tokens`.
+requests leaves through one outbox: an update carries everything new since the last one, each sample's chunks merged.
+The slower the reader, the fewer and larger the updates; the output that waits is bounded by the requests' `max_tokens`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncengine.stats import EngineStats
 # The connections between replicas, over which one pulls a prefix from another: ZeroMQ with CURVE, as to the fleet.
 
 MOST_QUESTIONS = 8
-"""Questions of all peers that are answered at a time; others wait where they were sent."""
+"""Questions of all peers that are answered at a time; others wait in their senders' sockets."""
 
 
 class PeerConnections(Door):
@@ -43,13 +43,13 @@ class PeerConnections(Door):
 
     def __init__(self, address: str) -> None:
         """Listen. Raises `OSError` without pyzmq or a port."""
-        kind = None if zmq is None else zmq.ROUTER
-        super().__init__(address, (), kind, rcvhwm=UNSENT, sndbuf=-1)  # the kernel's own size: pages are large
+        socket_type = None if zmq is None else zmq.ROUTER
+        super().__init__(address, (), socket_type, rcvhwm=UNSENT, sndbuf=-1)  # the kernel's own size: pages are large
         self._address = address
         self.sockets: dict[bytes, Any] = {}
         """Sockets to peers, by the peer's key."""
         self.waiting: dict[bytes, tuple[bytes, asyncio.Future[bytes]]] = {}
-        """Answers that are waited for, each with the peer's key, by the question's number."""
+        """Futures of answers, each with the peer's key, by the question's number."""
         self._numbers = itertools.count()
         self._tasks = Tasks()
 
@@ -59,18 +59,18 @@ class PeerConnections(Door):
         return str(self.socket.last_endpoint.rstrip(b"\0").decode())
 
     def admit(self, keys: Iterable[bytes]) -> None:
-        """Admit the owners of these public keys from now on, and forget connections to others: who waits for their
-        answers waits no longer."""
+        """Admit the owners of these public keys from now on, and close connections to others: calls that wait for their
+        answers raise."""
         self.keys = tuple(keys)
         for key in [key for key in self.sockets if key not in self.keys]:
             self.sockets.pop(key).close()
-            for asked, answer in self.waiting.values():
-                if asked == key and not answer.done():
+            for peer_key, answer in self.waiting.values():
+                if peer_key == key and not answer.done():
                     answer.set_exception(ConnectionError("it is gone"))
 
     async def call(self, peer: Peer, question: bytes) -> bytes:
-        """The answer of a peer; waits as long as it is waited for. Raises `ConnectionError` for one that is not, or no
-        more, admitted."""
+        """The answer of a peer, without a timeout. Raises `ConnectionError` for a peer that is not, or no longer,
+        admitted."""
         if peer.key not in self.keys:
             raise ConnectionError("it is not admitted")
         number = b"%d" % next(self._numbers)
@@ -78,24 +78,24 @@ class PeerConnections(Door):
         self.waiting[number] = peer.key, answer
         sent = self._socket_to(peer).send_multipart([number, question])
         try:
-            return await answer  # not `sent`, which a socket that is closed cancels: that would look like a leaver
+            return await answer  # not `sent`: closing the socket cancels it, which would look like our caller's leaving
         finally:
             sent.cancel()
             del self.waiting[number]
 
     async def serve(self, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
-        """Answer questions until cancelled; with nothing those that `answer` raises for."""
+        """Answer questions until cancelled. The reply is empty where `answer` raises."""
 
         async def work() -> None:
             while True:
                 sender, number, question = await self.socket.recv_multipart()
-                said = b""
+                reply = b""
                 try:
-                    said = await answer(question)
+                    reply = await answer(question)
                 except Exception as error:
                     logger.info("a peer's question has no answer: %r", error)
-                with contextlib.suppress(zmq.ZMQError):  # one who cannot be answered takes no answer from others
-                    await self.socket.send_multipart([sender, number, said])
+                with contextlib.suppress(zmq.ZMQError):  # a peer that is gone must not end this worker
+                    await self.socket.send_multipart([sender, number, reply])
 
         try:
             async with asyncio.TaskGroup() as workers:
@@ -121,10 +121,10 @@ class PeerConnections(Door):
         """Take answers until the socket is closed."""
         with contextlib.suppress(zmq.ZMQError):
             while True:
-                number, said = await socket.recv_multipart()
+                number, reply = await socket.recv_multipart()
                 _, answer = self.waiting.get(number, (b"", None))
                 if answer is not None and not answer.done():
-                    answer.set_result(said)
+                    answer.set_result(reply)
 
     def close(self) -> None:
         """Close the port and all connections. Idempotent."""
@@ -138,7 +138,7 @@ logger = logging.getLogger("asyncengine")
 ALIVE_SECONDS = 0.5
 """Seconds after which a replica that has nothing else to say sends an empty update."""
 STATS_SECONDS = 0.1
-"""Seconds between two times that it sends its statistics while it works; making them takes milliseconds."""
+"""Seconds between two statistics of a replica that works; making them takes milliseconds."""
 
 
 class Replica:
@@ -152,7 +152,7 @@ class Replica:
         self.tasks = Tasks()
         self._stats_at = 0.0
         self._changed = True
-        """True if something has happened since the last statistics."""
+        """Whether there was output since the last statistics."""
         self._peers: PeerConnections | None = None
 
     # ---------------------------------------------------------------- called by the fleet
@@ -173,10 +173,10 @@ class Replica:
         return __version__, VERSION
 
     async def listen(self, address: str, fleet_key: bytes) -> tuple[int, bytes]:
-        """Listen for the fleet, which then uses the connection instead of `post` and `updates`: returns the port, and
-        the public key by which it knows this end. Raises `OSError`."""
+        """Listen for the fleet, which then uses the connection instead of `post` and `updates`. Returns the port, and
+        the public key by which the fleet authenticates this end. Raises `OSError`."""
         door = Door(address, [fleet_key])
-        # However it ends, and be it before it began: the fleet then knows that nothing more comes.
+        # A callback and not `finally`: it runs also if the task is cancelled before it began, and tells the fleet so.
         self.tasks.start(self._serve(door)).add_done_callback(lambda done: door.close())
         return door.port, door.public_key
 
@@ -191,8 +191,8 @@ class Replica:
         return Loaded(ServedModel.of(engine.core), engine.adapters())
 
     async def share(self, address: str) -> tuple[str, bytes]:
-        """Let other replicas ask this one for prefixes, and this one others: returns the URL at which it listens, and
-        its public key. Raises `OSError` without pyzmq or a port, `EngineError` where prefixes cannot be shared."""
+        """Let replicas ask each other for prefixes. Returns the URL at which this one listens, and its public key.
+        Raises `OSError` without pyzmq or a port, `EngineError` where prefixes cannot be shared."""
         answer = await self.engine.core.prefixes.share(self._ask)
         self._peers = peers = PeerConnections(address)
         self.tasks.start(peers.serve(answer))
@@ -229,7 +229,7 @@ class Replica:
         await self.tasks.end()
 
     async def post(self, commands: bytes) -> None:
-        """Take commands, in order. An update says what is wrong with a request."""
+        """Take commands, in order. A request that is refused gets its error as output."""
         for command in pickle.loads(commands):
             if isinstance(command, Submit):
                 try:
@@ -242,7 +242,7 @@ class Replica:
                 self.engine.core.client.abort_tickets([command])
 
     async def updates(self) -> AsyncIterator[bytes]:
-        """Everything new, as often as the fleet takes it."""
+        """Updates with everything new; the next one is made once the fleet has taken the last."""
         while not self._stopped:
             await self.outbox.wait(STATS_SECONDS if self._changed else ALIVE_SECONDS)
             yield pickle.dumps(self._update())
@@ -256,9 +256,9 @@ class Replica:
             async for update in self.updates():
                 await send(update)
 
-        await receive()  # before the fleet's end is there, no update may be taken
-        async with asyncio.TaskGroup() as both:
-            both.create_task(send_all())
+        await receive()  # the fleet's first message: an update taken before that would be lost
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(send_all())
             while True:
                 await self.post(await receive())
 
@@ -273,11 +273,11 @@ class Replica:
     async def _serve(self, door: Door) -> None:
         try:
             await self.carry(door.receive, door.socket.send)
-        except Exception:  # the fleet must not wait for what was not understood
+        except Exception:  # closing the connection tells the fleet, which would wait for an answer otherwise
             logger.exception("a replica's connection is given up")
 
     def _submit(self, submit: Submit) -> None:
-        """Post a request to the engine. Raises `EngineError` if that takes it no more."""
+        """Post a request to the engine. Raises `EngineError` if the engine is closed, or its adapter has changed."""
         core, first = self.engine.core, submit.specs[0]
         core.client.check_open()
         self._check_adapter(first, submit.digest)
@@ -285,12 +285,12 @@ class Replica:
         self.outbox.submit(core, submit.key, specs)
 
     def _check_adapter(self, spec: RequestSpec, digest: str) -> None:
-        """Raise `AdapterNotFound` if the adapter's name means something else by now, or nothing yet."""
+        """Raise `AdapterNotFound` if the adapter's name stands for other content here, or for none yet."""
         name = spec.options.adapter
         if name is None:
             return
-        found = next((info.digest for info in self.engine.adapters() if info.name == name), None)
-        if found != digest:
+        current = next((info.digest for info in self.engine.adapters() if info.name == name), None)
+        if current != digest:
             raise AdapterNotFound("adapter", "its content has changed while the request was on its way", name)
 
     def _update(self) -> Update:
@@ -299,7 +299,7 @@ class Replica:
         update = Update(outputs, self._cached.news(loop.scheduler.kv.tree.nodes()) or None)
         self._changed = self._changed or bool(outputs)
         if now >= self._stats_at + (STATS_SECONDS if self._changed else ALIVE_SECONDS * 0.9):
-            with contextlib.suppress(RuntimeError):  # a table that another thread is changing: next time
+            with contextlib.suppress(RuntimeError):  # a dict changed while it was read: the next update has them
                 update.stats, self._stats_at, self._changed = self.engine.stats(), now, False
         if loop.failure is not None:
             update.dead = repr(loop.failure)
@@ -317,7 +317,7 @@ def _refusal(submit: Submit, error: Exception) -> RequestOutput:
 
 
 def _rebase(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
-    """A specification with times of this process's clock. One that goes on has begun: no limit of waiting applies."""
+    """A specification with times of this process's clock. A resumed one has begun before: no waiting limit applies."""
 
     def here(moment: float | None) -> float | None:
         return None if moment is None else moment - sent_at + now

@@ -1,7 +1,7 @@
-"""The program of a replica on the fleet's own machine: a `Replica`, spoken to over two sockets (`frontend`).
+"""The program of a replica on the fleet's own machine: a `Replica` that `frontend` reaches over two sockets.
 
-One carries calls and their answers, the other commands and updates, which wait here where the fleet does not take them.
-Messages go behind their lengths, and are unpickled: the sockets have no address that anybody else could connect to.
+One carries calls and their answers, the other commands and updates, which wait here until the fleet takes them. Each
+message follows its length, and is unpickled: the sockets are pairs without an address, so no other process can connect.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main(fleet: int, life: int, calls: int, updates: int) -> None:
 
 
 async def _serve(calls: int, updates: int) -> None:
-    """Answer calls side by side, as Ray's actors do, and carry commands and updates. The first thing that fails ends
-    it all: the fleet then knows that nothing more comes."""
+    """Answer calls concurrently, as Ray's actors do, and carry commands and updates. The first task that fails ends the
+    process, by which the fleet notices."""
     replica = Replica()
-    asked, answers = await asyncio.open_unix_connection(sock=socket.socket(fileno=calls))
+    calls_in, answers = await asyncio.open_unix_connection(sock=socket.socket(fileno=calls))
 
     async def answer(number: int, method: str, arguments: bytes) -> None:
         answers.write(framed(pickle.dumps((number, await replica.answer(method, arguments)))))
@@ -43,7 +43,7 @@ async def _serve(calls: int, updates: int) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_carry(replica, updates))
         while True:
-            tasks.create_task(answer(*pickle.loads(await received(asked))))
+            tasks.create_task(answer(*pickle.loads(await received(calls_in))))
 
 
 async def _carry(replica: Replica, descriptor: int) -> None:

@@ -26,16 +26,16 @@ from asyncengine.request_spec import Peer
 logger = logging.getLogger("asyncengine")
 
 HELLO_SECONDS = 60.0
-"""Seconds until a new process must have said its version: it imports torch."""
+"""Seconds until a new process must have told its version: it imports torch."""
 STOP_SECONDS = 5.0
 """Seconds that a replica gets to close its engine."""
 RETRY_SECONDS = 1.0
 """Seconds between two attempts to replace a lost replica."""
 HEAD_SECONDS = 1.0
-"""Seconds between two looks at the head of the Ray cluster, which is gone when it does not answer twice."""
+"""Seconds between two checks of the Ray cluster's head, which is gone when it fails to answer twice in a row."""
 CHECK_SECONDS = 0.5
-"""Seconds between two looks at silent replicas and deadlines. While the fleet's own loop stands still for longer it
-does not listen, and no replica is blamed for silence."""
+"""Seconds between two checks of silent replicas and deadlines. Time for which the fleet's own loop stands still beyond
+that does not count as a replica's silence."""
 MAX_ATTEMPTS = 5
 """Attempts, one after the other, after which a fleet without any replica gives up."""
 
@@ -68,7 +68,7 @@ class ReplicaManager:
         self, cluster: Cluster[Any], model: str, config: EngineConfig, settings: FleetConfig,
         first: Sequence[tuple[Process, Loaded]], dispatcher: Dispatcher,
     ) -> None:  # fmt: skip
-        """`config`: of each replica's engine. `first`: replicas that `start_replicas` has started."""
+        """`config`: that of each replica's engine. `first`: replicas that `start_replicas` has started."""
         self.cluster = cluster
         self.target = cluster.replicas
         self._model, self._config, self._settings = model, config, settings
@@ -86,7 +86,7 @@ class ReplicaManager:
     # ---------------------------------------------------------------- starting
 
     async def begin(self, on_death: Callable[[BaseException], None]) -> None:
-        """Let the first replicas take requests. `on_death` is called when nothing can be served any more."""
+        """Let the first replicas take requests. `on_death` is called when the fleet cannot serve any more."""
         self._on_death = on_death
         roles = self._settings.roles_of(len(self._first))
         introductions = [self._join(process, role) for (process, _), role in zip(self._first, roles, strict=True)]
@@ -117,41 +117,41 @@ class ReplicaManager:
             self._join(process, role)
 
     def _path_of(self, info: AdapterInfo) -> str:
-        """Folder of an adapter on a replica's node: as the configuration gives it, if it is still that adapter, since
-        "demo/..." lies elsewhere on every machine."""
-        given = dict(self._config.adapters).get(info.name)
+        """Path of an adapter for a replica's node: the configuration's, if its content is unchanged, as "demo/..."
+        resolves to another folder on each machine; else the folder that it was loaded from."""
+        configured = dict(self._config.adapters).get(info.name)
         unchanged = any((info.name, info.digest) == (first.name, first.digest) for first in self._first[0][1].adapters)
-        return given if given is not None and unchanged else info.path
+        return configured if configured is not None and unchanged else info.path
 
     def _join(self, process: Process, role: Role) -> asyncio.Task[None] | None:
-        """Let a replica take requests. The task that introduces it to the others, where prefixes are shared."""
+        """Let a replica take requests. Returns the task that introduces it to the others, if prefixes are shared."""
         replica = ReplicaHandle(process)
         replica.reader = self._tasks.start(self._read(replica))
         self._dispatcher.add(replica, role)
         return self._tasks.start(self._introduce(replica)) if self._settings.share_prefixes else None
 
     async def _introduce(self, replica: ReplicaHandle) -> None:
-        """Let a replica and the others ask each other for prefixes. Where that cannot be, each computes its own."""
+        """Let a replica and the others ask each other for prefixes. If that fails, it computes its own."""
         limit = self._settings.start_timeout
         try:
             address = replica.process.connection.address
             peer = Peer(replica.name, *await replica.process.call("share", address, timeout=limit))
             self._keys[replica.name] = peer.key
-            await self._admit()  # before anybody is told of it, or it of others
+            await self._admit()  # before any request names it as a peer, or others as its peers
             replica.peer = peer
         except Exception as error:
             logger.info("replica %s shares no prefixes: %s", replica.name, error)
 
     async def _admit(self) -> None:
-        """Tell every replica which ones may ask it. Who waits for one that is not among them waits no longer."""
+        """Tell every replica which ones may ask it. Calls that wait for others raise."""
         async with self._admitting:
-            self._keys = {each.name: self._keys[each.name] for each in self._replicas if each.name in self._keys}
+            self._keys = {r.name: self._keys[r.name] for r in self._replicas if r.name in self._keys}
             await self.call_all("admit", list(self._keys.values()))
 
     async def _exclude(self) -> None:
-        """Let nobody wait any longer for the prefixes of replicas that are gone."""
+        """End the calls that wait for prefixes of replicas that are gone."""
         if self._settings.share_prefixes:
-            with contextlib.suppress(EngineError):  # the next one that joins does it
+            with contextlib.suppress(EngineError):  # the next replica that joins admits anew
                 await self._admit()
 
     # ---------------------------------------------------------------- reading and losing
@@ -175,7 +175,7 @@ class ReplicaManager:
             self._lose(replica, reason)
 
     def check_silence(self) -> None:
-        """Lose replicas that have said nothing for too long, whatever their processes do."""
+        """Lose replicas that have sent no update for `silence_limit`, even if their processes live."""
         now = self._dispatcher.clock.now()
         away, self._checked_at = max(0.0, now - self._checked_at - CHECK_SECONDS), now
         for replica in list(self._dispatcher.replicas.values()):
@@ -205,8 +205,8 @@ class ReplicaManager:
         self._tasks.start(self._replace(replica, role))
 
     async def _replace(self, lost: ReplicaHandle, role: Role) -> None:
-        """End what is left of a lost replica's process, so that its place is free, and start one in its stead unless it
-        was to go, however long it takes."""
+        """End a lost replica's process, which frees its resources, and start a new one, with any number of attempts,
+        unless it was being retired."""
         await self._end_process(lost.process, lost=True)
         if lost.closing:
             return
@@ -214,7 +214,9 @@ class ReplicaManager:
         while not self._ending and len(self._replicas) < self.target:
             try:
                 await self._start(role)
-                await self._remove_surplus()  # the fleet may have been made smaller, or larger by others, meanwhile
+                await (
+                    self._remove_surplus()
+                )  # `scale` may have changed the target, or another task the number, meanwhile
                 return
             except (EngineError, OSError) as error:
                 attempts += 1
@@ -242,7 +244,7 @@ class ReplicaManager:
             await self._remove_surplus()
 
     async def _remove_surplus(self) -> None:
-        """Retire replicas beyond the target: where fewest are wanted first, and of equals the least busy. One that
+        """Retire replicas beyond the target: the lowest removal scores first, of equals the least loaded. One that
         takes requests stays."""
         if sum(not replica.closing for replica in self._replicas) <= self.target:
             return
@@ -250,7 +252,7 @@ class ReplicaManager:
         loads, roles = self._dispatcher.router.loads(), self._dispatcher.router.roles()
         staying = [replica for replica in self._replicas if not replica.closing]
         staying.sort(key=lambda replica: (scores.get(replica.name, 0.0), loads[replica.name]))
-        last = next((each for each in reversed(staying) if roles[each.name] != "prefill"), staying[-1])
+        last = next((replica for replica in reversed(staying) if roles[replica.name] != "prefill"), staying[-1])
         staying.sort(key=lambda replica: replica is last)
         surplus = staying[: max(0, len(staying) - self.target)]
         await asyncio.gather(*(self._retire(replica) for replica in surplus))
@@ -295,8 +297,8 @@ class ReplicaManager:
             await replica.process.call("stop", timeout=STOP_SECONDS)
 
     async def call_all(self, method: str, *arguments: Any, but: Collection[str] = ()) -> dict[str, Any]:
-        """Call a method of every replica but those named `but`: answers by name. A replica that is lost meanwhile is
-        left out."""
+        """Call a method of every replica but those named `but`. Returns answers by name, without replicas that were
+        lost meanwhile. Raises the first error."""
         replicas = [replica for replica in self._replicas if replica.name not in but]
         limit = self._settings.start_timeout
         calls = (replica.process.call(method, *arguments, timeout=limit) for replica in replicas)
@@ -315,8 +317,8 @@ class ReplicaManager:
                 infos |= await self.call_all("load_adapter", name, path, pinned, but=infos)
             if not infos:
                 raise FleetError("no replica is there to load an adapter")
-            info, *others = infos.values()
-            if any(other.digest != info.digest for other in others):
+            info, *rest = infos.values()
+            if any(another.digest != info.digest for another in rest):
                 raise FleetError(f"the files of adapter {name} differ from node to node")
             self._dispatcher.adapters.set(info)
             return info

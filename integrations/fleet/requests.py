@@ -1,4 +1,4 @@
-"""Requests under way, and the replicas that compute them, as the fleet's own process knows them."""
+"""The fleet's records of requests under way, and of the replicas that compute them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncengine.request_spec import Peer, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
+_PREFILL_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Prefill:
     """A prompt under way at the replica that computes it for another one."""
 
     key: int
-    """Ticket there: negative, as no request's is."""
+    """Its ticket at that replica: negative, so that it differs from all requests'."""
     route: Route
     request: FleetRequest
 
 
 class FleetRequest(RelayedRequest):
-    """A request under way. Either kind can be computed anew where its replica is lost: samples go on behind the tokens
-    they have, texts begin again."""
+    """A request under way. It can go to another replica if its own is lost: samples go on behind the tokens they have,
+    texts to embed begin again."""
 
     def __init__(
         self, loop: RelayLoop, specs: Sequence[RequestSpec], digest: str, resumes: bool,
@@ -40,14 +40,14 @@ class FleetRequest(RelayedRequest):
     ) -> None:  # fmt: skip
         super().__init__(loop, specs, keep_tokens=resumes)
         self.digest = digest
-        """Digest of the adapter that it was promised; "" for none."""
+        """Digest of the adapter that it has claimed; "" for none."""
         self._forget = forget
         self.route: Route | None = None
         """Replica that computes it; None while it waits for one."""
         self.prefill: Prefill | None = None
-        """Its prompt is computed elsewhere first: its own replica does not know of it yet."""
+        """Set while another replica computes its prompt; its own does not have the request yet."""
         self.prefilled_by = ""
-        """Replica that has computed its prompt, until it is known how much of it was pulled from there."""
+        """Name of the replica that has computed its prompt, until `settle` has counted it; "" for none."""
         self.resumed = 0
         """Number of times it was sent elsewhere after its replica was lost."""
         self.left: set[int] = set()
@@ -57,7 +57,7 @@ class FleetRequest(RelayedRequest):
         self._forget(self)
 
     def to_route(self, page_size: int) -> RouteRequest:
-        """Its prompt's pages, adapter and load, for the router. Texts have no beginning in common."""
+        """Its prompt's pages, adapter and load, for the router. Texts to embed have no pages: they share no prefix."""
         spec, pages = self.spec, list[int]()
         salt = spec.options.cache_salt or ""
         if self.texts is None:  # a prompt's last token is never taken from a cache
@@ -66,7 +66,7 @@ class FleetRequest(RelayedRequest):
         return RouteRequest(pages, self.digest, spec.options.session or salt, float(len(self.specs)))
 
     def to_submit(self, now: float, peer: Peer | None = None) -> Submit:
-        """The message to its replica: the specifications, the output so far, and whom to ask for the prefix."""
+        """The message to its replica: the specifications, the output so far, and the peer to ask for the prefix."""
         have = self.tokens
         specs = [
             replace(s, resumed=tuple(have[s.index]), resumed_steered=s.index in self.steered) if s.index in have else s
@@ -74,17 +74,17 @@ class FleetRequest(RelayedRequest):
         ]
         if peer is not None:
             specs = [replace(spec, peer=peer) for spec in specs]
-            if peer.planned:  # it has started
+            if peer.planned:  # it has begun: the peer computed its prompt, so no waiting limit applies
                 specs = [replace(spec, waiting_deadline=None) for spec in specs]
         return Submit(self.key, tuple(specs), self.digest, now)
 
     def to_prefill(self, key: int, now: float, peer: Peer | None) -> Submit:
-        """The message to a replica that computes its prompt and the output so far, for another one: a request of one
-        token, which nobody reads."""
+        """The message to a replica that computes its prompt and the output so far for another one: a request for one
+        token, which is discarded."""
         spec = self.spec
         prompt = (*spec.prompt, *self.tokens.get(spec.index, ()))
         spec = RequestSpec(
-            key, prompt, _ONE_TOKEN, len(prompt) + 1, replace(spec.options, prediction=None, speculation=False),
+            key, prompt, _PREFILL_PARAMS, len(prompt) + 1, replace(spec.options, prediction=None, speculation=False),
             request_id=spec.request_id, arrival=spec.arrival, deadline=spec.deadline,
             waiting_deadline=spec.waiting_deadline, peer=peer,
         )  # fmt: skip
@@ -92,7 +92,7 @@ class FleetRequest(RelayedRequest):
 
 
 class ReplicaHandle:
-    """A replica that serves: its process, its requests, and the commands that are about to be sent to it."""
+    """A replica that serves: its process, its requests, and the commands that wait to be sent to it."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -101,9 +101,9 @@ class ReplicaHandle:
         self.prefills: dict[int, Prefill] = {}
         """Prompts that it computes for other replicas, by key."""
         self.missed = 0
-        """Prompts that it has computed since one of them was pulled."""
+        """Prompts in a row that it has computed for others in vain."""
         self.rests_until = 0.0
-        """Clock reading until which it computes no more of them."""
+        """Clock reading until which it computes no prompts for others."""
         self.commands: list[Command] = []
         self.peer: Peer | None = None
         """The address at which other replicas ask it for prefixes; None: it is not known to all of them yet."""
@@ -122,7 +122,7 @@ class ReplicaHandle:
             self.process.connection.post(pickle.dumps(commands))
 
     def notify(self) -> None:
-        """Let `finish` look again: a request has left, or the replica is gone."""
+        """Let `finish` check again: a request has left, or the replica is gone."""
         self._changed.set()
 
     async def finish(self) -> bool:

@@ -87,5 +87,5 @@ class FleetConfig(Settings):
             raise InvalidParameter("roles", 'must leave one "decode" or "both": it takes the requests', self.roles)
         if set(self.roles) - {"both"} and not self.share_prefixes:
             raise InvalidParameter("share_prefixes", "must be True where replicas have roles", self.share_prefixes)
-        others: list[Role] = ["both"] * (replicas - len(self.roles))
-        return [*self.roles, *others]
+        defaults: list[Role] = ["both"] * (replicas - len(self.roles))
+        return [*self.roles, *defaults]

@@ -1,5 +1,5 @@
-"""The host of a pipeline's stage on another machine than its engine's, as an actor of a Ray cluster and as a program.
-Knows no Ray."""
+"""The host of a pipeline's stage on another machine than its engine's: as an actor of a Ray cluster, and as a program.
+Does not import Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncengine.execution.runner.stage_host import listen, serve_stages, stage_
 
 
 class StageActor:
-    """A process that hosts the stage of one replica, which ends it."""
+    """An actor that hosts the stage of one replica until the replica ends it."""
 
     def listen(self, address: str, key: bytes) -> str:
         """The address "HOST:PORT" at which the host listens from now on, at a port of its own. Raises `OSError`."""
@@ -20,7 +20,7 @@ class StageActor:
 
 def host_stages(address: str) -> None:
     """Host a stage of one engine after the other at "HOST:PORT", until Ctrl-C. Raises `EngineError` without a key in
-    the environment, and `OSError` where the address cannot be had."""
+    the environment, and `OSError` if it cannot listen at the address."""
     key = stage_key()
     with listen(address) as listening:
         print(f"hosting stages at {address.rpartition(':')[0]}:{listening.getsockname()[1]}", flush=True)

@@ -12,7 +12,7 @@ from asyncengine.integrations.placement.routing import Role
 from asyncengine.kvcache import PageCounts
 from asyncengine.stats import EngineStats, Summary, ThreadStats
 
-_OWN = ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters", "state")
+_MEASURED_HERE = ("first_token", "inter_token", "finished", "uptime", "loop_lag", "requests", "adapters", "state")
 """Fields of `EngineStats` that the fleet's own process measures."""
 
 
@@ -43,36 +43,36 @@ class FleetStats(EngineStats):
 
 def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
     """Statistics of a fleet that was started at `started_at` by its clock. From any thread."""
-    each = {replica.name: stats for replica in list(dispatcher.replicas.values()) if (stats := replica.stats)}
+    by_replica = {replica.name: stats for replica in list(dispatcher.replicas.values()) if (stats := replica.stats)}
     running = [request.begun for request in list(dispatcher.requests.values())]
     requests = {"waiting": running.count(False), "running": sum(running), "grammar_queue": 0, "adapter_queue": 0}
     zeros: dict[str, Any] = {item.name: 0 for item in fields(EngineStats) if item.type == "int"}
-    own = EngineStats(
+    here = EngineStats(
         requests=requests, finished=dispatcher.loop.finished(), pages=PageCounts(),
         uptime=dispatcher.clock.now() - started_at, adapters=dispatcher.adapters.counts(),
         **dispatcher.loop.meter.summaries(), **zeros,
     )  # fmt: skip
     return FleetStats(
-        **sum_stats(each, own), replicas=each, loads=dispatcher.router.loads(), lost=dispatcher.lost,
+        **sum_stats(by_replica, here), replicas=by_replica, loads=dispatcher.router.loads(), lost=dispatcher.lost,
         resumed=dispatcher.resumed, matched_pages=dispatcher.matched_pages, roles=dispatcher.router.roles(),
         prefilled=dispatcher.prefills.pulled, prefills_failed=dict(dispatcher.prefills.failed),
     )  # fmt: skip
 
 
-def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, Any]:
-    """Fields of `EngineStats`, by name: of `replicas` together, or of `own`, where this process measures them."""
+def sum_stats(replicas: Mapping[str, EngineStats], here: EngineStats) -> dict[str, Any]:
+    """Fields of `EngineStats`, by name: of `replicas` together, or of `here` for those that this process measures."""
     values: dict[str, Any] = {}
     for item in fields(EngineStats):
-        mine = getattr(own, item.name)
-        of_each = [getattr(stats, item.name) for stats in replicas.values()]
-        if item.name in _OWN:
-            values[item.name] = mine
-        elif isinstance(mine, Summary):
-            values[item.name] = max(of_each, key=lambda summary: summary.p50, default=mine)
-        elif isinstance(mine, ThreadStats):
-            values[item.name] = _threads(of_each)
+        value = getattr(here, item.name)
+        values_of = [getattr(stats, item.name) for stats in replicas.values()]
+        if item.name in _MEASURED_HERE:
+            values[item.name] = value
+        elif isinstance(value, Summary):
+            values[item.name] = max(values_of, key=lambda summary: summary.p50, default=value)
+        elif isinstance(value, ThreadStats):
+            values[item.name] = _threads(values_of)
         else:
-            counts = [count for count in (mine, *of_each) if count is not None]
+            counts = [count for count in (value, *values_of) if count is not None]
             values[item.name] = _added(counts) if counts else None
     return values
 
@@ -87,7 +87,7 @@ def _added(counts: Sequence[Any]) -> Any:
     return replace(counts[0], **{name: _added([getattr(count, name) for count in counts]) for name in names})
 
 
-def _threads(each: Sequence[ThreadStats]) -> ThreadStats:
-    now = sum(threads.now for threads in each)
-    used = sum(threads.now * threads.efficiency for threads in each)
-    return ThreadStats(now, sum(threads.most for threads in each), used / now) if now else ThreadStats()
+def _threads(stats: Sequence[ThreadStats]) -> ThreadStats:
+    now = sum(threads.now for threads in stats)
+    used = sum(threads.now * threads.efficiency for threads in stats)
+    return ThreadStats(now, sum(threads.most for threads in stats), used / now) if now else ThreadStats()

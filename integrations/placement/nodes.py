@@ -50,7 +50,7 @@ def as_names(field: str, value: Any) -> tuple[str, ...]:
 
 
 def as_mapping(field: str, value: Any, limit: str) -> list[tuple[Any, Any]]:
-    """The items of a mapping, or of the pairs that are kept of one. Raises `InvalidParameter`, which says `limit`."""
+    """The items of a mapping, or of a sequence of pairs. Raises `InvalidParameter`, which says `limit`."""
     pairs = list(value.items()) if isinstance(value, Mapping) else list(as_items(field, value))
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise InvalidParameter(field, limit, value)
@@ -59,21 +59,21 @@ def as_mapping(field: str, value: Any, limit: str) -> list[tuple[Any, Any]]:
 
 def as_labels(field: str, value: Any) -> Labels:
     """Labels, sorted. Raises `InvalidParameter` for a key with two values."""
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for name, text in as_mapping(field, value, "must map keys to values"):
         key = as_name(field, name)
         if not isinstance(text, str):
             raise InvalidParameter(field, f"{key!r} must have a value that is a str", text)
-        if found.setdefault(key, text) != text:
-            raise InvalidParameter(field, f"contradict each other: {key!r} is both {found[key]!r} and {text!r}")
-    return tuple(sorted(found.items()))
+        if labels.setdefault(key, text) != text:
+            raise InvalidParameter(field, f"contradict each other: {key!r} is both {labels[key]!r} and {text!r}")
+    return tuple(sorted(labels.items()))
 
 
-def _check_once(field: str, items: list[Any], what: str) -> None:
+def _check_once(field: str, items: list[Any], noun: str) -> None:
     """Raise `InvalidParameter` for an item that is there twice."""
     if len(set(items)) < len(items):
         twice = next(item for number, item in enumerate(items) if item in items[:number])
-        raise InvalidParameter(field, f"lists {what} {twice!r} twice")
+        raise InvalidParameter(field, f"lists {noun} {twice!r} twice")
 
 
 def _as_devices(field: str, value: Any) -> tuple[Device, ...]:
@@ -91,11 +91,11 @@ def _as_backends(field: str, value: Any) -> Backends:
     return tuple(sorted({as_name(field, name): as_names(field, versions) for name, versions in pairs}.items()))
 
 
-def _as_taken(field: str, value: Any) -> tuple[tuple[int, int], ...]:
+def _as_claims(field: str, value: Any) -> tuple[tuple[int, int], ...]:
     pairs = as_mapping(field, value, "must map indices of devices to bytes")
-    taken = tuple((as_integer(field, index, 0), as_memory(field, count)) for index, count in pairs)
-    _check_once(field, [index for index, _ in taken], "device")
-    return taken
+    claims = tuple((as_integer(field, index, 0), as_memory(field, count)) for index, count in pairs)
+    _check_once(field, [index for index, _ in claims], "device")
+    return claims
 
 
 def _as_shares(field: str, value: Any) -> tuple[Share, ...]:
@@ -174,7 +174,7 @@ class Share(Settings):
     """The part of one node that an instance takes."""
 
     node: Name
-    devices: Annotated[tuple[tuple[int, int], ...], _as_taken] = ()
+    devices: Annotated[tuple[tuple[int, int], ...], _as_claims] = ()
     """(index, bytes) of each device; none: it runs on the host's processors."""
     host_bytes: Memory = 0
     cpus: Cpus = 0.0
@@ -197,16 +197,16 @@ def _as_split(field: str, value: Any) -> tuple[int, ...]:
 
 
 def _as_selection(field: str, value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found: dict[str, tuple[int, ...]] = {}
+    selection: dict[str, tuple[int, ...]] = {}
     for node, wanted in as_mapping(field, value, "must map nodes to indices of devices"):
         name = as_name(field, node)
         indices = tuple(as_integer(field, index, 0) for index in as_items(field, wanted))
         if not indices or len(indices) > MAX_DEVICES:
             raise InvalidParameter(field, f"must name 1 to {MAX_DEVICES} devices of {name!r}", len(indices))
-        if len(set(indices)) < len(indices) or name in found:
+        if len(set(indices)) < len(indices) or name in selection:
             raise InvalidParameter(field, f"lists a device of {name!r} twice", indices)
-        found[name] = tuple(sorted(indices))
-    return tuple(sorted(found.items()))
+        selection[name] = tuple(sorted(indices))
+    return tuple(sorted(selection.items()))
 
 
 Total = Annotated[int, functools.partial(as_memory, low=1, high=MAX_TOTAL)]
@@ -226,7 +226,7 @@ class Claim(Settings):
     cpu_bytes: Total | None = None
     """Host memory of an instance that runs on the host's processors. None: it cannot."""
     copied_bytes: Annotated[int, functools.partial(as_memory, high=MAX_TOTAL)] = 0
-    """The part of `device_bytes` of which each of several devices has a copy, as of what a step takes; the rest is
+    """The part of `device_bytes` that each of several devices holds whole, such as a step's buffers; the rest is
     divided evenly."""
     host_bytes: Memory = 0
     """Host memory beside devices, on each of its nodes."""
@@ -266,19 +266,20 @@ class Claim(Settings):
         """Tell whether the model can be split over a number of devices of a node."""
         return all(number % devices == 0 for number in self.split)
 
-    def part(self, devices: Any) -> Any:
-        """Bytes of each of `devices` devices: an integer, or an array of them."""
+    def per_device(self, devices: Any) -> Any:
+        """Bytes that each of `devices` devices takes: an integer, or an array for an array of counts."""
         assert self.device_bytes is not None
+        # copied + (device - copied) / devices, rounded up: the negated floor division does that for arrays, too
         return self.copied_bytes - (self.copied_bytes - self.device_bytes) // devices
 
-    def whole(self, part: Any, devices: Any) -> Any:
-        """The largest `device_bytes`, all else being equal, of which each of `devices` devices has at most `part`; less
-        than `copied_bytes`: none."""
-        return self.copied_bytes + (part - self.copied_bytes) * devices
+    def largest(self, most: Any, devices: Any) -> Any:
+        """The inverse of `per_device`: the largest `device_bytes` of which each of `devices` devices takes at most
+        `most`. A result below `copied_bytes` means that none fits."""
+        return self.copied_bytes + (most - self.copied_bytes) * devices
 
 
 def rule_of_thumb(weight_bytes: int) -> int:
-    """`device_bytes` of a language model of which nothing is known but its weights: 1.2 times these and 2 GiB.
+    """`device_bytes` of a language model, from the size of its weights alone: 1.2 times these and 2 GiB.
 
     GPUStack's rule; the factor is EleutherAI's for activations and caches ("Transformer Math 101").
     """
@@ -286,7 +287,7 @@ def rule_of_thumb(weight_bytes: int) -> int:
 
 
 def on_each(machines: int, memory: int, step: int) -> int:
-    """Bytes on each of several machines that divide `memory` evenly, but for what a step takes, which each has."""
+    """Bytes on each of several machines that divide `memory` evenly, but for `step` bytes, which each needs whole."""
     return -((step - memory) // machines) + step
 
 

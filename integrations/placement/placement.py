@@ -37,7 +37,7 @@ _LEADER = 5.0
 """Weight of the first node of several; each other has 1."""
 _NODE, _OF_DEVICES = 0.85, 0.15
 """Weights of a node's score and its devices' in spread."""
-_OTHERS = 0.2
+_OTHER_MODELS = 0.2
 """Weight of another model's instance on a device, beside one of the same."""
 _DRAFT = 0.5
 STRATEGIES = ("spread", "binpack")
@@ -47,12 +47,12 @@ class Spread:
     """Scores of nodes and devices by how few instances run there: of one model above all, and of others."""
 
     def __init__(self, table: Cluster, model: str, compared: Int64Array, most: float = SCORE_MAX) -> None:
-        """`compared`: [n] rows of the table among which the fewest and the most are looked for. `most`: the score of a
-        place where nothing runs."""
+        """`compared`: [n] rows of the table, whose fewest and most instances the scores lie between. `most`: the score
+        of a node where nothing runs."""
         self._current, self._every, self._most = table.counts_of(model), table.counts(), most
         current = self._current.nodes
         near, far = _few(current, compared), _few(self._every.nodes - current, compared)
-        if current[compared].min() == 0:  # somewhere none of this model runs: that is better than anywhere else
+        if current[compared].min() == 0:  # a node without this model is preferred to all that run it
             scores = np.where(current == 0, 0.85 + 0.15 * far, 0.45 + 0.35 * near + 0.20 * far)
         else:
             scores = 0.50 + 0.25 * near + 0.15 * far
@@ -66,10 +66,10 @@ class Spread:
             return nodes
         total, width = np.zeros(len(nodes)), self._every.devices.shape[1]
         for column in columns.T:
-            places = rows * width + column  # flat indices are twice as fast as pairs
-            current = self._current.devices.ravel()[places]
-            others = self._every.devices.ravel()[places] - current
-            total = total + 1 / (1 + current + others * _OTHERS)
+            flat = rows * width + column  # flat indices are twice as fast as pairs
+            current = self._current.devices.ravel()[flat]
+            other_models = self._every.devices.ravel()[flat] - current
+            total = total + 1 / (1 + current + other_models * _OTHER_MODELS)
         return nodes * _NODE + total / count * self._most * _OF_DEVICES
 
 
@@ -84,15 +84,16 @@ def _few(counts: Int64Array, compared: Int64Array) -> Float64Array:
 def binpack(
     free: Int64Array, host_free: Int64Array, shares: Shares, *, most: float = SCORE_MAX, back: bool = False
 ) -> Float64Array:
-    """Fullness of the fullest device of each row with the claims. `back`: these are part of what is not free."""
+    """Scores of nodes by how full the claims make their fullest device. `back`: the claims run there already, so their
+    bytes are added to the free ones."""
     rows = shares.rows
     host = host_free[rows] + (shares.host if back else 0)
-    of_host = _part(np.full(len(rows), shares.host), host) * most
+    of_host = _fraction(np.full(len(rows), shares.host), host) * most
     if not shares.columns.shape[1]:
         return of_host
     best = np.zeros(len(rows))
     for column, claim in zip(shares.columns.T, shares.claims.T, strict=True):
-        of_device = _part(claim, free[rows, column] + (claim if back else 0)) * most * _DEVICE
+        of_device = _fraction(claim, free[rows, column] + (claim if back else 0)) * most * _DEVICE
         best = np.maximum(best, (of_host * _HOST + of_device) / (_HOST + _DEVICE))
     return best
 
@@ -104,14 +105,13 @@ def combine(strategy: str, scores: Float64Array) -> float:
     return float(np.average(scores, weights=weights))
 
 
-def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
+def _fraction(claim: Int64Array, free: Int64Array) -> Float64Array:
     """Claim over free memory; 0 where nothing is free."""
     return np.divide(claim, free, out=np.zeros(len(claim)), where=free > 0)
 
 
 def _locality(table: Cluster, view: View) -> Float64Array:
-    """[rows of the view] 1 where the model's files lie; and half as important, where any node of the cluster has them,
-    those of its draft."""
+    """[rows of the view] 1 where the model's files lie. If any node has the files of its draft, they count half."""
     claim = view.claim
     near = table.rows_with(("file", claim.model))[view.slots].astype(np.float64)
     if claim.draft is None or ("file", claim.draft) not in table.named:
@@ -119,28 +119,28 @@ def _locality(table: Cluster, view: View) -> Float64Array:
     return (near + _DRAFT * table.rows_with(("file", claim.draft))[view.slots]) / (1.0 + _DRAFT)
 
 
-def score(strategy: str, table: Cluster, view: View, found: list[Shares], *, together: bool) -> Float64Array:
-    """Scores of the candidates, placement and locality together: of each `Shares`, whose rows are one instance
-    (`together`), else of the rows of the only one."""
+def score(strategy: str, table: Cluster, view: View, teams: list[Shares], *, together: bool) -> Float64Array:
+    """Scores of the candidates, placement and locality together. `together`: each `Shares` is one instance on several
+    nodes; else each row of the only `Shares` is a candidate."""
     near = _locality(table, view) * LOCALITY_MAX
     if strategy == "spread":
         compared = np.zeros(len(table.alive), np.bool_)
-        for shares in found:
+        for shares in teams:
             compared[view.slots[shares.rows]] = True
         spread = Spread(table, view.claim.model, np.flatnonzero(compared))
-        placed = [spread.of(view.slots[shares.rows], shares.columns) for shares in found]
+        placed = [spread.of(view.slots[shares.rows], shares.columns) for shares in teams]
     else:
-        placed = [binpack(view.free, view.host_free, shares) for shares in found]
+        placed = [binpack(view.free, view.host_free, shares) for shares in teams]
     if together:
         return np.array(
-            [combine(strategy, each) + near[shares.rows].mean() for each, shares in zip(placed, found, strict=True)]
+            [combine(strategy, each) + near[shares.rows].mean() for each, shares in zip(placed, teams, strict=True)]
         )
-    return placed[0] + near[found[0].rows]
+    return placed[0] + near[teams[0].rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A place for an instance."""
+    """The nodes and devices for an instance."""
 
     model: str
     stage: str
@@ -160,7 +160,7 @@ class Reason(NamedTuple):
     """A reason why some nodes cannot take a model."""
 
     what: str
-    """Filter that they fell to, or "no device", "host memory", "device memory"."""
+    """Name of the filter that excluded them, or "no device", "host memory", "device memory"."""
     nodes: int
     text: str
 
@@ -196,7 +196,7 @@ def place(
 
     `nodes`: a `Cluster`, which is fast for many placements, or nodes and the `instances` that run on them.
 
-    Raises `InvalidParameter` for what is malformed, and for no nodes at all where no `Cluster` is given.
+    Raises `InvalidParameter` for malformed input, and for no nodes at all where no `Cluster` is given.
     """
     if not isinstance(model, Claim):
         raise InvalidParameter("model", "must be a Claim", model)
@@ -212,17 +212,16 @@ def place(
     mask, fell = _passing(table, model)
     view = View(table, mask, model)
     for stage, find in fit.STAGES:
-        found = find(view)
-        if found:
-            return _best(table, view, strategy, stage, found)
+        teams = find(view)
+        if teams:
+            return _best(table, view, strategy, stage, teams)
     on_processors = 0 if model.cpu_bytes is None else int(view.host_free.max(initial=0))
     reasons = (*fell, *_did_not_fit(view))
     return Refusal(model.model, len(table), reasons, fit.largest_on_devices(view), on_processors)
 
 
 def _filters(table: Cluster, claim: Claim) -> Iterator[tuple[str, Mask, str]]:
-    """Name of each filter that the claim has something against nodes by, the rows that pass, and the words for a node
-    that does not."""
+    """The filters that this claim needs: name, [rows] nodes that pass, and the words for a node that does not."""
     if claim.cluster is not None:
         yield "cluster", table.rows_with(("cluster", claim.cluster)), f"not in cluster {claim.cluster!r}"
     if claim.on:
@@ -255,12 +254,12 @@ def _passing(table: Cluster, claim: Claim) -> tuple[Mask, list[Reason]]:
     return mask, fell
 
 
-def _best(table: Cluster, view: View, strategy: str, stage: str, found: list[Shares]) -> Placement:
+def _best(table: Cluster, view: View, strategy: str, stage: str, teams: list[Shares]) -> Placement:
     """The candidate of the highest score, the first of several."""
-    scores = score(strategy, table, view, found, together=stage == "nodes")
+    scores = score(strategy, table, view, teams, together=stage == "nodes")
     best = int(np.argmax(scores))
     shares, rows = (
-        (found[best], range(len(found[best].rows))) if stage == "nodes" else (found[0], range(best, best + 1))
+        (teams[best], range(len(teams[best].rows))) if stage == "nodes" else (teams[0], range(best, best + 1))
     )
     chosen = tuple(_share(view, table, shares, row) for row in rows)
     return Placement(view.claim.model, stage, chosen, float(scores[best]), len(scores))
@@ -283,7 +282,7 @@ def _did_not_fit(view: View) -> list[Reason]:
         ("host memory", host, "with too little free host memory"),
         ("no device", ~has & ~host, "without a device"),
     )
-    return [Reason(what, count, text) for what, mask, text in reasons if (count := int(np.count_nonzero(mask)))]
+    return [Reason(name, count, text) for name, mask, text in reasons if (count := int(np.count_nonzero(mask)))]
 
 
 STATUS_MAX, OFFLOAD_MAX, PLACEMENT_MAX = 100.0, 10.0, 1.0
@@ -315,13 +314,11 @@ def rank_for_removal(
         best = STATUS_MAX + OFFLOAD_MAX + PLACEMENT_MAX
         scale = as_number("total_max", total_max, 0.0, 1e9, exclusive_low=True) / best
     wanted = None if names is None else dict.fromkeys(names)
-    found = [
-        each for each in cluster.instances.values() if each.model == model and (wanted is None or each.name in wanted)
-    ]
-    if wanted is not None and len(found) < len(wanted):
-        missing = next(name for name in wanted if name not in {each.name for each in found})
+    instances = [i for i in cluster.instances.values() if i.model == model and (wanted is None or i.name in wanted)]
+    if wanted is not None and len(instances) < len(wanted):
+        missing = next(name for name in wanted if name not in {instance.name for instance in instances})
         raise InvalidParameter("names", f"{missing!r} is no instance of {model!r}")
-    if not found:
+    if not instances:
         return ()
     free, host_free = free_memory(cluster, np.arange(len(cluster.alive)))
     spread = Spread(cluster, model, np.flatnonzero(cluster.alive), PLACEMENT_MAX)
@@ -329,19 +326,19 @@ def rank_for_removal(
     def keeping(instance: Instance) -> float:
         shares = [_as_shares(cluster, share) for share in instance.shares]
         if strategy == "spread":
-            scores = [spread.of(each.rows, each.columns) for each in shares]
+            scores = [spread.of(node.rows, node.columns) for node in shares]
         else:
-            scores = [binpack(free, host_free, each, most=PLACEMENT_MAX, back=True) for each in shares]
+            scores = [binpack(free, host_free, node, most=PLACEMENT_MAX, back=True) for node in shares]
         on_devices, layers = instance.layers or (0, 1)
         offload = on_devices / layers * OFFLOAD_MAX
         return _status(cluster, instance) + offload + combine(strategy, np.concatenate(scores))
 
-    ranked = [Ranked(each, keeping(each) * scale) for each in found]
-    return tuple(sorted(ranked, key=lambda each: each.score))
+    ranked = [Ranked(instance, keeping(instance) * scale) for instance in instances]
+    return tuple(sorted(ranked, key=lambda entry: entry.score))
 
 
 def _status(cluster: Cluster, instance: Instance) -> float:
-    """Score of an instance's state. On several nodes, the first is looked at."""
+    """Score of an instance's state and of its first node's readiness."""
     ready = bool(cluster.ready[cluster.row_of(instance.shares[0].node)])
     if not ready or instance.state == "failed":
         return 0.0
@@ -350,5 +347,5 @@ def _status(cluster: Cluster, instance: Instance) -> float:
 
 def _as_shares(cluster: Cluster, share: Share) -> Shares:
     row, columns = cluster.place_of(share)
-    claims = [taken for _, taken in share.devices]
+    claims = [count for _, count in share.devices]
     return Shares(np.array([row]), np.array([columns], np.int64), np.array([claims], np.int64), share.host_bytes)

@@ -33,7 +33,7 @@ MANY_SESSIONS = 65536
 
 
 class PrefixIndex:
-    """Pages by replica: those that its cache said it has, and those that requests on their way will leave there.
+    """Pages by replica: those that its cache has published, and those that requests on their way will leave there.
 
     A page's hash covers everything before it (`cache_news`), so the table stands for one trie of pages per
     replica: a prompt's cached prefix ends at the first of its hashes that the replica does not have. Replicas are bits
@@ -64,7 +64,7 @@ class PrefixIndex:
         return len(self._pages[bit])
 
     def update(self, bit: int, news: CacheNews) -> None:
-        """Apply what a replica's cache said has changed."""
+        """Apply the pages that a replica's cache has added and removed."""
         pages = self._pages[bit]
         for page in list(pages) if news.whole else news.removed:
             if pages.pop(page, 0) is None:
@@ -81,7 +81,7 @@ class PrefixIndex:
             self.expected[page] = self.expected.get(page, 0) | bit
 
     def settle(self, bit: int, pages: Iterable[int]) -> None:
-        """Note that such a request has ended: the cache says what it left."""
+        """Note that such a request has ended: from now on only the pages that the cache publishes count."""
         requests = self._requests[bit]
         for page in pages:
             requests[page] -= 1
@@ -172,7 +172,7 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """A request's place on a replica, from `assign` to `release`."""
+    """A request's assignment to a replica, from `assign` to `release`."""
 
     replica: str
     request: RouteRequest
@@ -206,8 +206,8 @@ class Router:
         """Add a replica, whose cache is empty. Raises `InvalidParameter` for a known name."""
         if name in self._replicas:
             raise InvalidParameter("replica", "has this name already", name)
-        taken = sum(replica.bit for replica in self._replicas.values())
-        bit = ~taken & (taken + 1)  # the lowest that is free
+        used = sum(replica.bit for replica in self._replicas.values())
+        bit = ~used & (used + 1)  # the lowest that is free
         self.index.add(bit)
         self._replicas[name] = _Replica(name, bit, role)
 
@@ -224,7 +224,7 @@ class Router:
         self.index.remove(replica.bit)
 
     def update(self, name: str, news: CacheNews) -> None:
-        """Apply what the replica's prefix cache says has changed."""
+        """Apply the pages that a replica's prefix cache has added and removed."""
         self.index.update(self._replicas[name].bit, news)
 
     def set_role(self, name: str, role: Role) -> None:
@@ -232,8 +232,8 @@ class Router:
         name or role, and where no replica would be left that takes requests."""
         as_choice("replica", name, self._replicas)
         as_choice("role", role, ROLES)
-        others = (each for each in self._open_ones() if each.name != name)
-        if role == "prefill" and all(each.role == "prefill" for each in others):
+        rest = (replica for replica in self._open_ones() if replica.name != name)
+        if role == "prefill" and all(replica.role == "prefill" for replica in rest):
             raise InvalidParameter("role", 'must be "decode" or "both": no other replica takes requests', role)
         self._replicas[name].role = role
 
@@ -248,24 +248,24 @@ class Router:
     # ---------------------------------------------------------------- requests
 
     def assign(self, request: RouteRequest) -> Route | None:
-        """Choose the replica that takes `request`, whose load grows by it. None if there is none. Those that only
-        compute prompts are chosen where nobody else is there."""
+        """Choose the replica that takes `request`; its load grows. None if there is no replica. Those with the role
+        "prefill" are chosen only if there are no others."""
         open_ones = self._open_ones()
-        return self._assign([each for each in open_ones if each.role != "prefill"] or open_ones, request)
+        return self._assign([replica for replica in open_ones if replica.role != "prefill"] or open_ones, request)
 
     def assign_prefill(self, route: Route, least: int, among: Collection[str]) -> Route | None:
-        """Choose the replica that computes a prompt for the one that has its request, of those named `among`: its load
-        grows by one. None where the latter is to compute it itself: its role is not "decode", it lacks fewer than
-        `least` of the pages, or there is no other."""
+        """Choose the replica, of those named `among`, that computes the prompt for the one that has the request; its
+        load grows by one. None if the latter is to compute it itself: its role is not "decode", it lacks fewer than
+        `least` of the pages, or there is no other replica."""
         request, taker = route.request, self._replicas[route.replica]
         if taker.role != "decode" or len(request.pages) < least:
             return None
-        # what other requests will leave there is on its way like this one's
-        there = self.index.match(request.pages, expecting=False).get(taker.bit, 0)
-        others = [e for e in self._open_ones() if e.role != "decode" and e is not taker and e.name in among]
-        if len(request.pages) - there < least:
+        # expected pages do not count: they are still to be computed, as this request's are
+        cached = self.index.match(request.pages, expecting=False).get(taker.bit, 0)
+        candidates = [e for e in self._open_ones() if e.role != "decode" and e is not taker and e.name in among]
+        if len(request.pages) - cached < least:
             return None
-        return self._assign(others, RouteRequest(request.pages, request.adapter))
+        return self._assign(candidates, RouteRequest(request.pages, request.adapter))
 
     def _open_ones(self) -> list[_Replica]:
         return [replica for replica in self._replicas.values() if not replica.closing]
@@ -284,17 +284,17 @@ class Router:
         return Route(chosen.name, request, depths.get(chosen.bit, 0))
 
     def holders(self, route: Route) -> dict[str, int]:
-        """Number of the request's pages, from the first on, that other replicas have now, by name: of those that have
-        more than are expected where it goes, the one with most of them first."""
+        """Number of the request's pages, from the first on, that other replicas have now, by name. Only those that have
+        more than its own replica is expected to have are listed, the one with most of them first."""
         if len(self._replicas) < 2 or route.matched >= len(route.request.pages):
             return {}
         depths = self.index.match(route.request.pages, expecting=False)
-        found = {each.name: depths.get(each.bit, 0) for each in self._replicas.values() if each.name != route.replica}
-        more = [name for name, depth in found.items() if depth > route.matched]
-        return {name: found[name] for name in sorted(more, key=lambda name: -found[name])}
+        depth_of = {r.name: depths.get(r.bit, 0) for r in self._replicas.values() if r.name != route.replica}
+        more = [name for name, depth in depth_of.items() if depth > route.matched]
+        return {name: depth_of[name] for name in sorted(more, key=lambda name: -depth_of[name])}
 
     def release(self, route: Route) -> None:
-        """Take a request from its replica: it has ended, or goes elsewhere. Once for each route."""
+        """Take a request from its replica: it has ended, or goes elsewhere. To be called once for each route."""
         replica = self._replicas[route.replica]
         replica.load -= route.request.load
         self.index.settle(replica.bit, route.request.pages)
@@ -310,21 +310,21 @@ class Router:
         if cold is not None:
             return cold
         size, last = len(request.pages) or 1, self._sessions.get(request.session)
-        best, best_score, known = None, -math.inf, False
+        best, best_score, familiar = None, -math.inf, False
         for replica in allowed:
             share = depths.get(replica.bit, 0) / size
-            has = bool(request.adapter) and request.adapter in replica.adapters
-            known = known or has or share >= weights.match or replica.name == last
-            score = weights.prefix * share + weights.adapter * has + weights.session * (replica.name == last)
+            has_adapter = bool(request.adapter) and request.adapter in replica.adapters
+            familiar = familiar or has_adapter or share >= weights.match or replica.name == last
+            score = weights.prefix * share + weights.adapter * has_adapter + weights.session * (replica.name == last)
             score -= weights.load * replica.load / mean
             if score > best_score:
                 best, best_score = replica, score
-        if known and best is not None:
+        if familiar and best is not None:
             return best
         return min(self._random.sample(allowed, min(2, len(allowed))), key=attrgetter("load"))
 
     def _cold(self, replicas: list[_Replica], mean: float) -> _Replica | None:
-        """The replica whose cache must be filled first, if there is one."""
+        """The least loaded replica, if its cache is to be filled first (`RoutingWeights`); None if there is none."""
         quietest = min(replicas, key=attrgetter("load"))
         if mean < 1 or quietest.load >= self.weights.warm * mean:
             return None

@@ -1,8 +1,8 @@
 """A cluster as arrays, which change with it: nodes come and go, instances start and stop.
 
 A row is a node, a column a device of it. Rows stand in the order in which nodes came, which is the order that breaks
-ties; the row of a node that has gone stays empty until no row is left for a new one, when all arrays are made anew.
-Everything that is asked of all nodes at once is an array over rows or a set of rows by name.
+ties. The row of a removed node stays empty until no row is left for a new one; then all arrays are made anew.
+Properties that are asked of all nodes at once are arrays over rows, or sets of rows by name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ROWS = 16
 _NONE = -1
 _UNCOUNTED = 2**62
 _CPU_UNIT = 10_000
-"""Parts of a CPU: Ray's resolution. Whole numbers add up exactly, however often they are taken and given back."""
+"""Units of one CPU: Ray's resolution. Integers add up exactly, however often they are taken and given back."""
 
 
 class Counts(NamedTuple):
-    """Numbers of instances at every place of a table."""
+    """Numbers of instances on every device and node of a table."""
 
     devices: Int64Array
     """[rows, columns] instances on each device."""
@@ -75,7 +75,7 @@ class Cluster:
         self._counts = Counts(np.zeros(devices, np.int64), np.zeros(rows, np.int64))
         self._counts_of_model = Counts(np.zeros(devices, np.int64), np.zeros(rows, np.int64))
         self.by_model: dict[str, dict[int, int]] = {}
-        """Instances of each model, by device (the place in `used`, flattened) and by node (-1 - its row)."""
+        """Instances of each model, by device (its index in the flattened `used`) and by node (-1 - its row)."""
         self.kinds: dict[str, int] = {}
         self.named: dict[tuple[str, ...], set[int]] = {}
         """Rows by what they have: ("cluster", name), ("label", key, value), ("file", model), ("path", path),
@@ -125,29 +125,30 @@ class Cluster:
 
     def column_of(self, node: str, index: int) -> int:
         """Column of a device. Raises `InvalidParameter` for one that the node has not."""
-        found = np.flatnonzero(self.index[self.row_of(node)] == index)
-        if not len(found):
+        columns = np.flatnonzero(self.index[self.row_of(node)] == index)
+        if not len(columns):
             raise InvalidParameter("devices", f"node {node!r} has no device {index}")
-        return int(found[0])
+        return int(columns[0])
 
     def counts(self) -> Counts:
         """Counts of all instances. For reading only: they change with the table."""
         return self._counts
 
     def counts_of(self, model: str) -> Counts:
-        """Counts of the instances of one model, in arrays that the next call fills anew: making them takes longer."""
+        """Counts of the instances of one model. The arrays are filled anew by the next call: allocating them for each
+        placement would take longer than filling them."""
         sparse = self.by_model.get(model, {})
-        places = np.fromiter(sparse, np.int64, len(sparse))
+        keys = np.fromiter(sparse, np.int64, len(sparse))
         numbers = np.fromiter(sparse.values(), np.int64, len(sparse))
-        on_node, counts = places < 0, self._counts_of_model
+        on_node, counts = keys < 0, self._counts_of_model
         for array in counts:
             array.fill(0)
-        counts.nodes[-1 - places[on_node]] = numbers[on_node]
-        counts.devices.ravel()[places[~on_node]] = numbers[~on_node]
+        counts.nodes[-1 - keys[on_node]] = numbers[on_node]
+        counts.devices.ravel()[keys[~on_node]] = numbers[~on_node]
         return counts
 
     def rows_with(self, key: tuple[str, ...]) -> Mask:
-        """[rows] nodes that have what `key` names (see `named`)."""
+        """[rows] nodes that have the property `key` (see `named`)."""
         rows = self.named.get(key, ())
         mask = np.zeros(len(self.alive), np.bool_)
         mask[np.fromiter(rows, np.int64, len(rows))] = True
@@ -214,8 +215,8 @@ class Cluster:
     # ------------------------------------------------------------ instances
 
     def start(self, instance: Instance) -> None:
-        """Add an instance, whose memory is taken even beyond what there is: it is a fact. Raises `InvalidParameter` for
-        one whose name is taken or whose nodes and devices are not here."""
+        """Add an instance. It runs already, so its memory is taken even beyond the node's. Raises `InvalidParameter`
+        for one whose name is taken or whose nodes and devices are not here."""
         if not isinstance(instance, Instance):
             raise InvalidParameter("instances", "must be Instances", instance)
         if instance.name in self._instances:
@@ -231,17 +232,17 @@ class Cluster:
         self._take(instance, -1)
         return instance
 
-    def place_of(self, share: Share) -> tuple[int, list[int]]:
+    def position_of(self, share: Share) -> tuple[int, list[int]]:
         """Row and columns of an instance's share. Raises `InvalidParameter` for a node or device that is not here."""
         return self.row_of(share.node), [self.column_of(share.node, index) for index, _ in share.devices]
 
     def _take(self, instance: Instance, step: int) -> None:
-        """Take what an instance does (`step` 1), or give it back (-1)."""
-        places = [self.place_of(share) for share in instance.shares]  # all are here, or nothing is changed
+        """Take an instance's memory and CPUs (`step` 1), or give them back (-1)."""
+        positions = [self.position_of(share) for share in instance.shares]  # raises before anything is changed
         model = self.by_model.setdefault(instance.model, {})
-        for share, (row, columns) in zip(instance.shares, places, strict=True):
-            for column, (_, taken) in zip(columns, share.devices, strict=True):
-                self.used[row, column] += step * taken
+        for share, (row, columns) in zip(instance.shares, positions, strict=True):
+            for column, (_, count) in zip(columns, share.devices, strict=True):
+                self.used[row, column] += step * count
                 self._counts.devices[row, column] += step
             self.host_used[row] += step * share.host_bytes
             self.cpu_used[row] += step * cpu_units(share.cpus)
@@ -250,10 +251,10 @@ class Cluster:
                 self._on[row][instance.name] = None
             else:
                 del self._on[row][instance.name]
-            for place in (-1 - row, *(row * self.kind.shape[1] + column for column in columns)):
-                model[place] = model.get(place, 0) + step
-                if not model[place]:
-                    del model[place]
+            for key in (-1 - row, *(row * self.kind.shape[1] + column for column in columns)):
+                model[key] = model.get(key, 0) + step
+                if not model[key]:
+                    del model[key]
         if not model:
             del self.by_model[instance.model]
 
@@ -265,13 +266,13 @@ def cpu_units(cpus: float) -> int:
 
 def _keys(node: Node) -> list[tuple[str, ...]]:
     """Keys of everything the node has by name."""
-    found: list[tuple[str, ...]] = [("cluster", node.cluster)]
-    found += [("label", key, value) for key, value in node.labels]
-    found += [("file", model) for model in node.files]
-    found += [("path", path) for path in node.paths]
+    keys: list[tuple[str, ...]] = [("cluster", node.cluster)]
+    keys += [("label", key, value) for key, value in node.labels]
+    keys += [("file", model) for model in node.files]
+    keys += [("path", path) for path in node.paths]
     for name, versions in node.backends:
-        found += [("backend", name), *(("backend", name, version) for version in versions)]
-    return found
+        keys += [("backend", name), *(("backend", name, version) for version in versions)]
+    return keys
 
 
 def _a_node(node: Any) -> Node:

@@ -174,7 +174,7 @@ class Stub:
     """A process that is none."""
 
     def __init__(self, name: str, place: int, share: Any, gpu: str) -> None:
-        self.name, self.place, self.share, self.gpu, self.killed = name, place, share, gpu, False
+        self.name, self.share_index, self.share, self.gpu, self.killed = name, place, share, gpu, False
 
     def kill(self) -> None:
         self.killed = True
@@ -205,14 +205,14 @@ def test_a_place_is_filled_again_by_whoever_comes_next() -> None:
     running: list[Any] = [machine.spawn(), machine.spawn()]
     for old in running[:]:  # as `restart` does
         running.append(machine.spawn())
-        assert running[-1].place == old.place
+        assert running[-1].share_index == old.share_index
         machine.end(old)
     assert old.killed
     machine.end(running[3], lost=True)
     running.append(machine.spawn())
-    assert (running[4].name, running[4].place) == ("fleet/4", running[3].place)
+    assert (running[4].name, running[4].share_index) == ("fleet/4", running[3].share_index)
     third: Any = machine.spawn()  # a fleet that was made larger
-    alone = next(each for each in (running[2], running[4]) if each.place != third.place)
+    alone = next(each for each in (running[2], running[4]) if each.share_index != third.share_index)
     assert machine.removal_scores() == {running[2].name: 0.5, running[4].name: 0.5, third.name: 0.5} | {alone.name: 1}
     machine.close()
     assert all(each.killed for each in (*running, third))

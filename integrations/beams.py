@@ -27,7 +27,7 @@ class Beam:
     logprob: float
     """Sum of their log-probabilities."""
     score: float
-    """The sum over a power of their number: what outputs are compared by."""
+    """The sum divided by a power of the number of tokens, by which outputs are compared."""
     ended: bool
     """False: it was cut at `max_tokens`."""
     text: str = ""
@@ -40,24 +40,26 @@ async def beam_search(
     """The `width` likeliest outputs of `prompt`, the best one first, by the sums of their tokens' log-probabilities
     over their lengths to the power of `length_penalty`; `options` as, and raises as, `AsyncEngine.generate`."""
     stop_ids = engine.info.eos_token_ids
-    each = max(2, 1 + len(stop_ids))  # candidates for a place, of which one goes on
-    width = as_integer("width", width, 1, engine.core.config.max_top_logprobs // each)
+    # each beam may end with any of these ids: so many candidates leave one that goes on
+    most = max(2, 1 + len(stop_ids))
+    width = as_integer("width", width, 1, engine.core.config.max_top_logprobs // most)
     max_tokens, power = as_integer("max_tokens", max_tokens, 1), as_number("length_penalty", length_penalty, -99, 99)
-    given = engine.tokenize(prompt) if isinstance(prompt, str) else [*prompt]
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=each * width)
+    ids = engine.tokenize(prompt) if isinstance(prompt, str) else [*prompt]
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=True, top_logprobs=most * width)
     live, best = [Beam((), 0.0, 0.0, False)], list[Beam]()
     with engine.session() as session:
         for length in range(1, max_tokens + 1):
-            asked = (session.generate([*given, *beam.token_ids], params, **options) for beam in live)
-            found = []
-            for beam, answer in zip(live, await asyncio.gather(*asked), strict=True):
+            requests = (session.generate([*ids, *beam.token_ids], params, **options) for beam in live)
+            grown = []
+            for beam, answer in zip(live, await asyncio.gather(*requests), strict=True):
                 for entry in answer.logprobs[0].top:
                     logprob, ended = beam.logprob + entry.logprob, entry.token_id in stop_ids
-                    found.append(Beam((*beam.token_ids, entry.token_id), logprob, logprob / length**power, ended))
-            found.sort(key=lambda beam: -beam.logprob)
-            best += [beam for beam in found[:width] if beam.ended]
+                    grown.append(Beam((*beam.token_ids, entry.token_id), logprob, logprob / length**power, ended))
+            grown.sort(key=lambda beam: -beam.logprob)
+            best += [beam for beam in grown[:width] if beam.ended]
             best = sorted(best, key=lambda beam: -beam.score)[:width]
-            live = [beam for beam in found[: each * width] if not beam.ended][:width]
+            live = [beam for beam in grown[: most * width] if not beam.ended][:width]
+            # the best score that any live beam can still reach, as in transformers
             hope = live[0].logprob / (max_tokens if power > 0 else length) ** power
             if len(best) == width and hope <= best[-1].score:
                 live = []

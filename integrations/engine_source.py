@@ -1,4 +1,4 @@
-"""The engine that a framework's object works with: the fields that choose it, and what copies of the object share."""
+"""The engine of a framework's model object: the fields that choose it, and the source that copies of it share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineSource:
             weakref.finalize(self, handle.close).atexit = False
 
     def serves(self, model: str, config: Mapping[str, Any], engine: AnyEngine | None, keep_alive: float | None) -> bool:
-        """False once a field of the model object was assigned and this source no longer belongs to it."""
+        """Whether this is the source for these fields of a model object, which may have been assigned since."""
         mine = self.model, self.config, self.keep_alive
         return engine is self.engine and (engine is not None or (model, config, keep_alive) == mine)
 
@@ -66,7 +66,8 @@ class EngineSource:
         return engine if isinstance(engine, AsyncEngine) else engine.aengine
 
     def check_waiting(self) -> None:
-        """Raises `WrongLoop` where an engine stands still for as long as this thread waits, even for other threads."""
+        """Raises `WrongLoop` if this thread runs the engine's loop: waiting here for threads that wait for the engine
+        would never end."""
         engine = None if isinstance(self._engine, EngineHandle) else self.sync().aengine
         if engine is not None and engine.alive and engine.host.drives_this_thread():
             raise WrongLoop(
@@ -92,7 +93,7 @@ class EngineSource:
         engine = self._engine
         return engine.get().info if isinstance(engine, EngineHandle) else engine.info
 
-    def known(self) -> ModelInfo | None:
+    def info_if_loaded(self) -> ModelInfo | None:
         """Facts about the model, if it is loaded already."""
         engine = self._engine
         try:
@@ -113,9 +114,9 @@ SETTINGS = frozenset(each.name for each in fields(EngineConfig))
 
 
 def _setting_fields() -> dict[str, Any]:
-    """A field for each one of `EngineConfig`, with its type; the values are checked there.
+    """Pydantic fields for those of `EngineConfig`, with their types; `EngineConfig` checks the values.
 
-    The default is None, "as the engine has it", unless None is a setting of its own: then it is the engine's default.
+    A field's default is None, "the engine's default", unless None is itself a setting: then it is the engine's default.
     """
     hints, made = get_type_hints(EngineConfig), dict[str, Any]()
     for each in fields(EngineConfig):
@@ -141,7 +142,7 @@ class EngineChoice(EngineSettings):
     setting_names: ClassVar[frozenset[str]] = SETTINGS
     """Fields that are settings of the engine."""
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Names that are no fields but something else here, and what is to be said of them."""
+    """Names that are no fields here but exist elsewhere, with the end of the error's sentence about each."""
     variable: ClassVar[str] = "ASYNCENGINE_MODEL"
     """The environment variable that `model` defaults to."""
     choices: ClassVar[str] = 'a path, a hub id or "demo"'
@@ -162,10 +163,10 @@ class EngineChoice(EngineSettings):
     def _check_names(cls, given: Any) -> Any:
         if isinstance(given, dict):
             spelled = [(field.validation_alias or name) for name, field in cls.model_fields.items()]
-            known = [name for each in spelled for name in getattr(each, "choices", [each])]
+            names = [name for alias in spelled for name in getattr(alias, "choices", [alias])]
             for name in given:
-                if name not in known:
-                    raise InvalidParameter.unknown(name, known, cls.elsewhere)
+                if name not in names:
+                    raise InvalidParameter.unknown(name, names, cls.elsewhere)
         return given
 
     @field_validator("engine_config", mode="before")
@@ -173,13 +174,13 @@ class EngineChoice(EngineSettings):
     def _config_as_dict(cls, value: Any) -> Any:
         if not isinstance(value, EngineConfig):
             return value
-        usual = EngineConfig()
-        return {name: mine for name in sorted(SETTINGS) if (mine := getattr(value, name)) != getattr(usual, name)}
+        default = EngineConfig()
+        return {name: mine for name in sorted(SETTINGS) if (mine := getattr(value, name)) != getattr(default, name)}
 
     @field_validator("model", *SETTINGS, mode="before", check_fields=False)
     @classmethod
     def _paths_as_text(cls, value: Any) -> Any:
-        """Texts can be written down and compared."""
+        """Paths as text, which can be serialized and compared."""
         if isinstance(value, Mapping):
             return {name: cls._paths_as_text(path) for name, path in value.items()}
         return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -196,7 +197,7 @@ class EngineChoice(EngineSettings):
         return self
 
     def get_engine(self) -> Engine:
-        """The engine behind this object, for what is no request: `load_adapter`, `adapters`, `stats`. Loads the model.
+        """The engine of this object, to call `load_adapter`, `adapters` or `stats`, say. Loads the model.
 
         The shared engine lives `keep_alive` seconds longer than model objects that use it; it is not yours to close.
         """
@@ -207,24 +208,24 @@ class EngineChoice(EngineSettings):
         return await self._engines().aio()
 
     def _settings(self) -> dict[str, Any]:
-        """`EngineConfig` fields of the shared engine, however they were given, in an order of their own: LangChain's
-        caches write them down. Raises `InvalidParameter` for one that is given twice."""
-        named = {name: getattr(self, name) for name in self.setting_names & self.model_fields_set}
-        named = {name: value for name, value in named.items() if value != type(self).model_fields[name].default}
-        for name in sorted(named.keys() & self.engine_config):
-            if named[name] != self.engine_config[name]:
-                raise InvalidParameter(name, "is given twice: as a field and in engine_config", named[name])
-        return dict(sorted({**self.engine_config, **named}.items()))
+        """`EngineConfig` fields of the shared engine, from fields here and from `engine_config`, sorted by name, as
+        LangChain's caches have them in their keys. Raises `InvalidParameter` for one with two values."""
+        assigned = {name: getattr(self, name) for name in self.setting_names & self.model_fields_set}
+        assigned = {name: value for name, value in assigned.items() if value != type(self).model_fields[name].default}
+        for name in sorted(assigned.keys() & self.engine_config):
+            if assigned[name] != self.engine_config[name]:
+                raise InvalidParameter(name, "is given twice: as a field and in engine_config", assigned[name])
+        return dict(sorted({**self.engine_config, **assigned}.items()))
 
     def _engines(self) -> EngineSource:
-        """The source of the engine, made anew only where a field it depends on was assigned since."""
+        """The source of the engine, made anew only if a field that it depends on was assigned since."""
         source, settings = self._source, self._settings()
         if source is None or not source.serves(self.model, settings, self.engine, self.keep_alive):
             source = self._source = EngineSource(self.model, settings, self.engine, self.keep_alive)
         return source
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Without the settings that are left to the engine."""
+        """Fields for the repr, without settings at their defaults."""
         for name, value in super().__repr_args__():
             if name not in SETTINGS or value != type(self).model_fields[name].default:
                 yield name, value

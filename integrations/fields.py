@@ -25,7 +25,7 @@ CALL_FIELDS = (
 """Fields of `EngineFields` that are keywords of each call."""
 CALL_KEYWORDS = (*SamplingParams.__dataclass_fields__, *ChatKeywords.__annotations__)
 EMPTY_MEANS_NONE = ("tools", "template_kwargs")
-"""Frameworks pass them empty where there are none."""
+"""Keywords that frameworks pass empty for none."""
 
 
 OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
@@ -33,22 +33,22 @@ OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tok
 
 
 def as_named_here(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords with other libraries' names for a field exchanged for ours.
+    """The keywords, with other libraries' names of a field replaced by ours.
 
-    Raises `InvalidParameter` for one that is given under two names with two values.
+    Raises `InvalidParameter` for a field that is given under two names with two values.
     """
-    named: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, value in keywords.items():
-        mine = OTHER_NAMES.get(name, name)
-        if mine in named and named[mine] != value:
-            raise InvalidParameter(name, f"contradicts another value of {mine}", value)
-        named[mine] = value
-    return named
+        ours = OTHER_NAMES.get(name, name)
+        if ours in renamed and renamed[ours] != value:
+            raise InvalidParameter(name, f"contradicts another value of {ours}", value)
+        renamed[ours] = value
+    return renamed
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request but for its prompt: the same for the sync and async, the streaming and whole calls."""
+    """One request without its prompt: the same for sync and async, streaming and whole calls."""
 
     params: SamplingParams
     keywords: ChatKeywords
@@ -163,30 +163,31 @@ class EngineFields(EngineChoice):
         model, adapter = kwargs.get("model"), kwargs.get("adapter")
         if model is not None and adapter is not None and model != adapter:
             raise InvalidParameter("adapter", f"contradicts model={model!r}: a call names one of the two", adapter)
-        given = _over(self._defaults(), {name: value for name, value in kwargs.items() if name != "model"})
-        given["adapter"] = self._adapter(kwargs)
+        values = _over(self._defaults(), {name: value for name, value in kwargs.items() if name != "model"})
+        values["adapter"] = self._adapter(kwargs)
         if stop is not None:
-            given["stop"] = stop
-        given = {name: value for name, value in given.items() if value is not None}
+            values["stop"] = stop
+        values = {name: value for name, value in values.items() if value is not None}
         keywords: ChatKeywords = {}
         for name in ChatKeywords.__annotations__:
-            value = given.pop(name, None)
+            value = values.pop(name, None)
             if value is None or (name in EMPTY_MEANS_NONE and not value):
                 continue
             keywords[name] = value  # type: ignore[literal-required]
-        if "grammar" in given:
-            given["grammar"] = Grammar.of(given["grammar"])
-        for name in given:
+        if "grammar" in values:
+            values["grammar"] = Grammar.of(values["grammar"])
+        for name in values:
             if name not in SamplingParams.__dataclass_fields__:
                 raise InvalidParameter.unknown(name, CALL_KEYWORDS, ENGINE_SETTINGS)
-        return Call(SamplingParams(**given), keywords, self._name(kwargs))
+        return Call(SamplingParams(**values), keywords, self._name(kwargs))
 
 
 def _over(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's keywords on top of its model object's; so with a variable of the template, whichever way it is given."""
-    variables, mine = kwargs.get("template_kwargs"), defaults.get("template_kwargs")
+    """A call's keywords over its model object's defaults. A template variable of the call replaces the default's, even
+    if one is a keyword and the other in `template_kwargs`."""
+    variables, ours = kwargs.get("template_kwargs"), defaults.get("template_kwargs")
     replaced = [name for name in TEMPLATE_VARIABLES if isinstance(variables, Mapping) and name in variables]
-    if isinstance(mine, Mapping):
-        mine = {name: value for name, value in mine.items() if name not in TEMPLATE_VARIABLES or name not in kwargs}
+    if isinstance(ours, Mapping):
+        ours = {name: value for name, value in ours.items() if name not in TEMPLATE_VARIABLES or name not in kwargs}
     kept = {name: value for name, value in defaults.items() if name not in replaced}
-    return {**kept, "template_kwargs": mine, **kwargs}
+    return {**kept, "template_kwargs": ours, **kwargs}

@@ -29,14 +29,14 @@ FAILURES = {"error", "engine_dead", "timeout"}
 NAMES = tomllib.loads((resources.files(__package__) / "opentelemetry.toml").read_text(encoding="utf-8"))
 BOUNDARIES = {"s": [0.01 * 2**n for n in range(14)], "{token}": [4**n for n in range(14)]}
 SUPPRESS_ALL, SUPPRESS_MODEL = "suppress_instrumentation", "suppress_language_model_instrumentation"
-"""Keys of a context by which instrumentations of other libraries ask those below to keep still."""
+"""Keys of a context by which other libraries' instrumentations suppress those of the libraries that they call."""
 
 
 def trace(
     engine: AsyncEngine | Engine, *, name: str | None = None, usage: bool | None = None,
     tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Make a span of every request that `engine` is given from now on, and metrics; the returned function ends it.
+    """Make spans and metrics of all requests to `engine` from now on, until the returned function is called.
 
     `name`: name of the model in them; None: its own. `usage`: whether spans have token counts; None: unless the span
     around them has. `tracer_provider`, `meter_provider`: None: the global ones.
@@ -50,27 +50,27 @@ def trace(
     def hook(event: Event) -> None:
         if not isinstance(event, RequestDone | VectorsDone) or context.get_value(SUPPRESS_ALL):
             return
-        parts: list[tuple[str, float, float]] = []
+        timeline: list[tuple[str, float, float]] = []
         if isinstance(event, RequestDone):
             seconds, attributes = event.timings.total, request_attributes(event, model)
-            parts.extend(phases(event))
+            timeline.extend(phases(event))
         else:
             seconds, attributes = event.seconds, vectors_attributes(event, model)
         ended = time.time_ns()
         began = ended - int(seconds * NANO)
         used = token_counts(event, page_size)
-        around: Mapping[str, Any] = getattr(get_current_span(), "attributes", None) or {}
-        if not context.get_value(SUPPRESS_MODEL) and around.get("gen_ai.operation.name") not in NAMES["calls"]:
+        parent: Mapping[str, Any] = getattr(get_current_span(), "attributes", None) or {}
+        if not context.get_value(SUPPRESS_MODEL) and parent.get("gen_ai.operation.name") not in NAMES["calls"]:
             metrics.record(event, attributes, used)
-        counted = any(around.get(key) in values for key, values in NAMES["counting"].items())
+        counted = any(parent.get(key) in values for key, values in NAMES["counting"].items())
         if usage or (usage is None and not counted and not context.get_value(SUPPRESS_MODEL)):
             attributes |= {f"gen_ai.usage.{count}": value for count, value in used.items()}
         title = f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}"
         span = tracer.start_span(title, kind=SpanKind.INTERNAL, attributes=attributes, start_time=began)
         if span.is_recording():
-            for phase, start, end in parts:
-                at = began + int(start * NANO), began + int(end * NANO)
-                tracer.start_span(phase, within(span), start_time=at[0]).end(at[1])
+            for phase, start, end in timeline:
+                edges = began + int(start * NANO), began + int(end * NANO)
+                tracer.start_span(phase, within(span), start_time=edges[0]).end(edges[1])
             if "error.type" in attributes:
                 span.set_status(Status(StatusCode.ERROR))
         span.end(ended)
@@ -101,38 +101,38 @@ class Metrics:
         keys = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.model")
         by = {key: attributes[key] for key in keys}
         ended = by | {key: attributes[key] for key in ("error.type",) if key in attributes}
-        kind = "embeddings" if by["gen_ai.operation.name"] == "embeddings" else "inference"
+        operation = "embeddings" if by["gen_ai.operation.name"] == "embeddings" else "inference"
         if isinstance(done, RequestDone):
             times = done.timings
             self._histograms["inference.duration"].record(times.total, ended)
             if times.first_token is not None:
                 self._histograms["inference.time_to_first_chunk"].record(times.first_token, by)
                 if (later := done.generated_tokens / len(done.finish_reasons) - 1) > 0:
-                    each = (times.total - times.first_token) / later
-                    self._histograms["inference.time_per_output_chunk"].record(each, by)
+                    per_token = (times.total - times.first_token) / later
+                    self._histograms["inference.time_per_output_chunk"].record(per_token, by)
             self._histograms["inference.operation.output_tokens"].record(done.generated_tokens, by)
         else:
-            self._histograms[f"{kind}.duration"].record(done.seconds, ended)
-        self._histograms[f"{kind}.operation.input_tokens"].record(done.prompt_tokens, by)
-        for name, count in used.items() if kind == "inference" else ():
+            self._histograms[f"{operation}.duration"].record(done.seconds, ended)
+        self._histograms[f"{operation}.operation.input_tokens"].record(done.prompt_tokens, by)
+        for name, count in used.items() if operation == "inference" else ():
             modality = "text" if name == "output_tokens" else self._modality
             self._counters[name].add(count, by | {"gen_ai.token.modality": modality})
 
 
 def token_counts(done: RequestDone | VectorsDone, page_size: int | None) -> dict[str, int]:
-    """Token counts by their names. `page_size`: tokens of a page of the prefix cache; None: there is none."""
-    found = {"input_tokens": done.prompt_tokens, "cache_read.input_tokens": done.cached_tokens}
+    """Token counts by the conventions' names. `page_size`: tokens of a page of the prefix cache; None without one."""
+    usage = {"input_tokens": done.prompt_tokens, "cache_read.input_tokens": done.cached_tokens}
     if isinstance(done, RequestDone):
-        found["output_tokens"] = done.generated_tokens
+        usage["output_tokens"] = done.generated_tokens
         if page_size is not None and done.timings.first_token is not None:  # the whole prompt was computed
-            found["cache_write.input_tokens"] = max(0, done.prompt_tokens // page_size * page_size - done.cached_tokens)
-    return found
+            usage["cache_write.input_tokens"] = max(0, done.prompt_tokens // page_size * page_size - done.cached_tokens)
+    return usage
 
 
 def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
     """The attributes of the span of a request for text, but for its token counts."""
     params, failed = done.params, FAILURES & {*done.finish_reasons}
-    return known_attributes("request", done, {
+    return table_attributes("request", done, {
         "gen_ai.operation.name": "chat" if done.is_chat else "text_completion",
         "gen_ai.request.model": done.adapter or model,
         "gen_ai.request.top_k": params.top_k or None,
@@ -145,22 +145,21 @@ def request_attributes(done: RequestDone, model: str) -> dict[str, Any]:
 
 def vectors_attributes(done: VectorsDone, model: str) -> dict[str, Any]:
     """The attributes of the span of a call for vectors, but for its token counts. The conventions have no operation
-    for reranking and classifying: these are called as their calls."""
+    for reranking and classifying: theirs is named after the call."""
     called = "embeddings" if done.call == "embed" else done.call
-    named = {"gen_ai.request.model": done.adapter or model, "gen_ai.response.model": model}
-    return known_attributes("vectors", done, {"gen_ai.operation.name": called, **named})
+    models = {"gen_ai.request.model": done.adapter or model, "gen_ai.response.model": model}
+    return table_attributes("vectors", done, {"gen_ai.operation.name": called, **models})
 
 
-def known_attributes(table: str, done: RequestDone | VectorsDone, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of a table of opentelemetry.toml and `more`, as far as they are known, and the one that all spans
-    have."""
-    found = {name: attrgetter(path)(done) for name, path in NAMES[table].items()}
-    known = {name: value for name, value in {**found, **more}.items() if value is not None}
-    return {"gen_ai.provider.name": "asyncengine", **known}
+def table_attributes(table: str, done: RequestDone | VectorsDone, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a table of opentelemetry.toml and `more`, without those that are None, and the provider's name."""
+    values = {name: attrgetter(path)(done) for name, path in NAMES[table].items()}
+    attributes = {name: value for name, value in {**values, **more}.items() if value is not None}
+    return {"gen_ai.provider.name": "asyncengine", **attributes}
 
 
 def phases(done: RequestDone) -> Iterator[tuple[str, float, float]]:
-    """(name, start, end) of the parts of a request, in seconds since it was submitted; only those that it came to."""
+    """(name, start, end) of the phases that a request has reached, in seconds since it was submitted."""
     times = done.timings
     edges = {"prepare": times.prepared, "queue": times.queued, "prefill": times.first_token, "decode": times.total}
     began = 0.0
@@ -168,7 +167,7 @@ def phases(done: RequestDone) -> Iterator[tuple[str, float, float]]:
         if reached is not None:
             yield phase, began, reached
             began = reached
-        elif phase != "prepare":  # it ended there
+        elif phase != "prepare":  # the request ended in this phase
             yield phase, began, times.total
             return
 

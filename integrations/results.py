@@ -10,10 +10,8 @@ from asyncengine.errors import RequestTimeout
 
 
 def raise_if_timed_out(finish_reason: str | None, partial: str) -> None:
-    """Frameworks know a deadline only as an error (their retries and fallbacks act on it), so it becomes one.
-
-    Raises `RequestTimeout` with the text that was there.
-    """
+    """Raises `RequestTimeout` with the partial text if a deadline passed: frameworks' retries and fallbacks act on
+    errors alone."""
     if finish_reason == "timeout":
         raise RequestTimeout("the request's deadline passed before its answer was complete", partial)
 
@@ -25,15 +23,15 @@ def checked(completion: Completion) -> Completion:
     return completion
 
 
-def why_not_own(about: Mapping[str, Any]) -> str | None:
-    """Why a structured answer with these "finish_reason" and "steered_from" is not to be read; None: it is."""
-    if about.get("finish_reason") != "length" or about.get("steered_from") is None:
+def why_not_read(info: Mapping[str, Any]) -> str | None:
+    """The reason why a structured answer with this "finish_reason" and "steered_from" cannot be used, or None."""
+    if info.get("finish_reason") != "length" or info.get("steered_from") is None:
         return None
     return "the budget (max_tokens or the context) ended in the answer, and the engine closed it: see on_budget='offer'"
 
 
 def each_chunk(stream: SyncTokenStream) -> Iterator[Chunk]:
-    """The chunks that tell something. Raises `RequestTimeout` behind the last one of a deadline that passed."""
+    """The chunks that have news. Raises `RequestTimeout` behind the last one if a deadline passed."""
     text = ""
     with stream:
         for chunk in stream:
@@ -57,5 +55,5 @@ async def each_chunk_async(stream: TokenStream) -> AsyncGenerator[Chunk, None]:
 
 
 def worth_sending(chunk: Chunk) -> bool:
-    """A token inside a multi-byte character has no text yet: nothing to tell anybody."""
+    """Whether a chunk has news: a token inside a multi-byte character has no text yet."""
     return bool(chunk.text or chunk.tool_calls or chunk.reasoning or chunk.logprobs or chunk.finish_reason)

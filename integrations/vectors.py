@@ -7,18 +7,20 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from asyncengine import Decision, Embeddings, ModelInfo, Ranking
+from asyncengine import Decision, ModelInfo, Ranking
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_source import EngineChoice
 
-Kind = Literal["query", "document"]
+Role = Literal["query", "document"]
 
-PROMPT_NAMES: dict[Kind, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage")}
-"""Names that models have for the prompts of the two kinds of text that retrieval knows, the first one first."""
+PROMPT_NAMES: dict[Role, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage")}
+"""Names that models have for the prompts of queries and documents, in order of preference."""
 MANY_NUMBERS = 1 << 16
-"""From this many on, vectors become Python's lists on a thread: a large list would hold the event loop up."""
+"""Numbers from which on vectors become Python's lists on a thread: a large list would hold up the event loop."""
 
 
 class CallFields(EngineChoice):
@@ -31,17 +33,18 @@ class CallFields(EngineChoice):
     priority: int | None = None
     """Lower goes first, where the engine's policy is "priority"."""
 
-    def _request(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in ("adapter", "timeout", "priority")}
-        return {name: value for name, value in given.items() if value is not None}
+    def _request(self, **more: Any) -> dict[str, Any]:
+        """Keywords of a call: these fields and `more`, without those that are None."""
+        values = {**{name: getattr(self, name) for name in ("adapter", "timeout", "priority")}, **more}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class RequestFields(CallFields):
     truncate: bool = True
     """Cut texts that are too long for the model; False: refuse them by name."""
 
-    def _request(self) -> dict[str, Any]:
-        return {"truncate": self.truncate, **super()._request()}
+    def _request(self, **more: Any) -> dict[str, Any]:
+        return super()._request(truncate=self.truncate, **more)
 
 
 class EmbeddingFields(RequestFields):
@@ -68,35 +71,32 @@ class EmbeddingFields(RequestFields):
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Self:
-        for kind in PROMPT_NAMES:
-            name, text = getattr(self, f"{kind}_prompt_name"), getattr(self, f"{kind}_prompt")
+        for role in PROMPT_NAMES:
+            name, text = getattr(self, f"{role}_prompt_name"), getattr(self, f"{role}_prompt")
             if name is not None and text is not None:
-                raise InvalidParameter(f"{kind}_prompt", f"must be left out where {kind}_prompt_name is given", text)
+                raise InvalidParameter(f"{role}_prompt", f"must be left out where {role}_prompt_name is given", text)
         return self
 
-    def _keywords(self, kind: Kind, info: ModelInfo) -> dict[str, Any]:
-        """Keywords for the engine's `embed`. A kind of text without a prompt in the model is embedded as its own
-        default says."""
-        prompt = getattr(self, f"{kind}_prompt")
-        name = getattr(self, f"{kind}_prompt_name")
+    def _keywords(self, role: Role, info: ModelInfo) -> dict[str, Any]:
+        """Keywords for the engine's `embed`. If the model has no prompt for the text's role, its default applies."""
+        prompt = getattr(self, f"{role}_prompt")
+        name = getattr(self, f"{role}_prompt_name")
         if prompt is None and name is None:
-            name = next((known for known in PROMPT_NAMES[kind] if known in info.prompts), None)
-        given = {"prompt": prompt, "prompt_name": name, "dimensions": self.dimensions, "normalize": self.normalize}
-        return {**self._request(), **{key: value for key, value in given.items() if value is not None}}
+            name = next((candidate for candidate in PROMPT_NAMES[role] if candidate in info.prompts), None)
+        return self._request(prompt=prompt, prompt_name=name, dimensions=self.dimensions, normalize=self.normalize)
 
-    def _embed(self, texts: Sequence[str], kind: Kind, show_progress: bool | None = None) -> list[list[float]]:
+    def _embed(self, texts: Sequence[str], role: Role, show_progress: bool | None = None) -> list[list[float]]:
         if isinstance(texts, list) and not texts:
             return []
         engine = self._engines().sync()
-        found = engine.embed(texts, show_progress=show_progress, **self._keywords(kind, engine.info))
-        return _lists(found)
+        return _lists(engine.embed(texts, show_progress=show_progress, **self._keywords(role, engine.info)).vectors)
 
-    async def _aembed(self, texts: Sequence[str], kind: Kind, show_progress: bool | None = None) -> list[list[float]]:
+    async def _aembed(self, texts: Sequence[str], role: Role, show_progress: bool | None = None) -> list[list[float]]:
         if isinstance(texts, list) and not texts:
             return []
         engine = await self._engines().aio()
-        found = await engine.embed(texts, show_progress=show_progress, **self._keywords(kind, engine.info))
-        return _lists(found) if found.vectors.size < MANY_NUMBERS else await asyncio.to_thread(_lists, found)
+        vectors = (await engine.embed(texts, show_progress=show_progress, **self._keywords(role, engine.info))).vectors
+        return _lists(vectors) if vectors.size < MANY_NUMBERS else await asyncio.to_thread(_lists, vectors)
 
 
 class RerankFields(RequestFields):
@@ -111,16 +111,13 @@ class RerankFields(RequestFields):
     instruction: str | None = None
     """The instruction for the reranker, where the model takes one; None: its own."""
 
-    def _rerank_keywords(self, top_n: int | None) -> dict[str, Any]:
-        given = {"top_n": top_n, "instruction": self.instruction}
-        return {**self._request(), **{key: value for key, value in given.items() if value is not None}}
-
     def _rank(self, query: str, texts: Sequence[str], top_n: int | None) -> Ranking:
-        return self._engines().sync().rerank(query, texts, **self._rerank_keywords(top_n))
+        keywords = self._request(top_n=top_n, instruction=self.instruction)
+        return self._engines().sync().rerank(query, texts, **keywords)
 
     async def _arank(self, query: str, texts: Sequence[str], top_n: int | None) -> Ranking:
         engine = await self._engines().aio()
-        return await engine.rerank(query, texts, **self._rerank_keywords(top_n))
+        return await engine.rerank(query, texts, **self._request(top_n=top_n, instruction=self.instruction))
 
 
 class DecisionFields(CallFields):
@@ -137,6 +134,6 @@ class DecisionFields(CallFields):
         return await engine.decide(state, questions, **self._request())
 
 
-def _lists(found: Embeddings) -> list[list[float]]:
-    """Row by row: a thread that does so lets others in between."""
-    return [row.tolist() for row in found.vectors]
+def _lists(vectors: NDArray[np.float32]) -> list[list[float]]:
+    """The vectors as lists, made row by row, so that other threads get the interpreter in between."""
+    return [row.tolist() for row in vectors]

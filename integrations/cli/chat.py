@@ -60,7 +60,7 @@ class Conversation:
     images: list[dict[str, Any]] = field(default_factory=list)
     """Pictures for the next prompt."""
     last: str = ""
-    told_full: bool = False
+    warned_full: bool = False
 
     def run(self) -> None:
         if self.watched:
@@ -171,9 +171,9 @@ class Conversation:
         most = context - min(self.params.max_tokens or MOST_TOKENS, context // 4)
         while len(messages) > first + 2 and self.engine.count_tokens(messages) > most:
             messages = [*messages[:first], *messages[first + 2 :]]
-            if not self.told_full:
+            if not self.warned_full:
                 print(f"(the context of {context} tokens is full: the oldest turns leave it)", file=sys.stderr)
-            self.told_full = True
+            self.warned_full = True
         return messages
 
     def _figures(self) -> str:

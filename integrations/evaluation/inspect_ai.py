@@ -40,7 +40,7 @@ class AsyncEngineAPI(inspect_model.ModelAPI):  # type: ignore[misc]
         self, input: list[inspect_model.ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice,
         config: inspect_model.GenerateConfig,
     ) -> inspect_model.ModelOutput:  # fmt: skip
-        """Raises `RequestFailed` for a request that is refused."""
+        """Answer a chat. Raises `RequestFailed` for a request that is refused."""
         engine = await self._handle.aget()
         self._app = self._app or app(engine)
         body = openai_forms.openai_completion_params(engine.info.name, config, bool(tools))

@@ -20,7 +20,7 @@ from asyncengine import Completion, SamplingParams, shared_engine
 
 @register_model("asyncengine")
 class AsyncEngineLM(TemplateLM):  # type: ignore[misc]
-    """The harness' model. Scores do not depend on `batch_size`, wherever the engine's own bits do not (`info`)."""
+    """The harness' model. Scores do not depend on `batch_size` if the engine is batch invariant (see its `info`)."""
 
     def __init__(
         self, pretrained: str = "demo", batch_size: int | str = "auto", max_batch_size: int | None = None,
@@ -33,7 +33,7 @@ class AsyncEngineLM(TemplateLM):  # type: ignore[misc]
         Raises what loading the model raises.
         """
         super().__init__()
-        settings["device"] = "auto" if device == "cuda:0" else device  # the harness says so where nobody else does
+        settings["device"] = "auto" if device == "cuda:0" else device  # "cuda:0" is the harness' default
         size = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self._handle = shared_engine(pretrained, **(settings | {"max_num_seqs": size} if size else settings))
         self.engine, self._adapter, self._max_gen_toks = self._handle.get(), adapter, max_gen_toks
@@ -45,7 +45,7 @@ class AsyncEngineLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has nothing else before it: the tokenizer's own first one, if there is one."""
+        """The token before a text without context: the one that the tokenizer puts first, else end of sequence."""
         return self._front[0] if self._front else self.eot_token_id
 
     @property
@@ -72,14 +72,14 @@ class AsyncEngineLM(TemplateLM):  # type: ignore[misc]
         return (stream.result() for stream in streams)
 
     def _scores(self, requests: Sequence[Sequence[list[int]]]) -> Iterator[tuple[float, bool]]:
-        """(log-probability of the second ids behind the first, whether each is the likeliest). What is too long loses
-        its beginning."""
+        """For each (context, continuation): log-probability of the continuation, and whether each of its tokens is the
+        likeliest. Pairs beyond `max_length` lose their beginning."""
         prompts = [(context + more)[-self.max_length :] for context, more in requests]
         starts = [max(1, len(ids) - len(more)) for ids, (_, more) in zip(prompts, requests, strict=True)]
         params = (SamplingParams(max_tokens=0, prompt_logprobs_start=start, top_logprobs=1) for start in starts)
         for completion, start in zip(self._completions(zip(prompts, params, strict=True)), starts, strict=True):
             scored = [entry for entry in (completion.prompt_logprobs or [])[start:] if entry is not None]
-            yield sum(each.logprob for each in scored), all(each.top[0][0] == each.token_id for each in scored)
+            yield sum(entry.logprob for entry in scored), all(entry.top[0][0] == entry.token_id for entry in scored)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -94,8 +94,8 @@ class AsyncEngineLM(TemplateLM):  # type: ignore[misc]
         texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         cut = partial(get_rolling_token_windows, prefix_token=self.prefix_token_id, context_len=1)
         windows = [[make_disjoint_window(pair) for pair in cut(ids, max_seq_len=self.max_length - 1)] for ids in texts]
-        scores = self._scores([pair for each in windows for pair in each])
-        return [sum(next(scores)[0] for _ in each) for each in windows]
+        scores = self._scores([pair for text_windows in windows for pair in text_windows])
+        return [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         texts = []
@@ -106,8 +106,8 @@ class AsyncEngineLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def _prompt(self, number: int, context: str, keywords: dict[str, Any]) -> tuple[list[int], SamplingParams]:
-        """`number`: the seed of what is sampled. Raises `InvalidParameter` for keywords that are no sampling
-        parameters."""
+        """Prompt and parameters of a generation; `number` is its seed. Raises `InvalidParameter` for keywords that are
+        no sampling parameters."""
         options: dict[str, Any] = {"seed": number, **normalize_gen_kwargs(keywords, self._max_gen_toks)}
         most, stop = options.pop("max_gen_toks"), [text for text in options.pop("until", ()) if text]
         options.setdefault("temperature", 1.0 if options.pop("do_sample") else 0.0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports at its first use what an older langchain-core has no base class for."""
+    """Import `AsyncEngineDecisions` at its first use: older versions of langchain-core lack its base class."""
     if name != "AsyncEngineDecisions":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from asyncengine.integrations.langchain.decisions import AsyncEngineDecisions

@@ -88,8 +88,8 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
             arguments = dict[int, str]()
             async with aclosing(each_chunk_async(call.stream(await self._engines().aio(), prompt))) as chunks:
                 async for chunk in chunks:
-                    for part in chat_chunks(chunk, call.model_name, arguments):
-                        yield part
+                    for message in chat_chunks(chunk, call.model_name, arguments):
+                        yield message
 
     # -- tools and structured output
 
@@ -157,7 +157,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return_exceptions: bool = False, **kwargs: Any,
     ) -> list[AIMessage]:  # fmt: skip
         """Submits everything at once, unless the config sets `max_concurrency`."""
-        _widened(config, _count(inputs))  # the base class would wait for ever where none may run at a time
+        _widened(config, _count(inputs))  # checks max_concurrency: with 0 the base class would wait for ever
         return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     def batch_as_completed(  # type: ignore[override]  # the base class spells it as two overloads
@@ -170,7 +170,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     def _for_threads(
         self, config: RunnableConfig | Sequence[RunnableConfig] | None, length: int
     ) -> RunnableConfig | list[RunnableConfig] | None:
-        """`_widened`, where threads may wait for the engine. Raises `WrongLoop` where they would for ever."""
+        """`_widened`, after a check that threads may wait for the engine. Raises `WrongLoop` if they would for ever."""
         if length > 1:
             with mapped_errors():
                 self._engines().check_waiting()
@@ -179,7 +179,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     def generate(
         self, messages: list[list[BaseMessage]], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any,
     ) -> LLMResult:  # fmt: skip
-        """The base class asks for one answer after the other; here all prompts are in the engine together.
+        """Submit all prompts at once, where the base class generates one answer after the other.
 
         Raises the first error in the order of `messages`, after every other request has ended.
         """
@@ -189,11 +189,11 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         run_id = kwargs.pop("run_id", None)
         single = super().generate
 
-        def one(index: int) -> LLMResult:
+        def answer_one(index: int) -> LLMResult:
             return single([messages[index]], stop, callbacks, **kwargs, **({} if index else {"run_id": run_id}))
 
         with ContextThreadPoolExecutor(max_workers=min(len(messages), MAX_BATCH_THREADS)) as executor:
-            results = list(executor.map(one, range(len(messages))))
+            results = list(executor.map(answer_one, range(len(messages))))
         return LLMResult(
             generations=[result.generations[0] for result in results],
             llm_output=self._combine_llm_outputs([result.llm_output for result in results]),
@@ -212,15 +212,15 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
             offered = openai_tools(tools) if tools else None
             return self._engines().sync().count_tokens(to_openai(messages), tools=offered)
 
-    # -- who am I
+    # -- identity for LangChain's caches and tracers
 
     @property
     def _llm_type(self) -> str:
         return "asyncengine-chat"
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        """The key of LangChain's caches. The base class would take what `dumps` writes, which says nothing of a model
-        with an engine of its caller's own, and of a class as grammar nothing but its name."""
+        """The key of LangChain's caches. The base class would use the text of `dumps`, which has nothing of a model
+        with an engine of its caller's own, and only the name of a class that is the grammar."""
         params = {**self._get_invocation_params(stop=stop, **kwargs), **kwargs}
         return str(sorted(params.items()))
 
@@ -234,10 +234,10 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     def _resolve_model_profile(self) -> ModelProfile:
         """Abilities of the model, as far as they are known without loading it.
 
-        Whether it calls tools its chat template says, once it is loaded, or a `tool_format` in the settings; until then
-        nothing is said about it. Whether it reasons and whether it reads pictures is said once it is loaded.
+        Tool calling is known from a `tool_format` in the settings, else from the chat template once the model is
+        loaded. Reasoning and pictures are known once it is loaded. Unknown abilities are left out.
         """
-        config, model = self._settings(), self._engines().known()
+        config, model = self._settings(), self._engines().info_if_loaded()
         grammars, limit = config.get("grammar_backend") != "none", config.get("max_model_len")
         calls = True if config.get("tool_format", "auto") != "auto" else None
         profile = ModelProfile(

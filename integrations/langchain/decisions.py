@@ -70,27 +70,27 @@ class AsyncEngineDecisions(DecisionFields, BaseDecisionModel):
 
 def _state(state: Any) -> Any:
     """The state as JSON data and pictures. Raises `InvalidParameter` for other media."""
-    found = _plain(state, "state")
-    alone = isinstance(state, BaseMessage) and state.type == "human" and isinstance(found, dict)
-    return found["content"] if alone else found
+    data = _plain(state, "state")
+    alone = isinstance(state, BaseMessage) and state.type == "human" and isinstance(data, dict)
+    return data["content"] if alone else data
 
 
 def _questions(questions: Mapping[str, Any]) -> dict[str, Any]:
     """The same of the questions."""
-    return {name: _plain(each.model_dump(), f"questions[{name!r}]") for name, each in questions.items()}
+    return {name: _plain(question.model_dump(), f"questions[{name!r}]") for name, question in questions.items()}
 
 
 def _plain(value: Any, where: str) -> Any:
     """The value with messages as JSON data: a list of several for one that brings results of tools along."""
     if isinstance(value, BaseMessage):
-        made = [_plain(message, where) for message in convert_message(value, where)]
-        return made[0] if len(made) == 1 else made
+        messages = [_plain(message, where) for message in convert_message(value, where)]
+        return messages[0] if len(messages) == 1 else messages
     if isinstance(value, Mapping):
         if (picture := openai_shape.image_part(where, value)) is not None:
             return {"where": where, **picture}
         if value.get("type") in _MEDIA or (is_data_content_block(dict(value)) and value["type"] != "text-plain"):
             raise InvalidParameter(where, f"is of type {value['type']!r}, which is not read: text and pictures are")
-        return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each, f"{where}[{position}]") for position, each in enumerate(value)]
+        return [_plain(item, f"{where}[{position}]") for position, item in enumerate(value)]
     return value

@@ -20,26 +20,26 @@ _THEIRS: dict[type, str] = {getattr(errors, ours): theirs for theirs, names in _
 
 
 @cache
-def _both(kind: type[errors.EngineError]) -> type[errors.EngineError] | None:
-    """The class that is both; None: there is none, or `kind` is both already. A name that this langchain-core lacks
-    falls back to `ModelError`, then to `LangChainException`."""
-    name = next((_THEIRS[base] for base in kind.__mro__ if base in _THEIRS), None)
-    if name in (None, "none") or issubclass(kind, lc.LangChainException):
+def _both(error_type: type[errors.EngineError]) -> type[errors.EngineError] | None:
+    """A subclass of `error_type` and of LangChain's counterpart; None: there is none, or `error_type` is one already. A
+    name that this langchain-core lacks falls back to `ModelError`, then to `LangChainException`."""
+    name = next((_THEIRS[base] for base in error_type.__mro__ if base in _THEIRS), None)
+    if name in (None, "none") or issubclass(error_type, lc.LangChainException):
         return None
     theirs = getattr(lc, name, getattr(lc, "ModelError", lc.LangChainException))
-    return type(kind.__name__, (kind, theirs), {"__doc__": kind.__doc__, "__module__": __name__})
+    return type(error_type.__name__, (error_type, theirs), {"__doc__": error_type.__doc__, "__module__": __name__})
 
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """Raise what leaves the block as its LangChain counterpart; other errors pass untouched."""
+    """Raise the block's engine errors as their LangChain counterparts; other errors pass unchanged."""
     try:
         yield
     except errors.EngineError as error:
-        kind = _both(type(error))  # type: ignore[arg-type]  # a class hashes as a class
-        if kind is None:
+        both_class = _both(type(error))  # type: ignore[arg-type]  # a class hashes as a class
+        if both_class is None:
             raise
-        both = kind.__new__(kind)
+        both = both_class.__new__(both_class)  # not called: constructors of errors take different arguments
         both.args = error.args
         both.__dict__.update(error.__dict__)
         raise both.with_traceback(error.__traceback__) from error.__cause__

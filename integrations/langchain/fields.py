@@ -21,7 +21,7 @@ MAX_BATCH_THREADS = 256
 
 class LangChainFields(EngineFields):
     ls_model_type: ClassVar[Literal["chat", "llm"]]
-    """The kind of model that traces name."""
+    """The type of model that traces name."""
     streaming: bool = False
     """Produce whole answers through the stream, so that callbacks see tokens in `invoke` as well."""
     max_retries: int | None = None
@@ -39,9 +39,9 @@ class LangChainFields(EngineFields):
         return ["langchain_asyncengine"]
 
     def to_json(self) -> Any:
-        """The record that `dumps` writes and `loads` makes the same model of: fields that are not at their defaults.
+        """The record for `dumps`, from which `loads` makes an equal model: all fields that differ from their defaults.
 
-        A model with an engine of its caller's own cannot be made again from text, and says so when it is loaded.
+        A model with an engine of its caller's own cannot be written; its record says so when it is loaded.
         """
         if self.engine is not None:
             return self.to_json_not_implemented()  # type: ignore[attr-defined]
@@ -62,14 +62,14 @@ class LangChainFields(EngineFields):
         params = {"model_name": self._engines().name, **self._defaults()}
         if settings := self._settings():
             params["engine_config"] = settings
-        if "grammar" in params:  # a class does not say what is in it
+        if "grammar" in params:  # the repr of a class does not have its fields
             params["grammar"] = Grammar.of(params["grammar"])
         if "stop" in params:  # the base classes put the call's own `stop`, mostly None, under that name
             params["stop_sequences"] = params.pop("stop")
         return params
 
     def _request(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Call:
-        """`stream` is LangChain's own switch between `_generate` and `_stream`."""
+        """The request of a call, without `stream`: that is LangChain's switch between `_generate` and `_stream`."""
         return self._call(stop, {name: value for name, value in kwargs.items() if name != "stream"})
 
     def _in_thread(self, manager: BaseRunManager | None, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,23 +87,23 @@ class LangChainFields(EngineFields):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text by the model's own tokenizer. Loads the model."""
-        own: Callable[[str], list[int]] | None = self.custom_get_token_ids  # type: ignore[attr-defined]
-        if own is not None:
-            return own(text)
+        custom: Callable[[str], list[int]] | None = self.custom_get_token_ids  # type: ignore[attr-defined]
+        if custom is not None:
+            return custom(text)
         with mapped_errors():
             return self._engines().sync().tokenize(text)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        """Never raises: tracing must not break a call that would be refused."""
-        given = {**self._defaults(), **{OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}}
+        """Parameters for tracers. Never raises, as a call with wrong parameters must fail with its own error."""
+        values = {**self._defaults(), **{OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}}
         params = LangSmithParams(
             ls_provider=PROVIDER, ls_model_name=self._name(kwargs), ls_model_type=self.ls_model_type
         )
-        if isinstance(given.get("temperature"), (int, float)):
-            params["ls_temperature"] = given["temperature"]
-        if isinstance(given.get("max_tokens"), int):
-            params["ls_max_tokens"] = given["max_tokens"]
-        stops = stop if stop is not None else given.get("stop")
+        if isinstance(values.get("temperature"), (int, float)):
+            params["ls_temperature"] = values["temperature"]
+        if isinstance(values.get("max_tokens"), int):
+            params["ls_max_tokens"] = values["max_tokens"]
+        stops = stop if stop is not None else values.get("stop")
         if isinstance(stops, (str, list, tuple)) and stops:
             params["ls_stop"] = [stops] if isinstance(stops, str) else list(stops)
         return params

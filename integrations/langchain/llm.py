@@ -58,10 +58,10 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> Iterator[GenerationChunk]:  # fmt: skip
         with mapped_errors():
             call = self._stream_request(stop, kwargs)
-            for made in map(text_chunk, each_chunk(call.stream(self._engines().sync(), prompt))):
+            for generation in map(text_chunk, each_chunk(call.stream(self._engines().sync(), prompt))):
                 if run_manager is not None:
-                    run_manager.on_llm_new_token(made.text, chunk=made)
-                yield made
+                    run_manager.on_llm_new_token(generation.text, chunk=generation)
+                yield generation
 
     async def _astream(
         self, prompt: str, stop: list[str] | None = None, run_manager: AsyncCallbackManagerForLLMRun | None = None,
@@ -71,10 +71,10 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
             call = self._stream_request(stop, kwargs)
             async with aclosing(each_chunk_async(call.stream(await self._engines().aio(), prompt))) as chunks:
                 async for chunk in chunks:
-                    made = text_chunk(chunk)
+                    generation = text_chunk(chunk)
                     if run_manager is not None:
-                        await run_manager.on_llm_new_token(made.text, chunk=made)
-                    yield made
+                        await run_manager.on_llm_new_token(generation.text, chunk=generation)
+                    yield generation
 
     @property
     def _llm_type(self) -> str:

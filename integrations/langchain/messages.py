@@ -1,8 +1,8 @@
 """LangChain messages -> OpenAI-shaped dicts, and the engine's results -> LangChain's.
 
-Text and pictures go in; anything else is refused by name and place. Whole answers and stream chunks carry the same
-keys. When chunks are added up LangChain concatenates strings and adds integers, so whatever is not per token sits on a
-stream's last chunk only.
+Text and pictures go in; other content is refused by name and position. Whole answers and stream chunks carry the same
+keys. When chunks are added up LangChain concatenates strings and adds integers, so values that are not per token are on
+a stream's last chunk only.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from asyncengine.integrations.http.dialects.openai_shape import openai_logprobs,
 
 _TEXT = {"text", "input_text", "output_text", "text-plain"}
 _THOUGHT = {"thinking", "redacted_thinking", "reasoning"}
-"""Types of content blocks that `_reasoning` reads; what is redacted, only its maker can read."""
+"""Types of content blocks with thoughts. `_reasoning` skips redacted ones, which their provider encrypts."""
 _CALL = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
 _RESULT = {"tool_result", "function_call_output"}
 
 
 def to_openai(messages: Sequence[lc.BaseMessage]) -> list[openai_shape.Message]:
-    """Raises `InvalidParameter` naming the message for content that cannot be used and for unknown message
-    classes."""
+    """The messages in OpenAI's shape. Raises `InvalidParameter` naming the message for content that cannot be used and
+    for unknown message classes."""
     converted: list[openai_shape.Message] = []
     for position, item in enumerate(messages):
         converted += convert_message(item, f"messages[{position}]")
@@ -41,7 +41,7 @@ def to_openai(messages: Sequence[lc.BaseMessage]) -> list[openai_shape.Message]:
 
 
 def convert_message(item: lc.BaseMessage, where: str) -> list[openai_shape.Message]:
-    """The message called `where`; several where it brings results of tools along. Raises as `to_openai`."""
+    """The message at `where`; several messages if it holds results of tools. Raises as `to_openai`."""
     if isinstance(item, lc.AIMessage):
         # A call that was no valid JSON cannot be rendered as a call; as text the model sees what it wrote.
         texts = [_text(item.content, where, skip=_CALL), *(bad["args"] or "" for bad in item.invalid_tool_calls)]
@@ -75,7 +75,7 @@ def _human(item: lc.HumanMessage, where: str) -> list[openai_shape.Message]:
 
 
 def _tool_calls(item: lc.AIMessage) -> list[openai_shape.Message]:
-    """`tool_calls` wins over tool_use blocks in the content, which repeat it when a history was made by hand."""
+    """The calls of a message: `tool_calls`, else the tool_use blocks of its content, which may repeat them."""
     calls = [openai_shape.tool_call(call["id"], call["name"], call["args"]) for call in item.tool_calls]
     if calls or item.invalid_tool_calls:
         return calls
@@ -87,20 +87,20 @@ def _tool_calls(item: lc.AIMessage) -> list[openai_shape.Message]:
 
 
 def _reasoning(item: lc.AIMessage, where: str) -> str:
-    """An answer's reasoning, where the adapter writes it, or else of its content blocks, which repeat it."""
+    """An answer's reasoning: the adapter's own key, else the content blocks, which repeat it."""
     kept = item.additional_kwargs.get("reasoning_content")
-    found = [] if kept is None else [(f"{where}.additional_kwargs['reasoning_content']", kept)]
+    thoughts = [] if kept is None else [(f"{where}.additional_kwargs['reasoning_content']", kept)]
     for position, block in enumerate([] if kept else item.content):
         if isinstance(block, dict) and (key := block.get("type")) in ("thinking", "reasoning"):
             summary = block.get("summary") or ()  # OpenAI's way, for those that may be shown one
-            parts = (
+            texts = (
                 [block[key]] if key in block else [part.get("text") for part in summary if isinstance(part, Mapping)]
             )
-            found += [(f"{where}.content[{position}].{key}", part) for part in parts]
-    for name, text in found:
+            thoughts += [(f"{where}.content[{position}].{key}", text) for text in texts]
+    for name, text in thoughts:
         if not isinstance(text, str):
             raise InvalidParameter(name, "must be a str", text)
-    return "\n".join(text for _, text in found if text)
+    return "\n".join(text for _, text in thoughts if text)
 
 
 def _arguments(block: Mapping[str, Any]) -> Mapping[str, Any] | str:
@@ -116,7 +116,7 @@ def _blocks(content: str | Sequence[str | dict[str, Any]]) -> list[dict[str, Any
 
 
 def _text(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset()) -> str:
-    """The text of a content, its blocks joined by newlines; blocks in `skip` are somebody else's business."""
+    """The text of a content, its blocks joined by newlines, without blocks whose type is in `skip`."""
     if isinstance(content, str):
         return content
     texts = (_block_text(block, where, skip) for block in content or ())
@@ -124,7 +124,7 @@ def _text(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset(
 
 
 def _content(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset()) -> openai_shape.Content:
-    """The text of a content as `_text` has it, or its parts in order where some are pictures."""
+    """The text of a content as `_text` has it, or its parts in order if some are pictures."""
     if isinstance(content, str):
         return content
     parts = []
@@ -142,12 +142,12 @@ def _content(content: Any, where: str, skip: set[str] | frozenset[str] = frozens
 def _block_text(block: str | dict[str, Any], where: str, skip: set[str] | frozenset[str]) -> str | None:
     if isinstance(block, str):
         return block
-    kind = str(block.get("type", "without a type"))
-    if kind in _TEXT:
+    block_type = str(block.get("type", "without a type"))
+    if block_type in _TEXT:
         return str(block.get("text") or "")
-    if kind in _THOUGHT or kind in skip:
+    if block_type in _THOUGHT or block_type in skip:
         return None
-    raise openai_shape.refuse_block(f"{where}.content", kind)
+    raise openai_shape.refuse_block(f"{where}.content", block_type)
 
 
 PROVIDER = "asyncengine"
@@ -178,12 +178,12 @@ def _answer(model_name: str) -> dict[str, Any]:
 
 
 def _reasoning_content(text: str) -> dict[str, Any]:
-    """Keywords of a message with reasoning where LangChain's content blocks look for it."""
+    """Additional keywords of a message with reasoning, under the name that LangChain's content blocks read."""
     return {"reasoning_content": text} if text else {}
 
 
 def _calls(sample: Sample) -> tuple[list[ToolCall], list[InvalidToolCall]]:
-    """The calls, and those whose arguments Python does not read."""
+    """The calls, and those whose arguments Python cannot parse."""
     calls = []
     broken = [(call, "it was cut off, or holds a number Python does not read") for call in sample.broken_calls]
     for call in sample.tool_calls:
@@ -191,9 +191,9 @@ def _calls(sample: Sample) -> tuple[list[ToolCall], list[InvalidToolCall]]:
             calls.append(tool_call(name=call.name, args=json.loads(call.arguments), id=call.id))
         except (ValueError, RecursionError) as error:  # a caller deep in its stack reads less deep than the engine
             broken.append((call, f"{type(error).__name__}: {error}"))
-    said = "the arguments are no JSON object: "
+    prefix = "the arguments are no JSON object: "
     return calls, [
-        invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=said + why) for call, why in broken
+        invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=prefix + why) for call, why in broken
     ]
 
 
@@ -218,19 +218,19 @@ def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
     """One for each call: LangChain joins pieces of a call that come in different chunks, but not in the same one."""
     joined: dict[int, ToolCallChunk] = {}
     for delta in deltas:
-        known = joined.setdefault(delta.index, tool_call_chunk(index=delta.index, args=""))
-        known["name"] = known["name"] or delta.name
-        known["id"] = known["id"] or delta.id
-        known["args"] = (known["args"] or "") + delta.arguments
+        call = joined.setdefault(delta.index, tool_call_chunk(index=delta.index, args=""))
+        call["name"] = call["name"] or delta.name
+        call["id"] = call["id"] or delta.id
+        call["args"] = (call["args"] or "") + delta.arguments
     return list(joined.values())
 
 
 def chat_chunks(chunk: Chunk, model_name: str, arguments: dict[int, str]) -> Iterator[outputs.ChatGenerationChunk]:
-    """LangChain's chunks for one of ours. `arguments`: those of the stream's calls so far, kept here.
+    """LangChain's chunks for one of the engine's. `arguments`: texts of the stream's calls so far, which this updates.
 
-    Pieces of a call never travel on the last one: LangChain reads a last message as complete, and the end of a call's
-    arguments alone as an invalid call (to a slow reader the engine sends both at once). A call that was never finished
-    gets an end that is none: LangChain would complete it, and an agent would run it.
+    Pieces of a call never go into the last chunk: LangChain reads a last message as complete, and the end of a call's
+    arguments alone as an invalid call (to a slow reader the engine sends both at once). A call that was cut off gets an
+    invalid ending, since LangChain would complete its arguments, and an agent would run it.
     """
     pieces = list(chunk.tool_calls or ())
     for piece in pieces:
@@ -248,7 +248,7 @@ def chat_chunks(chunk: Chunk, model_name: str, arguments: dict[int, str]) -> Ite
 
 
 def _spoilt_end(arguments: str) -> str:
-    """The text with which LangChain reads these as an invalid call; "" if they are whole, or invalid as they are."""
+    """An ending that makes LangChain read the arguments as an invalid call; "" if they are whole or invalid already."""
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(arguments)
         return ""
@@ -263,13 +263,13 @@ def _spoilt_end(arguments: str) -> str:
 def chat_chunk(chunk: Chunk, model_name: str) -> outputs.ChatGenerationChunk:
     last = chunk.finish_reason is not None
     info = _info(chunk)
-    part = AIMessageChunk(
+    message = AIMessageChunk(
         content=chunk.text, tool_call_chunks=_call_chunks(chunk.tool_calls or ()),
         additional_kwargs=_reasoning_content(chunk.reasoning),
         response_metadata={**(_answer(model_name) if last else {}), **info},
         usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None, chunk_position="last" if last else None,
     )  # fmt: skip
-    return outputs.ChatGenerationChunk(message=part)
+    return outputs.ChatGenerationChunk(message=message)
 
 
 def text_result(completions: Sequence[Completion], model_name: str) -> outputs.LLMResult:

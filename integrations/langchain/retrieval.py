@@ -99,7 +99,7 @@ def _texts(documents: Sequence[Document]) -> list[str]:
 
 def _kept(documents: Sequence[Document], ranking: Ranking) -> list[Document]:
     return [
-        given.model_copy(update={"metadata": {**given.metadata, "relevance_score": ranked.score}})
+        document.model_copy(update={"metadata": {**document.metadata, "relevance_score": ranked.score}})
         for ranked in ranking.results
-        for given in (documents[ranked.index],)
+        for document in (documents[ranked.index],)
     ]

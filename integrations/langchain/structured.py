@@ -1,4 +1,4 @@
-"""`with_structured_output`: what to bind to the model, and how to read its answer back."""
+"""`with_structured_output`: keywords to bind to the model, and parsers of its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, RootModel, TypeAd
 from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar, as_meant, pydantic_schema
 from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools, tool_name
-from asyncengine.integrations.results import why_not_own
+from asyncengine.integrations.results import why_not_read
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 Answerer = Runnable[LanguageModelInput, AIMessage]
@@ -33,43 +33,43 @@ NAMELESS = "response"
 
 
 VALUE = "value"
-"""Argument of a tool that is made of a type which is no object."""
+"""Name of the only argument of a tool that is made of a type other than an object, such as a list."""
 
 
 class TypeParser(BaseOutputParser[Any]):
     """Reads text that is JSON as a value of a Python type: a dataclass, `list[int]`, a union."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
-    kind: Any
+    target: Any
 
     def parse(self, text: str) -> Any:
-        return value_of(self.kind, text)
+        return value_of(self.target, text)
 
 
 class CallTypeParser(JsonOutputKeyToolsParser):
-    """Reads the arguments of a call as a value of a Python type; with `inside`, that one of them."""
+    """Reads the arguments of a call as a value of a Python type, or with `inside` the argument of that name."""
 
-    kind: Any
+    target: Any
     inside: str | None
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        found = super().parse_result(result, partial=partial)
-        if found is None:
+        arguments = super().parse_result(result, partial=partial)
+        if arguments is None:
             return None
         try:
-            return value_of(self.kind, json.dumps(found if self.inside is None else found.get(self.inside)))
+            return value_of(self.target, json.dumps(arguments if self.inside is None else arguments.get(self.inside)))
         except OutputParserException:
-            if partial:  # what is missing is still to be written
+            if partial:  # the rest of the arguments is still to come
                 return None
             raise
 
 
-def value_of(kind: Any, text: str) -> Any:
-    """The value of JSON text as a value of `kind`. Raises `OutputParserException`."""
+def value_of(target: Any, text: str) -> Any:
+    """The value of JSON text as a value of `target`. Raises `OutputParserException`."""
     try:
-        return TypeAdapter(kind).validate_json(text)
+        return TypeAdapter(target).validate_json(text)
     except ValidationError as error:
-        raise OutputParserException(f"the answer is no {kind!r}: {error}", llm_output=text) from error
+        raise OutputParserException(f"the answer is no {target!r}: {error}", llm_output=text) from error
 
 
 def is_type(schema: Any) -> bool:
@@ -80,10 +80,10 @@ def is_type(schema: Any) -> bool:
     return get_origin(schema) is not None or isinstance(schema, types.UnionType)
 
 
-def type_schema(kind: Any) -> JSONSchema:
+def type_schema(target: Any) -> JSONSchema:
     """The JSON schema of a Python type, as pydantic means it. Raises `InvalidParameter` for what has none."""
     try:
-        return as_meant(pydantic_schema(TypeAdapter(kind)))
+        return as_meant(pydantic_schema(TypeAdapter(target)))
     except PydanticUserError as error:
         raise InvalidParameter("schema", f"has no JSON schema: {error.message}") from error
 
@@ -109,13 +109,13 @@ def response_format(schema: Any, strict: bool | None) -> dict[str, Any]:
     if isinstance(schema, Mapping) and schema.get("type") in ("text", "json_object", "json_schema"):
         return dict(schema)
     name = converted(schema)["title"]
-    named = {"name": name, "schema": json_schema(schema), **({} if strict is None else {"strict": strict})}
-    return {"type": "json_schema", "json_schema": named}
+    described = {"name": name, "schema": json_schema(schema), **({} if strict is None else {"strict": strict})}
+    return {"type": "json_schema", "json_schema": described}
 
 
 def json_schema(schema: Any) -> JSONSchema:
-    """A schema as its author wrote it: LangChain's own conversion cuts recursive schemas short and knows objects only.
-    It is needed for TypedDicts with LangChain's defaults in annotations, and for tools."""
+    """A schema as its author wrote it, since LangChain's conversion cuts recursive schemas short and knows only
+    objects. That is used for TypedDicts, which may have LangChain's defaults in annotations, and for tools."""
     if is_model(schema):
         return model_schema(schema)
     if is_type(schema):
@@ -139,7 +139,7 @@ def converted(schema: Any) -> JSONSchema:
 
 
 def as_tool(schema: Any, strict: bool | None) -> OpenAITool:
-    """The tool whose arguments are the answer, or whose one argument is, where that is no object."""
+    """The tool whose arguments are the answer, or whose only argument `VALUE` is, for an answer that is no object."""
     if _is_whole(schema):
         whole = type_schema(schema)
         name = tool_name(getattr(schema, "__name__", NAMELESS))
@@ -170,48 +170,47 @@ def _is_json_schema(schema: Any) -> bool:
 
 
 def traced_format(schema: Any, method: Method) -> dict[str, Any]:
-    """The format that tracers are told. The base class takes it out of the call's keywords before the model sees
-    them."""
+    """The format for tracers. The base class removes it from the call's keywords before the model gets them."""
     return {"kwargs": {"method": method}, "schema": converted({} if schema is None else schema)}
 
 
 def text_parser(schema: Any) -> BaseOutputParser[Any]:
     """Reads an answer that is JSON."""
     if is_type(schema):
-        return TypeParser(kind=schema)
+        return TypeParser(target=schema)
     return PydanticOutputParser(pydantic_object=schema) if is_model(schema) else JsonOutputParser()
 
 
 def call_parser(schema: Any, name: str) -> BaseOutputParser[Any]:
     """Reads an answer that is one call of the tool `name`."""
     titled = isinstance(schema, type) and issubclass(schema, BaseModel)
-    # by another name than LangChain's parser knows the class
+    # LangChain's own parser looks for the class's title or name, which may differ from the tool's
     if _is_whole(schema) or (titled and name != (schema.model_config.get("title") or schema.__name__)):
         inside = None if _is_object(type_schema(schema)) or not _is_whole(schema) else VALUE
-        return CallTypeParser(key_name=name, first_tool_only=True, kind=schema, inside=inside)
+        return CallTypeParser(key_name=name, first_tool_only=True, target=schema, inside=inside)
     if is_model(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
 
 
-def _own(message: AIMessage) -> AIMessage:
-    if (why := why_not_own(message.response_metadata)) is not None:
+def _checked(message: AIMessage) -> AIMessage:
+    if (why := why_not_read(message.response_metadata)) is not None:
         raise OutputParserException(why, llm_output=message.text)
     return message
 
 
-def _all_own(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    yield from map(_own, messages)
+def _all_checked(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    yield from map(_checked, messages)
 
 
-async def _aall_own(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+async def _aall_checked(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
     async for message in messages:
-        yield _own(message)
+        yield _checked(message)
 
 
 def parsed(model: Answerer, parser: Runnable[AIMessage, Any], include_raw: bool) -> Runnable[LanguageModelInput, Any]:
     """With `include_raw` the result is {"raw", "parsed", "parsing_error"}, and parsing raises nothing."""
-    parser = RunnableGenerator(_all_own, _aall_own) | parser
+    parser = RunnableGenerator(_all_checked, _aall_checked) | parser
     if not include_raw:
         return model | parser
     read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)

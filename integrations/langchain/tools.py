@@ -23,13 +23,13 @@ REFERENCE = re.compile(r'"\$ref": "#/(?:\$defs|definitions)/([^"]+)"')
 
 
 def openai_tools(tools: Sequence[AnyTool], strict: bool | None = None) -> list[OpenAITool]:
-    """In OpenAI's shape, keys in LangChain's order. `strict` given wins over what a tool says itself.
+    """The tools in OpenAI's shape, keys in LangChain's order. `strict`, if not None, replaces a tool's own.
 
     Raises `InvalidParameter` naming the tool for one that is no function, such as a provider's web search.
     """
-    given: Any = tools
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise InvalidParameter("tools", "must be a sequence of tools", given)
+    sequence: Any = tools
+    if isinstance(sequence, str) or not isinstance(sequence, Iterable):
+        raise InvalidParameter("tools", "must be a sequence of tools", sequence)
     return [_openai_tool(f"tools[{position}]", tool, strict) for position, tool in enumerate(tools)]
 
 
@@ -42,7 +42,7 @@ def _openai_tool(where: str, tool: AnyTool, strict: bool | None) -> OpenAITool:
         raise InvalidParameter(f"{where}.type", "must be 'function': nobody else runs tools here", converted["type"])
     function = dict(converted.get("function", converted))
     function.pop("type", None)
-    whole = _own_schema(tool)
+    whole = _argument_schema(tool)
     if _refers_to_itself(whole):
         function["parameters"] = {key: value for key, value in whole.items() if key not in ("title", "description")}
     elif whole and isinstance(function.get("parameters"), dict):
@@ -52,20 +52,20 @@ def _openai_tool(where: str, tool: AnyTool, strict: bool | None) -> OpenAITool:
         function["name"] = tool_name(function["name"])
     if strict is not None:
         function["strict"] = strict
-    # Strict is what the engine does anyway; models were trained on tools that do not say it.
+    # The engine is strict unless told otherwise; models were trained on tools without this key.
     if function.get("strict") is not False:
         function.pop("strict", None)
     return {"type": "function", "function": function}
 
 
-def is_model(kind: Any) -> bool:
+def is_model(schema: Any) -> bool:
     """A pydantic class, of version 1 or 2."""
-    return isinstance(kind, type) and is_basemodel_subclass(kind)
+    return isinstance(schema, type) and is_basemodel_subclass(schema)
 
 
-def model_schema(kind: Any) -> dict[str, Any]:
+def model_schema(model: Any) -> dict[str, Any]:
     """The JSON schema of a pydantic class, as pydantic means it."""
-    return as_meant(pydantic_schema(kind) if hasattr(kind, "model_json_schema") else dict(kind.schema()))
+    return as_meant(pydantic_schema(model) if hasattr(model, "model_json_schema") else dict(model.schema()))
 
 
 def tool_name(name: str) -> str:
@@ -74,19 +74,19 @@ def tool_name(name: str) -> str:
     return (name if allowed == name else allowed.strip("_"))[:128]
 
 
-def _own_schema(tool: AnyTool) -> dict[str, Any]:
+def _argument_schema(tool: AnyTool) -> dict[str, Any]:
     """The schema of the arguments of a LangChain tool or a pydantic class, before LangChain resolves its references."""
-    kind: Any = tool.tool_call_schema if isinstance(tool, BaseTool) else tool
-    if is_model(kind):
-        return model_schema(kind)
-    return kind if isinstance(tool, BaseTool) and isinstance(kind, dict) else {}
+    schema: Any = tool.tool_call_schema if isinstance(tool, BaseTool) else tool
+    if is_model(schema):
+        return model_schema(schema)
+    return schema if isinstance(tool, BaseTool) and isinstance(schema, dict) else {}
 
 
 def _refers_to_itself(schema: Mapping[str, Any]) -> bool:
-    """LangChain cuts such a schema short: anything would be valid below the cut."""
-    parts = {**schema.get("definitions", {}), **schema.get("$defs", {})}
+    """Whether a schema is recursive: LangChain cuts such a one short, and below the cut anything would be valid."""
+    schemas = {**schema.get("definitions", {}), **schema.get("$defs", {})}
     try:
-        TopologicalSorter({name: REFERENCE.findall(json.dumps(part)) for name, part in parts.items()}).prepare()
+        TopologicalSorter({name: REFERENCE.findall(json.dumps(inner)) for name, inner in schemas.items()}).prepare()
     except CycleError:
         return True
     return False
@@ -107,8 +107,8 @@ def openai_choice(tool_choice: object, tools: Sequence[OpenAITool]) -> str | dic
             pass  # a tool may have any name, even "auto"
         case "auto" | "none":
             return str(tool_choice)
-        case {"type": "auto" | "none" as kind}:
-            return str(kind)
+        case {"type": "auto" | "none" as mode}:
+            return str(mode)
         case True | "any" | "required" | {"type": "any" | "required"}:
             if not names:
                 raise InvalidParameter("tool_choice", "asks for a call, and there are no tools", tool_choice)
@@ -116,18 +116,18 @@ def openai_choice(tool_choice: object, tools: Sequence[OpenAITool]) -> str | dic
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function" | "tool", "name": str(name)}:
             pass
     if not isinstance(name, str) or name not in names:
-        known = ", ".join(map(repr, names)) or "none"
+        listed = ", ".join(map(repr, names)) or "none"
         forms = "must be 'auto', 'none', 'any', True, a tool's name or a dict that names one"
-        raise InvalidParameter("tool_choice", f"{forms}; the tools are: {known}", tool_choice)
+        raise InvalidParameter("tool_choice", f"{forms}; the tools are: {listed}", tool_choice)
     return {"type": "function", "function": {"name": name}}
 
 
 def several_calls(parallel: bool | None, tool_choice: object, choice: object) -> bool | None:
     """Whether one answer may hold several calls; None: the engine's default, which is yes.
 
-    Where the caller leaves it open and forces a call, it is one call: a model that would not have called by itself
-    does not know when to stop either, and LangChain's agents take a second structured answer for an error.
-    `tool_choice` is what the caller wrote and `choice` what became of it; Anthropic's dicts may say it themselves.
+    If the caller does not say and forces a call, it is one call: a model that would not have called by itself does not
+    know when to stop either, and LangChain's agents take a second structured answer for an error. `tool_choice`: the
+    caller's, which Anthropic's form may answer. `choice`: the same as `openai_choice` has converted it.
     """
     if parallel is None and isinstance(tool_choice, Mapping) and "disable_parallel_tool_use" in tool_choice:
         return not tool_choice["disable_parallel_tool_use"]

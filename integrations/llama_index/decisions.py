@@ -19,7 +19,7 @@ from asyncengine.integrations.vectors import DecisionFields
 
 
 class _Asking(DecisionFields):
-    """An object that LlamaIndex may ask for its prompts, and that has one question."""
+    """Base of objects with one question, `instructions`, that LlamaIndex may ask for prompts."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,7 +30,7 @@ class _Asking(DecisionFields):
         return {}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        """There are none to change: `instructions` is a field."""
+        """Do nothing: the question is a field, and there are no other prompts."""
 
 
 class _Selector(_Asking, BaseSelector):
@@ -80,15 +80,15 @@ class AsyncEngineMultiSelector(_Selector):
     """The number of tools to select at most."""
 
     def _questions(self, choices: Sequence[ToolMetadata]) -> dict[str, object]:
-        named = zip(_names(choices), choices, strict=True)
+        pairs = zip(_names(choices), choices, strict=True)
         return {
             name: {"type": "noul", "instructions": f"{self.instructions}\n{name}: {choice.description}"}
-            for name, choice in named
+            for name, choice in pairs
         }
 
     def _selected(self, decision: Decision) -> SelectorResult:
         ranked = _ranked(decision)
-        kept = [each for each in ranked if each[1] >= self.threshold] or ranked[:1]
+        kept = [entry for entry in ranked if entry[1] >= self.threshold] or ranked[:1]
         return _result(kept[: self.max_outputs])
 
 
@@ -121,8 +121,8 @@ class AsyncEngineRelevance(DecisionFields, RankedNodes):
         return self._ranking(await self._adecide(query, self._questions(texts)), texts)
 
     def _questions(self, texts: Sequence[str]) -> dict[str, object]:
-        asked = ({"type": "noul", "instructions": f"{self.instructions}\n{text}"} for text in texts)
-        return {str(index): question for index, question in enumerate(asked)}
+        questions = ({"type": "noul", "instructions": f"{self.instructions}\n{text}"} for text in texts)
+        return {str(index): question for index, question in enumerate(questions)}
 
     def _ranking(self, decision: Decision, texts: Sequence[str]) -> Ranking:
         ranked = [Ranked(index, value, texts[index]) for index, value in _ranked(decision) if value >= self.threshold]
@@ -135,33 +135,33 @@ class _Evaluator(_Asking, BaseEvaluator):
     threshold: float = Field(default=0.5, ge=0, le=1)
     """The probability from which on a response passes."""
     reads: ClassVar[tuple[str, ...]]
-    """Names of what the question is about: query, response, contexts."""
+    """Arguments of `evaluate` that the question is about: query, response, contexts."""
 
     def evaluate(
         self, query: str | None = None, response: str | None = None, contexts: Sequence[str] | None = None, **_: Any
     ) -> EvaluationResult:
-        """The result for a response, with its probability. Raises `InvalidParameter` for what is missing."""
-        given = {"query": query, "response": response, "contexts": contexts}
-        return self._result(given, self._decide(*self._asked(given)))
+        """The result for a response, with its probability. Raises `InvalidParameter` for a missing argument."""
+        values = {"query": query, "response": response, "contexts": contexts}
+        return self._result(values, self._decide(*self._state_and_question(values)))
 
     async def aevaluate(
         self, query: str | None = None, response: str | None = None, contexts: Sequence[str] | None = None, **_: Any
     ) -> EvaluationResult:
         """The same, awaiting the engine natively."""
-        given = {"query": query, "response": response, "contexts": contexts}
-        return self._result(given, await self._adecide(*self._asked(given)))
+        values = {"query": query, "response": response, "contexts": contexts}
+        return self._result(values, await self._adecide(*self._state_and_question(values)))
 
-    def _asked(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state and the question."""
+    def _state_and_question(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state and the question. Raises `InvalidParameter` for a value that is missing."""
         for name in self.reads:
-            if given[name] is None:
+            if values[name] is None:
                 raise InvalidParameter(name, "must be given to this evaluator")
         question = {"type": "noul", "instructions": self.instructions}
-        return {name: given[name] for name in self.reads}, {"passes": question}
+        return {name: values[name] for name in self.reads}, {"passes": question}
 
-    def _result(self, given: dict[str, Any], decision: Decision) -> EvaluationResult:
+    def _result(self, values: dict[str, Any], decision: Decision) -> EvaluationResult:
         value = decision["passes"].value
-        return EvaluationResult(**given, passing=value >= self.threshold, score=value, feedback=f"probability {value}")
+        return EvaluationResult(**values, passing=value >= self.threshold, score=value, feedback=f"probability {value}")
 
 
 class AsyncEngineFaithfulnessEvaluator(_Evaluator):
@@ -184,14 +184,14 @@ class AsyncEngineRelevancyEvaluator(_Evaluator):
 
 
 def _names(choices: Sequence[ToolMetadata]) -> list[str]:
-    """The tools' names where they tell them apart (LlamaIndex gives all the same one), else numbers."""
+    """The tools' names if they differ, else numbers: by default LlamaIndex gives all tools the same name."""
     names = [choice.name or "" for choice in choices]
-    return names if all(names) and len(set(names)) == len(names) else [str(place + 1) for place in range(len(names))]
+    return names if all(names) and len(set(names)) == len(names) else [str(index + 1) for index in range(len(names))]
 
 
 def _ranked(decision: Decision) -> list[tuple[int, float]]:
-    """(place of the question, probability), the likeliest first."""
-    return sorted(enumerate(each.value for each in decision.answers.values()), key=lambda each: -each[1])
+    """(index of the question, probability), the likeliest first."""
+    return sorted(enumerate(answer.value for answer in decision.answers.values()), key=lambda pair: -pair[1])
 
 
 def _result(selected: Sequence[tuple[int, float]]) -> SelectorResult:

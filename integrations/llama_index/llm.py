@@ -45,24 +45,24 @@ from asyncengine.integrations.results import each_chunk, each_chunk_async
 
 
 def openai_tool(tool: BaseTool, where: str = "tool") -> Message:
-    """OpenAI's {"type": "function", ...}. Raises `InvalidParameter` naming `where` for what is no tool.
+    """OpenAI's {"type": "function", ...}. Raises `InvalidParameter` naming `where` for anything but a tool.
 
-    The name is the tool's own, for LlamaIndex finds the tool by it; `to_openai_tool` would put underscores in.
+    The name stays the tool's own, as LlamaIndex looks the tool up by it; `to_openai_tool` would put underscores in.
     """
     if not isinstance(tool, BaseTool):
         raise InvalidParameter(where, "must be a LlamaIndex tool, as FunctionTool.from_defaults makes one", tool)
-    made: Message = tool.metadata.to_openai_tool(skip_length_check=True)
-    function = {**made["function"], "name": tool.metadata.get_name()}
+    converted: Message = tool.metadata.to_openai_tool(skip_length_check=True)
+    function = {**converted["function"], "name": tool.metadata.get_name()}
     if tool.metadata.fn_schema is not None:  # LlamaIndex's own does not say which times have a zone
-        whole = pydantic_schema(tool.metadata.fn_schema)
-        take_formats(function["parameters"], whole, whole)
-    return {**made, "function": {key: value for key, value in function.items() if value is not None}}
+        schema = pydantic_schema(tool.metadata.fn_schema)
+        take_formats(function["parameters"], schema, schema)
+    return {**converted, "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def selections(response: ChatResponse, error_on_no_tool_call: bool) -> list[ToolSelection]:
-    """The calls of an answer, or of as much of it as there is: then the newest one's arguments may be partial.
+    """The calls of an answer, or of its beginning: then the newest one's arguments may be partial.
 
-    Raises `ValueError` where there is none and there must be one.
+    Raises `ValueError` for an answer without calls if `error_on_no_tool_call`.
     """
     calls = tool_calls(response.message)
     if not calls and error_on_no_tool_call:
@@ -127,7 +127,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Loads the model where one of the three fields above is left to it."""
+        """Facts for LlamaIndex. Loads the model if `context_window` or one of the two switches is None."""
         window, chat, calls = self.context_window, self.is_chat_model, self.is_function_calling_model
         if window is None or chat is None or calls is None:
             info = self._engines().info()
@@ -250,8 +250,8 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     ) -> dict[str, Any]:  # fmt: skip
         """`tool_choice`: "auto", "none", "required", a tool's name or OpenAI's dict for one; it says more than
         `tool_required`. Without tools neither asks for one, unless a call is required, which the engine refuses."""
-        given: object = tools
-        if isinstance(given, str) or not isinstance(given, Sequence | None):
+        listed: object = tools
+        if isinstance(listed, str) or not isinstance(listed, Sequence | None):
             raise InvalidParameter("tools", "must be a list of LlamaIndex's tools", tools)
         if isinstance(chat_history, str) or not isinstance(chat_history, Sequence | None):
             raise InvalidParameter("chat_history", "must be a list of LlamaIndex's ChatMessage", chat_history)
@@ -272,7 +272,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Works on every response of a stream too; the newest call's arguments are then what is there so far."""
+        """The calls of a response, also of one in a stream: the newest call's arguments are then partial."""
         return selections(response, error_on_no_tool_call)
 
     # -- structured output: held to the schema by a grammar; other modes are LlamaIndex's own programs

@@ -1,9 +1,9 @@
 """LlamaIndex messages -> OpenAI-shaped dicts, and the engine's results -> LlamaIndex's responses.
 
-Text and pictures go in; anything else is refused by name and place. Of a response `delta` is what is new, `text` and
-`message` everything so far. `raw["usage"]` is where LlamaIndex's token counter looks; it is there on whole answers and
-on a stream's last response. Tool calls are there twice, as `ToolCallBlock`s and in OpenAI's shape in
-`additional_kwargs["tool_calls"]`: LlamaIndex's agents read the ones, its structured streams look for the others.
+Text and pictures go in; other content is refused by name and position. A response's `delta` is its new text, `text` and
+`message` have everything so far. LlamaIndex's token counter reads `raw["usage"]`, which whole answers and a stream's
+last response have. Tool calls are given twice, as `ToolCallBlock`s and in OpenAI's shape in
+`additional_kwargs["tool_calls"]`: LlamaIndex's agents read the blocks, its structured streams the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROLES = {
 
 
 def check_messages(messages: object) -> None:
-    """Raises `InvalidParameter` for what is no list of messages, such as OpenAI's dicts."""
+    """Raises `InvalidParameter` for anything but a list of LlamaIndex's messages, such as OpenAI's dicts."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidParameter("messages", "must be a list of LlamaIndex's ChatMessage", messages)
     for position, item in enumerate(messages):
@@ -39,7 +39,7 @@ def check_messages(messages: object) -> None:
 
 
 def to_openai(messages: Sequence[types.ChatMessage]) -> list[openai_shape.Message]:
-    """Raises `InvalidParameter` naming the message for content that cannot be used."""
+    """The messages in OpenAI's shape. Raises `InvalidParameter` naming the message for content that cannot be used."""
     return [_convert(item, f"messages[{position}]") for position, item in enumerate(messages)]
 
 
@@ -81,7 +81,7 @@ def _parts(blocks: Sequence[Any], where: str, *, images: bool) -> list[dict[str,
 
 
 def _image(block: types.ImageBlock, where: str) -> str | bytes | Path:
-    """The picture in a form that the engine takes, which looks at its size before it decodes any of it."""
+    """The picture, still encoded: the engine checks its size before it decodes it."""
     if isinstance(block.image, bytes):  # the block holds them in base64, whatever it was given
         return f"data:;base64,{block.image.decode('latin-1')}"
     if block.image is not None:
@@ -97,7 +97,7 @@ def _image(block: types.ImageBlock, where: str) -> str | bytes | Path:
 def tool_calls(item: types.ChatMessage) -> list[openai_shape.Message]:
     """The calls of an assistant's message, in OpenAI's shape.
 
-    From the blocks, else from `additional_kwargs["tool_calls"]` (OpenAI's dicts or objects), which repeat them.
+    Read from the blocks, else from `additional_kwargs["tool_calls"]` (OpenAI's dicts or objects), which repeat them.
     """
     blocks = [block for block in item.blocks if isinstance(block, types.ToolCallBlock)]
     if blocks:
@@ -167,7 +167,7 @@ class Answer:
         return self
 
     def _close_calls(self) -> None:
-        """A call that was cut off is none: an agent would run it with what it has. `raw["broken_calls"]` has it."""
+        """Move calls that were cut off to `raw["broken_calls"]`: an agent would run them with partial arguments."""
         for call in self.calls:
             call.kwargs = _object(call.arguments)
         broken = [call for call in self.calls if call.kwargs is None]
@@ -176,7 +176,7 @@ class Answer:
         self.calls = [call for call in self.calls if call.kwargs is not None]
 
     def checked(self) -> Answer:
-        """Raises `RequestTimeout` where the answer is only a part."""
+        """The answer itself. Raises `RequestTimeout` if its deadline cut it off."""
         raise_if_timed_out(self.raw.get("finish_reason"), self.text)
         return self
 
@@ -226,7 +226,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def partial_object(text: str) -> dict[str, Any]:
-    """The present part of a JSON object whose text is cut off anywhere, strings also in their middle; else nothing.
+    """The written part of a JSON object whose text is cut off anywhere, even within a string; else an empty dict.
 
     LlamaIndex's own `parse_partial_json` shows a string only when it is finished, and unwritten values as None.
     """

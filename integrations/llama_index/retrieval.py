@@ -44,13 +44,13 @@ class AsyncEngineEmbedding(EmbeddingFields, BaseEmbedding):
 
     @model_validator(mode="before")
     @classmethod
-    def _either_name(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "model" not in given and given.get("model_name"):
-            return {**given, "model": given["model_name"]}
-        return given
+    def _either_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "model" not in values and values.get("model_name"):
+            return {**values, "model": values["model_name"]}
+        return values
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
+    def _fill_model_name(self) -> Self:
         self.model_name = self.model_name or self._engines().name
         return self
 
@@ -113,7 +113,7 @@ class RankedNodes(EngineChoice, BaseNodePostprocessor):
 
     @contextmanager
     def _observed(self, nodes: Sequence[NodeWithScore], query: str) -> Generator[list[NodeWithScore], None, None]:
-        """Tells LlamaIndex's observers of the start, and of what the block puts into the list it is given."""
+        """Tell LlamaIndex's observers of the start, and at the end of the nodes that the block put into the list."""
         name, outcome, dispatcher = self._engines().name, list[NodeWithScore](), get_dispatcher(__name__)
         kept = self.top_n or len(nodes)
         dispatcher.event(ReRankStartEvent(query=query, nodes=list(nodes), top_n=kept, model_name=name))
@@ -129,10 +129,10 @@ class RankedNodes(EngineChoice, BaseNodePostprocessor):
     def _kept(self, nodes: Sequence[NodeWithScore], ranking: Ranking) -> list[NodeWithScore]:
         return [self._scored(nodes[ranked.index], ranked.score) for ranked in ranking.results]
 
-    def _scored(self, given: NodeWithScore, score: float) -> NodeWithScore:
-        node = given.node
+    def _scored(self, retrieved: NodeWithScore, score: float) -> NodeWithScore:
+        node = retrieved.node
         if self.keep_retrieval_score:
-            node = node.model_copy(update={"metadata": {**node.metadata, "retrieval_score": given.score}})
+            node = node.model_copy(update={"metadata": {**node.metadata, "retrieval_score": retrieved.score}})
         return NodeWithScore(node=node, score=score)
 
 

@@ -1,7 +1,7 @@
 """`structured_predict` in its four forms, held to the class's schema by a grammar.
 
-The model is also told the schema, in LlamaIndex's own words: a grammar alone forbids, it does not explain. What the
-grammar library cannot enforce (a validator of the class, a rare keyword) pydantic checks at the end.
+The prompt also has the schema, in LlamaIndex's own words: a grammar forbids wrong tokens but does not tell the model
+which are right. Rules that the grammar cannot enforce (a class's validator, a rare keyword) pydantic checks at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from asyncengine.errors import InvalidParameter, RequestFailed
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.llama_index.messages import partial_object
-from asyncengine.integrations.results import why_not_own
+from asyncengine.integrations.results import why_not_read
 
 if TYPE_CHECKING:
     from asyncengine.integrations.llama_index.llm import AsyncEngineLLM
@@ -32,7 +32,7 @@ Keywords = dict[str, Any]
 
 
 def checked(output_cls: object, llm_kwargs: object) -> Keywords:
-    """The keywords of the call. Raises `InvalidParameter` where either is of another kind than it has to be."""
+    """The keywords of the call. Raises `InvalidParameter` if either argument has a wrong type."""
     if not (isinstance(output_cls, type) and issubclass(output_cls, BaseModel)):
         raise InvalidParameter("output_cls", "must be a pydantic class", output_cls)
     if llm_kwargs is not None and not isinstance(llm_kwargs, dict):
@@ -56,8 +56,8 @@ def chat_of(
 
 def read(output_cls: type[Model], response: ChatResponse) -> Model:
     """The object of an answer. Raises pydantic's `ValidationError` for one that only the class itself refuses, and
-    `RequestFailed` for one that is not all the model's own, as its budget ended."""
-    if (why := why_not_own(response.raw or {})) is not None:
+    `RequestFailed` for one that the engine had to close, as its budget ended."""
+    if (why := why_not_read(response.raw or {})) is not None:
         raise RequestFailed(why)
     return output_cls.model_validate_json(response.message.content or "")
 
@@ -74,8 +74,8 @@ def stream(
     """The object as far as it is written, each time it has grown; then the whole one. Raises as `read`."""
     growing, response = Growing(output_cls), ChatResponse(message=ChatMessage())
     for response in llm.stream_chat(**chat_of(llm, output_cls, prompt, llm_kwargs, args)):
-        if (part := growing.read(response.message.content or "")) is not None:
-            yield part
+        if (partial := growing.read(response.message.content or "")) is not None:
+            yield partial
     yield read(output_cls, response)
 
 
@@ -86,8 +86,8 @@ async def astream(
     await llm._engines().aio()
     growing, response = Growing(output_cls), ChatResponse(message=ChatMessage())
     async for response in await llm.astream_chat(**chat_of(llm, output_cls, prompt, llm_kwargs, args)):
-        if (part := growing.read(response.message.content or "")) is not None:
-            yield part
+        if (partial := growing.read(response.message.content or "")) is not None:
+            yield partial
     yield read(output_cls, response)
 
 
@@ -96,16 +96,16 @@ def with_schema(messages: list[ChatMessage], output_cls: type[Model]) -> list[Ch
     chat, else of the last message, here always the user's. Nothing passed in is changed."""
     # escape_json is for text that will be a template once more
     schema = PydanticOutputParser(output_cls).get_format_string(escape_json=False).strip()
-    place = 0 if messages and messages[0].role is MessageRole.SYSTEM else len(messages) - 1
-    if not messages or messages[place].role not in (MessageRole.SYSTEM, MessageRole.USER):
+    position = 0 if messages and messages[0].role is MessageRole.SYSTEM else len(messages) - 1
+    if not messages or messages[position].role not in (MessageRole.SYSTEM, MessageRole.USER):
         return [*messages, ChatMessage(schema, role=MessageRole.USER)]
-    message = messages[place]
+    message = messages[position]
     blocks = list(message.blocks)
     if blocks and isinstance(blocks[-1], TextBlock):
         blocks[-1] = TextBlock(text=f"{blocks[-1].text}\n\n{schema}")
     else:
         blocks.append(TextBlock(text=schema))
-    return [*messages[:place], message.model_copy(update={"blocks": blocks}), *messages[place + 1 :]]
+    return [*messages[:position], message.model_copy(update={"blocks": blocks}), *messages[position + 1 :]]
 
 
 class Growing:
@@ -116,12 +116,12 @@ class Growing:
         self._seen: dict[str, Any] | None = None
 
     def read(self, text: str) -> FlexibleModel | None:
-        """The fields so far, None for those not written yet; nothing where nothing has been added.
+        """The object so far, whose missing fields are None; None if nothing was added since the last call.
 
-        Not of the class itself, even where that would do: a text in the making is not the text.
+        It is never of the class itself, even where it would validate: only a finished text makes that.
         """
-        found = partial_object(text)
-        if found == self._seen:
+        fields = partial_object(text)
+        if fields == self._seen:
             return None
-        self._seen = found
-        return self._flexible.model_validate(found)
+        self._seen = fields
+        return self._flexible.model_validate(fields)

@@ -346,6 +346,6 @@ def _status(cluster: Cluster, instance: Instance) -> float:
 
 
 def _as_shares(cluster: Cluster, share: Share) -> Shares:
-    row, columns = cluster.place_of(share)
+    row, columns = cluster.position_of(share)
     claims = [count for _, count in share.devices]
     return Shares(np.array([row]), np.array([columns], np.int64), np.array([claims], np.int64), share.host_bytes)

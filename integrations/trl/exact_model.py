@@ -32,10 +32,10 @@ _BLOCK_ELEMENTS = 2**24
 """Most logits of scored tokens that are held at once."""
 _UNLIKE = 0.05
 """Relative error of a layer's contribution, at half of the tokens, beyond which the two models are not the same."""
-_OWN = object()
-"""In a run's place: transformers' own forward is wanted."""
+_ORIGINAL = object()
+"""Sentinel in place of a `_Run`: transformers' own forward is used."""
 IGNORED = -100
-"""A label of transformers' that says: not this token."""
+"""transformers' label of tokens that are not scored."""
 
 
 @dataclass
@@ -94,28 +94,28 @@ def _refuse(reason: str | None) -> None:
 
 
 class _Run:
-    """One forward: what the engine computed, waiting for the trainer's modules to come by."""
+    """One forward: the engine's hidden states, which the trainer's modules take one after the other."""
 
     def __init__(
         self, sequences: Sequences, kept: list[torch.Tensor], errors: list[float] | None = None,
         routes: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
-        """`errors`: takes each layer's relative error; None: nobody asks. `routes`: experts of the tokens, [T, experts
-        of a token], of each layer that has any."""
+        """`errors`: list that gets each layer's relative error, if not None. `routes`: for each layer with experts, the
+        experts of the tokens, [T, experts of a token]."""
         self.sequences, self.errors = sequences, errors
         self._routes = iter(routes)
         self.kept: list[torch.Tensor | None] = list(kept)
 
-    def take(self, place: int, like: torch.Tensor) -> torch.Tensor:
-        """[R, longest, width]: the stream before layer `place`, which is not asked for again."""
-        kept, self.kept[place] = self.kept[place], None
+    def take(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """[R, longest, width]: the residual stream before layer `index`, which is then forgotten."""
+        kept, self.kept[index] = self.kept[index], None
         if kept is None or like.shape[:2] != (len(self.sequences.counts), self.sequences.counts.max()):
             raise UnsupportedModel("the model does not call its layers one after the other, each with all tokens")
         return self.sequences.aligned(kept, like.dtype)
 
     def replaying(self, layer: DecoderLayer, forward: Any) -> Any:
-        """`forward` of a layer of transformers' with the experts that the engine's chose; asked once for each layer, in
-        order."""
+        """transformers' `forward` of a layer, made to use the experts that the engine's layer chose. Called once for
+        each layer, in order."""
         if not layer.mixtures():
             return forward
         experts, chosen = layer.mixtures()[0].router.config.experts, self.sequences.aligned(next(self._routes))
@@ -149,16 +149,16 @@ class ExactModel:
         self._tuples = [False] * len(self._modules)
         """Layers that give their result in a tuple."""
         self.sync()
-        # fused optimizers change tensors without a new version of them
+        # fused optimizers change tensors without raising `_version`, which `versions_of` reads
         self._unhook = register_optimizer_step_post_hook(self._stepped)
         self._before = [(module, module.__dict__.get("forward")) for module in (*self._modules, self.base)]
-        for place, module in enumerate(self._modules):
-            module.forward = functools.partial(self._layer, place, module.forward)
-        own, original = self._forward, self.base.forward
+        for index, module in enumerate(self._modules):
+            module.forward = functools.partial(self._layer, index, module.forward)
+        exact, original = self._forward, self.base.forward
 
         @functools.wraps(type(self.base).forward)
         def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return own(original, *args, **kwargs)
+            return exact(original, *args, **kwargs)
 
         self.base.forward = MethodType(forward, self.base)
         try:
@@ -173,16 +173,16 @@ class ExactModel:
         self._refresh()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Some optimizer of this process has made a step."""
-        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        for name, each in self.base.named_parameters():
-            if id(each) in stepped and ".lora_" in name:
+        """Note the weights that an optimizer's step has changed. Called for every optimizer of this process."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self.base.named_parameters():
+            if id(parameter) in stepped and ".lora_" in name:
                 self._adapter = None
-            elif id(each) in stepped:
+            elif id(parameter) in stepped:
                 self._weights = None
 
     def _refresh(self) -> None:
-        """Take what has changed since the last forward."""
+        """Take weights and adapter from the model if they have changed since the last forward."""
         weights = versions_of(self.base, adapters=False)
         if weights != self._weights:
             self._layers.update(exact_weights(self.base))
@@ -204,8 +204,8 @@ class ExactModel:
         """float32 [B, S - 1]: the log-probability of each token after the first, as the engine reports it with
         `logprobs_of="sampled"` at this temperature where nothing is truncated or penalised.
 
-        `labels`: input_ids with `IGNORED` at tokens that are not wanted, whose score is 0; None: all but padding.
-        Logits are made, and made again in the backward pass, of some tokens at a time.
+        `labels`: input_ids with `IGNORED` at tokens that are not to be scored, whose score is 0; None: all but padding.
+        Logits are computed, and again in the backward pass, for some tokens at a time.
         """
         return self._score(input_ids, attention_mask, labels, entropy=False)[0]
 
@@ -220,8 +220,8 @@ class ExactModel:
         wanted = ((sequences.positions[1:] > 0) & (targets[1:] != IGNORED)).nonzero()[:, 0]
         out = [torch.zeros(input_ids.numel()) for _ in range(1 + entropy)]
         for rows in torch.split(wanted, max(_BLOCK_ELEMENTS // self._layers.decoder.vocab_size, 1)):
-            found = self._score_rows(values[rows], None if hidden is None else hidden[rows], targets[rows + 1], entropy)
-            out = [whole.index_copy(0, sequences.indices[rows], own) for whole, own in zip(out, found, strict=True)]
+            score = self._score_rows(values[rows], None if hidden is None else hidden[rows], targets[rows + 1], entropy)
+            out = [whole.index_copy(0, sequences.indices[rows], part) for whole, part in zip(out, score, strict=True)]
         return tuple(whole.view(input_ids.shape)[:, :-1] for whole in out)
 
     def _score_rows(
@@ -238,7 +238,7 @@ class ExactModel:
             return chosen(scaled), -(every.exp() * every).sum(-1)
 
         def again(inputs: Any) -> Outputs:
-            return scores(self._head(inputs[0]), lambda own: own.log_softmax(-1).gather(1, targets[:, None])[:, 0])
+            return scores(self._head(inputs[0]), lambda x: x.log_softmax(-1).gather(1, targets[:, None])[:, 0])
 
         with torch.no_grad():
             logits = self._layers.logits(values, self._adapted)
@@ -250,16 +250,16 @@ class ExactModel:
     def _forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. With a cache it is transformers' own: `generate` is not exact."""
         if kwargs.get("use_cache") or kwargs.get("cache", kwargs.get("past_key_values")) is not None:
-            with self._during(_OWN):
+            with self._during(_ORIGINAL):
                 return original(*args, **kwargs)
         return self._exact_forward(*args, **kwargs)
 
     def _exact_forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *,
         labels: torch.Tensor | None = None, fused_lm_head: bool = False, logits_to_keep: int | torch.Tensor = 0,
-        num_items_in_batch: Any = None, return_dict: bool = True, **others: Any,
+        num_items_in_batch: Any = None, return_dict: bool = True, **options: Any,
     ) -> ModelOutput:  # fmt: skip
-        refused = next((name for name, value in others.items() if value is not None and value is not False), None)
+        refused = next((name for name, value in options.items() if value is not None and value is not False), None)
         if refused == "output_router_logits":
             off = "router_aux_loss_coef=0.0 in TRL's arguments leaves out the loss that is made of them"
             raise InvalidParameter(refused, f"are nothing that an exact forward makes: {off}")
@@ -287,23 +287,23 @@ class ExactModel:
         wanted = torch.zeros_like(input_ids, dtype=torch.bool)
         wanted[:, chosen] = True
         rows = wanted.flatten()[sequences.indices].nonzero()[:, 0]
-        made = self._layers.logits(values[rows], self._adapted)
+        logits = self._layers.logits(values[rows], self._adapted)
         if hidden is not None:
             source, parameters = hidden[rows], self._head_parameters()
-            (made,) = recomputed(lambda inputs: (self._head(inputs[0]),), (made,), (source,), parameters)
-        out = torch.zeros((input_ids.numel(), made.shape[-1])).index_copy(0, sequences.indices[rows], made)
+            (logits,) = recomputed(lambda inputs: (self._head(inputs[0]),), (logits,), (source,), parameters)
+        out = torch.zeros((input_ids.numel(), logits.shape[-1])).index_copy(0, sequences.indices[rows], logits)
         return out.view(*input_ids.shape, -1)[:, chosen]
 
     def _hidden(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> tuple[Sequences, torch.Tensor, torch.Tensor | None]:
-        """(the sequences, the engine's hidden states [T, width] behind the last norm, the same with gradients; None:
-        nobody wants any)."""
+        """(the sequences, the engine's hidden states [T, width] behind the last norm, the same with gradients, or None
+        if none are needed)."""
         self._check_dropout()
         decoder = self._layers.decoder
         sequences = read_sequences(input_ids, attention_mask, decoder.input_vocab_size, decoder.max_model_len)
         self._refresh()
-        if not torch.is_grad_enabled() or not any(each.requires_grad for each in self.base.parameters()):
+        if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in self.base.parameters()):
             return sequences, self._layers.forward(sequences, self._adapted), None
         kept: list[torch.Tensor] = []
         routes: list[torch.Tensor] = []
@@ -312,7 +312,7 @@ class ExactModel:
         return sequences, values, replaced(sequences.flat(last), values.to(last.dtype))
 
     def _walk(self, run: _Run) -> torch.Tensor:
-        """Let transformers' own forward go from layer to layer. Returns what it has behind its last norm."""
+        """Run transformers' own forward, whose layers take their values from `run`. Returns its last hidden states."""
         with self._during(run):
             last: torch.Tensor = self.base.base_model(
                 input_ids=run.sequences.aligned(run.sequences.ids), use_cache=False
@@ -321,28 +321,28 @@ class ExactModel:
             raise UnsupportedModel("the model left out one of its layers")
         return last
 
-    def _layer(self, place: int, original: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The forward of layer `place`."""
+    def _layer(self, index: int, original: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The forward of layer `index`."""
         run = self._run
         if run is None:
             reason = "its forward was replaced after make_exact: make a model exact once its trainer has been made"
             raise UnsupportedModel(f"the model's layers are called past the exact forward: {reason}")
-        if run is _OWN:
+        if run is _ORIGINAL:
             return original(hidden_states, *args, **kwargs)
-        if place == 0:
+        if index == 0:
             hidden_states = replaced(hidden_states, run.take(0, hidden_states))
-        value = run.take(place + 1, hidden_states)
+        value = run.take(index + 1, hidden_states)
         if run.errors is not None:
-            made = original(hidden_states, *args, **kwargs)
-            self._tuples[place] = isinstance(made, tuple)
-            made = made[0] if self._tuples[place] else made
-            wide = [run.sequences.flat(part).float() for part in (made, value, hidden_states)]
+            output = original(hidden_states, *args, **kwargs)
+            self._tuples[index] = isinstance(output, tuple)
+            output = output[0] if self._tuples[index] else output
+            wide = [run.sequences.flat(states).float() for states in (output, value, hidden_states)]
             share = (wide[0] - wide[1]).norm(dim=-1) / (wide[1] - wide[2]).norm(dim=-1).clamp(min=1e-6)
-            run.errors.append(float(share.median()))  # a mixture's router may choose otherwise at a few tokens
+            run.errors.append(float(share.median()))  # not the mean: a router may choose otherwise at a few tokens
         elif torch.is_grad_enabled():
-            again = run.replaying(self._layers.decoder.layers[place], original)
-            value = recomputed_module(self._modules[place], again, value, (hidden_states, *args), kwargs)
-        return (value,) if self._tuples[place] else value
+            again = run.replaying(self._layers.decoder.layers[index], original)
+            value = recomputed_module(self._modules[index], again, value, (hidden_states, *args), kwargs)
+        return (value,) if self._tuples[index] else value
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """transformers' own logits [N, vocab] of hidden states [N, width], in float32."""
@@ -351,26 +351,26 @@ class ExactModel:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _head_parameters(self) -> list[torch.Tensor]:
-        return [each for each in self.base.get_output_embeddings().parameters() if each.requires_grad]
+        return [parameter for parameter in self.base.get_output_embeddings().parameters() if parameter.requires_grad]
 
     # ---------------------------------------------------------------- checks and the end
 
     def _find_layers(self) -> list[Any]:
         """The trainer's decoder layers. Raises `UnsupportedModel` for a model of other names, types or devices."""
         dtype = self._layers.decoder.dtype
-        for name, each in self.base.named_parameters():
-            if each.dtype not in (dtype, torch.float32) or each.device.type != "cpu":
+        for name, param in self.base.named_parameters():
+            if param.dtype not in (dtype, torch.float32) or param.device.type != "cpu":
                 raise UnsupportedModel(
-                    f"the engine computes in {dtype} on a CPU; the model has {name} in {each.dtype} on {each.device}"
+                    f"the engine computes in {dtype} on a CPU; the model has {name} in {param.dtype} on {param.device}"
                 )
         try:
-            places = range(len(self._config.layers))
-            return [self.base.get_submodule(self._config.layer.format(place).rstrip(".")) for place in places]
+            indices = range(len(self._config.layers))
+            return [self.base.get_submodule(self._config.layer.format(index).rstrip(".")) for index in indices]
         except AttributeError as error:
             raise UnsupportedModel(f"the model has no layer where the engine expects it: {error}") from None
 
     def _check_dropout(self) -> None:
-        """Raises `UnsupportedModel` where something is dropped at random: the engine has not dropped it."""
+        """Raises `UnsupportedModel` for a module in training with dropout, which the engine does not have."""
         for name, module in self.base.named_modules() if self.base.training else ():
             fields = ("p",) if isinstance(module, torch.nn.Dropout) else ("attention_dropout", "dropout")
             for share in (getattr(module, field, 0.0) for field in fields):
@@ -378,7 +378,7 @@ class ExactModel:
                     raise UnsupportedModel(f"an exact forward drops nothing: the dropout of {name} is {share}, not 0")
 
     def _check_layers(self) -> None:
-        """Raises `UnsupportedModel` if a layer of transformers' computes something else than the engine's."""
+        """Raises `UnsupportedModel` if a layer of transformers' does not compute what the engine's does."""
         vocab, errors = self._layers.decoder.input_vocab_size, list[float]()
         sequences = read_sequences(torch.arange(1, 17)[None] * 7 % vocab, None, vocab, 16)
         kept: list[torch.Tensor] = []
@@ -390,10 +390,10 @@ class ExactModel:
                 self._walk(_Run(sequences, kept, errors))
         finally:
             self.base.train(training)
-        for place, error in enumerate(errors):
+        for index, error in enumerate(errors):
             if not error < _UNLIKE:
-                said = f"layer {place} of the model is not what the engine computes: relative error {error:.2g}"
-                raise UnsupportedModel(said)
+                why = f"layer {index} of the model is not what the engine computes: relative error {error:.2g}"
+                raise UnsupportedModel(why)
 
     @contextmanager
     def _during(self, run: Any) -> Iterator[None]:

@@ -29,7 +29,7 @@ OURS = ("n", "seed", "logprobs", "logprobs_of", "top_logprobs", "prompt_logprobs
 STRUCTURES: Mapping[str, Callable[..., Grammar]] = {
     "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.ebnf,
 }  # fmt: skip
-"""Parts of vLLM's `structured_outputs`."""
+"""Fields of vLLM's `structured_outputs`, with the makers of their grammars."""
 
 
 class EngineGeneration:
@@ -44,7 +44,7 @@ class EngineGeneration:
         """`engine`: hosted (an `Engine`, or an `AsyncEngine` with hosted=True), of the model that `trainer` trains; it
         stays yours to close. `adapter`: the name under which a PEFT adapter is loaded into it.
 
-        Raises `InvalidParameter` for what is no engine.
+        Raises `InvalidParameter` for anything but an engine.
         """
         if not isinstance(engine, AnyEngine):
             raise InvalidParameter("engine", "must be an Engine, or an AsyncEngine with hosted=True", engine)
@@ -54,11 +54,11 @@ class EngineGeneration:
         self._takes_adapter = True
         self._serving: str | None = None
         """The adapter that requests name; None: all weights are in the model itself."""
-        self._base_given = False
+        self._base_pushed = False
 
     @property
     def llm(self) -> Any:
-        """The one thing that trainers with tools read of vLLM's own object: the context's length."""
+        """The only attribute of vLLM's object that trainers with tools read: the context's length."""
         config = SimpleNamespace(max_model_len=self.engine.info.max_model_len)
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
 
@@ -94,13 +94,13 @@ class EngineGeneration:
             logger.warning("the adapter is merged into the weights at each update: %s", error)
             self._takes_adapter, self._serving = False, None
             return False
-        if not self._base_given and not getattr(model.get_base_model(), "is_quantized", False):
+        if not self._base_pushed and not getattr(model.get_base_model(), "is_quantized", False):
             self._push(model)
-        self._base_given, self._serving = True, self.adapter
+        self._base_pushed, self._serving = True, self.adapter
         return True
 
     def _whole(self, model: Any) -> AbstractContextManager[None]:
-        """Gather the parameters that DeepSpeed keeps in parts; what FSDP keeps in parts gathers itself when read."""
+        """Gather the parameters that DeepSpeed shards; FSDP's shards are gathered when they are read."""
         distributed = getattr(self.trainer, "_dist", None)
         if distributed is None:
             return nullcontext()
@@ -137,9 +137,9 @@ class EngineGeneration:
                 for stream in streams:
                     stream.close()
         scores: list[list[list[float | None]]] = [
-            [[entry.logprob] for entry in each.logprobs or ()] for each in completions
+            [[entry.logprob] for entry in completion.logprobs or ()] for completion in completions
         ]
-        ids = [each.token_ids for each in completions]
+        ids = [completion.token_ids for completion in completions]
         return [list(prompt) for prompt in prompts], ids, scores, [[[token] for token in row] for row in ids]
 
     def _sampling(self) -> dict[str, Any]:
@@ -158,26 +158,26 @@ class EngineGeneration:
         regex = getattr(args, "vllm_structured_outputs_regex", None)
         if regex is not None:
             fields["grammar"] = Grammar.regex(regex)
-        given = dict(getattr(args, "generation_kwargs", None) or {})
+        overrides = dict(getattr(args, "generation_kwargs", None) or {})
         for name in OURS:
-            if name in given:
-                raise InvalidParameter(f"generation_kwargs[{name!r}]", "is set by the adapter", given[name])
-        if "structured_outputs" in given:
-            structure = _structure(given.pop("structured_outputs"))
+            if name in overrides:
+                raise InvalidParameter(f"generation_kwargs[{name!r}]", "is set by the adapter", overrides[name])
+        if "structured_outputs" in overrides:
+            structure = _structure(overrides.pop("structured_outputs"))
             fields.setdefault("grammar", structure)  # the trainer's expression takes precedence, as in TRL
-        fields |= given
+        fields |= overrides
         SamplingParams.from_dict(fields)  # which names an unknown one, with the nearest known
         return fields
 
 
-def _structure(given: Any) -> Grammar:
-    """The grammar of vLLM's `structured_outputs`. Raises `InvalidParameter` for anything but one part that is known."""
-    parts = {name: part for name, part in given.items() if part is not None} if isinstance(given, Mapping) else {}
-    if len(parts) != 1 or not parts.keys() <= STRUCTURES.keys():
+def _structure(value: Any) -> Grammar:
+    """The grammar of vLLM's `structured_outputs`. Raises `InvalidParameter` unless it has exactly one known field."""
+    specs = {name: spec for name, spec in value.items() if spec is not None} if isinstance(value, Mapping) else {}
+    if len(specs) != 1 or not specs.keys() <= STRUCTURES.keys():
         names = ", ".join(STRUCTURES)
-        raise InvalidParameter("generation_kwargs['structured_outputs']", f"must be a dict of one of {names}", given)
-    [(name, part)] = parts.items()
-    return STRUCTURES[name](part)
+        raise InvalidParameter("generation_kwargs['structured_outputs']", f"must be a dict of one of {names}", value)
+    [(name, spec)] = specs.items()
+    return STRUCTURES[name](spec)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Values from one computation, gradients from another.
 
-What the engine has computed takes the place of what a module of transformers would; the module itself runs in the
-backward pass, at exactly these inputs, and its vector-Jacobian product is the gradient. That is gradient checkpointing
-(Chen et al. 2016) whose first forward somebody else has done.
+The engine's values replace those that a module of transformers would compute; the module itself runs in the backward
+pass, at exactly these inputs, and its vector-Jacobian product is the gradient. That is gradient checkpointing (Chen et
+al. 2016) whose first forward pass was done by the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 Outputs = tuple[torch.Tensor, ...]
 Call = Callable[[Sequence[torch.Tensor]], Outputs]
-"""A computation to be done again: a function of its inputs."""
+"""A computation that the backward pass runs: a function of its inputs."""
 
 
 class _Recomputed(torch.autograd.Function):
@@ -27,7 +27,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, call: Call, values: Outputs, parameters: Sequence[torch.Tensor], *tensors: Any) -> Outputs:
         ctx.call, ctx.parameters = call, parameters
         ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        ctx.save_for_backward(*tensors)  # which notices who changes one before the backward pass
+        ctx.save_for_backward(*tensors)  # which raises if one is changed before the backward pass
         return values
 
     @staticmethod
@@ -38,24 +38,24 @@ class _Recomputed(torch.autograd.Function):
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in needed]
         on, dtype = ctx.autocast
         with torch.enable_grad(), torch.autocast("cpu", dtype=dtype, enabled=on):
-            made = ctx.call(inputs)
+            results = ctx.call(inputs)
         sources = [*inputs, *ctx.parameters]
-        places = [place for place, needs in enumerate(wanted) if needs]
+        indices = [index for index, needs in enumerate(wanted) if needs]
         grads: list[torch.Tensor | None] = [None] * len(sources)
-        outputs = [(out, grad.to(out.dtype)) for out, grad in zip(made, gradients, strict=True) if out.requires_grad]
-        if outputs and places:
-            own, given = zip(*outputs, strict=True)
-            found = torch.autograd.grad(own, [sources[place] for place in places], given, allow_unused=True)
-            for place, grad in zip(places, found, strict=True):
-                grads[place] = grad
+        outputs = [(out, grad.to(out.dtype)) for out, grad in zip(results, gradients, strict=True) if out.requires_grad]
+        if outputs and indices:
+            outs, grad_outs = zip(*outputs, strict=True)
+            input_grads = torch.autograd.grad(outs, [sources[index] for index in indices], grad_outs, allow_unused=True)
+            for index, grad in zip(indices, input_grads, strict=True):
+                grads[index] = grad
         return (None, None, None, *grads)
 
 
 def recomputed(
     call: Call, values: Outputs, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Outputs:
-    """`values`, with the gradients of call(inputs), which is run in the backward pass. `parameters`: what else it is a
-    function of."""
+    """`values`, with the gradients of call(inputs), which runs in the backward pass. `parameters`: tensors besides
+    `inputs` that the call depends on."""
     apply: Any = _Recomputed.apply  # which torch gives a type from 2.14 on
     return apply(call, values, parameters, *inputs, *parameters)
 
@@ -64,31 +64,31 @@ def recomputed_module(module: Any, forward: Any, value: torch.Tensor, args: Any,
     """`value`, with the gradients of `forward(*args, **kwargs)` of a module: to tensors anywhere in its arguments, and
     to its parameters."""
     leaves, form = pytree.tree_flatten((args, kwargs))
-    tracked = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    inputs = [leaves[place] for place in tracked]
+    tracked = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    inputs = [leaves[index] for index in tracked]
 
-    def call(own: Sequence[torch.Tensor]) -> Outputs:
-        given = list(leaves)
-        for place, tensor in zip(tracked, own, strict=True):
-            given[place] = tensor
-        positional, named = pytree.tree_unflatten(given, form)
+    def call(tensors: Sequence[torch.Tensor]) -> Outputs:
+        filled = list(leaves)
+        for index, tensor in zip(tracked, tensors, strict=True):
+            filled[index] = tensor
+        positional, keywords = pytree.tree_unflatten(filled, form)
         before = getattr(module, "gradient_checkpointing", False)
         module.gradient_checkpointing = False  # this is the second pass already
         try:
-            made = forward(*positional, **named)
+            result = forward(*positional, **keywords)
         finally:
             module.gradient_checkpointing = before
-        return (made[0] if isinstance(made, tuple) else made,)
+        return (result[0] if isinstance(result, tuple) else result,)
 
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return recomputed(call, (value,), inputs, parameters)[0]
 
 
 class RoutingReplay(TorchFunctionMode):
-    """While it is entered, routers choose these experts, whatever their scores are.
+    """A context in which routers choose the given experts, whatever their scores are.
 
-    It is R3 of Ma et al. 2025, arXiv 2510.11370. A choice is known by its shape: `topk` of as many of as many. Weights
-    are of the scores at the experts given.
+    It is R3 of Ma et al. 2025, arXiv 2510.11370. A router's choice is recognised by its shape: a `topk` over the number
+    of experts with as many results. The experts' weights are computed from the scores as usual.
     """
 
     def __init__(self, experts: int, chosen: torch.Tensor) -> None:
@@ -107,5 +107,5 @@ class RoutingReplay(TorchFunctionMode):
 
 
 def replaced(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` in the place of x: the gradient passes as if it were x."""
+    """`value` in place of x: its gradient is passed on to x unchanged."""
     return recomputed(tuple, (value,), (x,), ())[0]

@@ -15,28 +15,28 @@ WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_or
 def checkpoint_name(name: str, adapter: str = "default", tuner: str = "lora_") -> str | None:
     """The name that a checkpoint has for the parameter `name` of a wrapped model.
 
-    Names are cut at their dots, so that a layer that is called `submodule` stays what it is. None: the parameter is in
-    no checkpoint, because it belongs to a PEFT adapter (to its matrices, whose names begin with `tuner`, or to the copy
-    of a module that another one than `adapter` trains) or was replaced by the adapter's copy of its module.
+    Names are compared between their dots, so a layer called `submodule` is kept. None: the parameter is in no
+    checkpoint, because it belongs to a PEFT adapter (to its matrices, whose names begin with `tuner`, or to the copy of
+    a module that another adapter than `adapter` trains) or was replaced by the adapter's copy of its module.
 
     >>> checkpoint_name("module.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
     'model.layers.0.self_attn.q_proj.weight'
     >>> checkpoint_name("base_model.model.lm_head.modules_to_save.default.weight")
     'lm_head.weight'
     """
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    while parts[0] == "module" and len(parts) > 1:  # of DistributedDataParallel or DeepSpeed
-        del parts[0]
-    if parts[:2] == ["base_model", "model"]:
-        del parts[:2]
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        if parts[at + 1] != adapter:
+    segments = [segment for segment in name.split(".") if segment not in WRAPPERS]
+    while segments[0] == "module" and len(segments) > 1:  # of DistributedDataParallel or DeepSpeed
+        del segments[0]
+    if segments[:2] == ["base_model", "model"]:
+        del segments[:2]
+    if "modules_to_save" in segments:
+        at = segments.index("modules_to_save")
+        if segments[at + 1] != adapter:
             return None
-        del parts[at : at + 2]
-    if "original_module" in parts or any(part.startswith(tuner) for part in parts):
+        del segments[at : at + 2]
+    if "original_module" in segments or any(segment.startswith(tuner) for segment in segments):
         return None
-    return ".".join(part for part in parts if part != "base_layer")
+    return ".".join(segment for segment in segments if segment != "base_layer")
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -83,8 +83,8 @@ def exact_weights(base: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def versions_of(module: torch.nn.Module, adapters: bool) -> list[tuple[int, int]]:
     """Numbers that change when a tensor of the model, or of PEFT's adapters in it, is exchanged or written in place."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [(tensor.data_ptr(), tensor._version) for name, tensor in named if (".lora_" in name) == adapters]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [(tensor.data_ptr(), tensor._version) for name, tensor in tensors if (".lora_" in name) == adapters]
 
 
 def adapter_on(model: Any) -> str | None:

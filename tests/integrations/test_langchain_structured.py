@@ -135,15 +135,15 @@ def test_plain_types_give_values_of_theirs(chat: ChatAsyncEngine, method: Any, k
     answer = model.invoke(TEXT)
     assert answer is None or list(model.stream(TEXT))[-1] == answer
     written = TypeAdapter(kind).dump_json(answer).decode()  # warns, and so fails, for a value of another type
-    assert TypeParser(kind=kind).parse(written) == answer
+    assert TypeParser(target=kind).parse(written) == answer
 
 
 def test_what_does_not_parse_is_langchains_error() -> None:
     with pytest.raises(OutputParserException, match="the answer is no list"):
-        TypeParser(kind=list[int]).parse('["x"]')
+        TypeParser(target=list[int]).parse('["x"]')
     with pytest.raises(OutputParserException):
-        TypeParser(kind=PersonData).parse('{"name": ')
-    assert CallTypeParser(key_name="x", first_tool_only=True, kind=int, inside="value").inside == "value"
+        TypeParser(target=PersonData).parse('{"name": ')
+    assert CallTypeParser(key_name="x", first_tool_only=True, target=int, inside="value").inside == "value"
 
 
 class Node(BaseModel):

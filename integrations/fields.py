@@ -26,8 +26,6 @@ CALL_FIELDS = (
 CALL_KEYWORDS = (*SamplingParams.__dataclass_fields__, *ChatKeywords.__annotations__)
 EMPTY_MEANS_NONE = ("tools", "template_kwargs")
 """Keywords that frameworks pass empty for none."""
-
-
 OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
 """Names of fields in OpenAI's and Hugging Face's classes of the frameworks."""
 

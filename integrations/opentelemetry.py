@@ -50,12 +50,10 @@ def trace(
     def hook(event: Event) -> None:
         if not isinstance(event, RequestDone | VectorsDone) or context.get_value(SUPPRESS_ALL):
             return
-        timeline: list[tuple[str, float, float]] = []
         if isinstance(event, RequestDone):
-            seconds, attributes = event.timings.total, request_attributes(event, model)
-            timeline.extend(phases(event))
+            seconds, attributes, timeline = event.timings.total, request_attributes(event, model), [*phases(event)]
         else:
-            seconds, attributes = event.seconds, vectors_attributes(event, model)
+            seconds, attributes, timeline = event.seconds, vectors_attributes(event, model), []
         ended = time.time_ns()
         began = ended - int(seconds * NANO)
         used = token_counts(event, page_size)

@@ -30,8 +30,6 @@ CHUNK_LINES = 2048
 """Lines in memory at once, with their vectors: enough for many batches."""
 CHUNK_CHARACTERS = 4_000_000
 """Most characters in memory at once, for long lines; a chunk ends with the line that passes this."""
-
-
 Sink = Callable[[Embeddings], None]
 """Takes the vectors of one chunk after another."""
 

@@ -31,8 +31,6 @@ IGNORED = "x-asyncengine-ignored"
 BODY = "asyncengine.body"
 """Key of a request's scope that holds its parsed body, where that was read before the endpoint was chosen."""
 MakeWriter = Callable[[Turn, Answered], AnswerWriter]
-
-
 Headers = tuple[tuple[str, str], ...]
 Endpoint = Callable[[Request], Awaitable[Response | Answer]]
 

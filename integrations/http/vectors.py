@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import anyio.to_thread
@@ -124,20 +123,18 @@ async def _embed(values: Values, target: Target, *, pooled: bool = False) -> Res
         result = await target.engine.embed(
             texts, truncate=cut, adapter=target.adapter, show_progress=False, **values["options"]
         )
-    head = {"id": f"embd-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": target.name}
-    head["usage"] = _usage(result.usage)
-    head |= {"id": f"pool-{secrets.token_hex(16)}"} if pooled else {}
-    name, field = ("pooling", "data") if pooled else ("embedding", "embedding")
+    prefix, name, field = ("pool", "pooling", "data") if pooled else ("embd", "embedding", "embedding")
+    head = {"id": f"{prefix}-{secrets.token_hex(16)}", "object": "list", "created": int(time.time())}
+    head |= {"model": target.name, "usage": _usage(result.usage)}
     vectors = result.vectors if form == "float" else await anyio.to_thread.run_sync(_in_bytes, result.vectors, body)
     if form in ("bytes", "bytes_only"):
         return _bytes_response(head, vectors, body, form), result.truncated, result.usage
-    packed = methodcaller("tolist") if form == "float" else _as_base64
+
+    def packed(vector: Any) -> Any:
+        return vector.tolist() if form == "float" else base64.b64encode(vector.tobytes()).decode()
+
     rows = ({"object": name, "index": index, field: packed(vector)} for index, vector in enumerate(vectors))
     return await anyio.to_thread.run_sync(rows_text, head, "data", rows), result.truncated, result.usage
-
-
-def _as_base64(vector: Any) -> str:
-    return base64.b64encode(vector.tobytes()).decode()
 
 
 DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -285,8 +282,8 @@ async def _classify(values: Values, target: Target) -> Result:
         cut, limit = _limits(own, target)
         texts = await anyio.to_thread.run_sync(_cut, target, texts, limit) if limit else texts
         classified = await target.engine.classify(texts, truncate=cut, adapter=target.adapter, **values["options"])
-    scored = [(result.label, [*result.scores.values()]) for result in classified.results]
-    rows = [{"label": label, "probs": probs, "num_classes": len(probs)} for label, probs in scored]
+    results = classified.results
+    rows = [{"label": r.label, "probs": [*r.scores.values()], "num_classes": len(r.scores)} for r in results]
     return _listed("classify", target, rows, classified.usage, classified.truncated)
 
 

@@ -30,8 +30,6 @@ Answerer = Runnable[LanguageModelInput, AIMessage]
 JSONSchema = dict[str, Any]
 NAMELESS = "response"
 """Name of a JSON schema without a title."""
-
-
 VALUE = "value"
 """Name of the only argument of a tool that is made of a type other than an object, such as a list."""
 

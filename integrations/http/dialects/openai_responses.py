@@ -32,8 +32,6 @@ COMPACT = (
     "number, decision, open question and result of a tool that may matter. Write the summary alone."
 )
 SUMMARY = "Summary of the conversation until here:\n\n"
-
-
 Recall = Callable[[str], Sequence[Item]]
 error = openai_chat.error
 

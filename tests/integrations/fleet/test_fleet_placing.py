@@ -123,7 +123,7 @@ def test_a_claim_is_what_the_checkpoint_needs() -> None:
     assert (two.cpu_bytes, two.cpus) == (total + needs.step_bytes, 1.0), "each computes steps, the rest is divided"
     shards = read_claim("demo", ranks, FleetConfig(num_gpus=1))
     assert (shards.device_bytes, shards.copied_bytes, shards.devices) == (total, needs.step_bytes, 2)
-    assert 2 * shards.part(2) == pytest.approx(two.cpu_bytes, abs=2)
+    assert 2 * shards.per_device(2) == pytest.approx(two.cpu_bytes, abs=2)
     with pytest.raises(InvalidParameter, match="num_gpus: must be 0 or 1 for replicas of several ranks"):
         read_claim("demo", ranks, FleetConfig(num_gpus=0.5))
     stages = config.replace(pipeline_parallel=3)

@@ -185,38 +185,39 @@ async def test_leaving_the_engine_inside_a_cancelled_scope_closes_it():
     assert executor_of(engine).closed
 
 
-async def test_an_engine_closed_while_it_loads_never_serves():
-    loading, go = threading.Event(), threading.Event()
+class HeldBuild:
+    """A loader of an engine's parts that waits for `go`."""
 
-    def build():
-        loading.set()
-        go.wait(120)
+    def __init__(self) -> None:
+        self.loading, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> Frontend:
+        self.loading.set()
+        self.go.wait(120)
         return make_core()
 
+
+async def test_an_engine_closed_while_it_loads_never_serves():
+    build = HeldBuild()
     engine = AsyncEngine(build)
     start = asyncio.create_task(engine.start())
-    await in_thread(loading.wait)
+    await in_thread(build.loading.wait)
     await engine.aclose()
-    go.set()
+    build.go.set()
     with pytest.raises(EngineClosed, match="while it loaded"):
         await start
 
 
 def test_a_start_that_is_cancelled_while_loading_leaves_no_thread():
-    loading, go = threading.Event(), threading.Event()
-
-    def build():
-        loading.set()
-        go.wait(120)
-        return make_core()
+    build = HeldBuild()
 
     async def main() -> None:
         start = asyncio.create_task(AsyncEngine(build).start())
-        await in_thread(loading.wait)
+        await in_thread(build.loading.wait)
         start.cancel()
         with suppress(asyncio.CancelledError):
             await start
-        go.set()
+        build.go.set()
 
     asyncio.run(main())
 

@@ -90,7 +90,6 @@ class InlineExecutor(FakeExecutor):
         super().__init__(*args, **kwargs)
         self.decoded: dict[str, None] = {}
         self.prompted: dict[str, None] = {}
-        self.failure: BaseException | None = None
         self.seconds = 0.0
         """Seconds that a decoding step takes."""
 
@@ -101,8 +100,6 @@ class InlineExecutor(FakeExecutor):
         assert not self.closed
         brief = self.is_brief(batch)
         (self.decoded if brief else self.prompted)[threading.current_thread().name] = None
-        if brief and self.failure is not None:
-            raise self.failure
         if brief:
             time.sleep(self.seconds)
         return super().execute(batch)
@@ -220,21 +217,22 @@ async def test_nothing_is_launched_while_other_work_is_done_where_steps_run():
 
 
 @pytest.mark.parametrize("cause", [RuntimeError("device lost"), StopIteration("x"), MemoryError()], ids=repr)
-async def test_a_launch_that_raises_on_the_loops_thread_ends_the_engine(cause: BaseException):
+@pytest.mark.parametrize("inline", [False, True], ids=["a launch", "a step"])
+async def test_what_raises_on_the_loops_thread_ends_the_engine(inline: bool, cause: BaseException):
+    def fail(batch: Batch) -> StepResult:
+        raise cause
+
     with no_new_engine_thread():
-        engine, executor = brief_engine(max_steps_in_flight=2)
-        executor.long = lambda batch: False
-
-        def fail(batch: Batch) -> StepResult:
-            raise cause
-
+        engine, executor = inline_engine(hosted=True) if inline else brief_engine(max_steps_in_flight=2)
+        executor.is_brief = lambda batch: True  # type: ignore[method-assign]
         async with engine:
             await engine.generate([4, 5], greedy(5))
             executor.execute = fail  # type: ignore[method-assign]
             with pytest.raises(EngineDead):
                 await engine.generate([4, 5], greedy(5))
-        assert list(executor.threads) == ["MainThread"]
+            assert not engine.alive
         assert executor.closed
+        assert inline or list(executor.threads) == ["MainThread"]  # type: ignore[attr-defined]
 
 
 async def test_a_device_that_never_finishes_is_given_up():
@@ -315,18 +313,6 @@ async def test_a_stream_hears_of_a_token_before_the_next_is_computed():
             chunk = await anext(stream)
             assert chunk.token_ids == [expected[number]]
             assert len(entered) <= number + 2, "the next step is held"
-
-
-@pytest.mark.parametrize("cause", [RuntimeError("device lost"), StopIteration("x"), MemoryError()], ids=repr)
-async def test_a_step_that_raises_on_the_loops_thread_ends_the_engine(cause: BaseException):
-    with no_new_engine_thread():
-        engine, executor = inline_engine(hosted=True)
-        async with engine:
-            executor.failure = cause
-            with pytest.raises(EngineDead):
-                await engine.generate([4, 5], greedy(5))
-            assert not engine.alive
-        assert executor.closed
 
 
 async def test_the_limits_of_time_hold_for_a_step_of_the_loops_thread(caplog):

@@ -108,15 +108,9 @@ async def leave_by_anyio_scope(engine: AsyncEngine, prompt: list[int], after: in
 
 
 WAYS = [
-    leave_by_cancel,
-    leave_by_break,
-    leave_by_aclose,
-    leave_by_stream_abort,
-    leave_by_label,
-    leave_by_garbage,
-    leave_by_timeout_scope,
-    leave_by_anyio_scope,
-]
+    leave_by_cancel, leave_by_break, leave_by_aclose, leave_by_stream_abort, leave_by_label, leave_by_garbage,
+    leave_by_timeout_scope, leave_by_anyio_scope,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("hosted", HOSTINGS)

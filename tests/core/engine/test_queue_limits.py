@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, num_in_line, until
 
-from asyncengine import Engine
+from asyncengine import AsyncEngine, Engine, TokenStream
 from asyncengine.engine.serving_loop import QueueLimit
 from asyncengine.errors import EngineClosed, QueueFull
 from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 
-async def engine_with_one_running(**settings):
-    """An engine with one seat, taken by a request whose step is held."""
-    engine = make_engine(max_num_seqs=1, **settings)
-    await engine.start()
-    executor_of(engine).hold()
-    stream = engine.stream([2, 3], greedy(4))
-    await stream.__aenter__()
-    await in_thread(executor_of(engine).entered.wait)
-    await until(lambda: engine.core.loop.queue_limit.waiting == 0)
-    return engine, stream
+@asynccontextmanager
+async def one_running(**settings: Any) -> AsyncIterator[AsyncEngine]:
+    """An engine with one seat, taken by a request whose step is held until `executor_of(engine).release()`."""
+    async with make_engine(max_num_seqs=1, **settings) as engine:
+        executor_of(engine).hold()
+        async with engine.stream([2, 3], greedy(4)) as running:
+            await in_thread(executor_of(engine).entered.wait)
+            await until(lambda: engine.core.loop.queue_limit.waiting == 0)
+            yield engine
+            assert (await running.result()).finish_reason == "length"
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def queued(engine: AsyncEngine, prompt: Sequence[int] = (4, 5), **params: Any) -> TokenStream:
+    """A stream that has its place in the queue."""
+    return await engine.stream([*prompt], greedy(2, **params)).__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -32,63 +42,47 @@ async def engine_with_one_running(**settings):
     [({"max_queued_requests": 2}, "max_queued_requests", 2), ({"max_queued_tokens": 5}, "max_queued_tokens", 5)],
 )
 async def test_a_full_queue_is_refused_at_once_and_names_its_limit(settings, field: str, limit: int):
-    engine, running = await engine_with_one_running(**settings)
-    async with engine:
-        queued = [engine.stream([4, 5], greedy(2)) for _ in range(2)]
-        for stream in queued:
-            await stream.__aenter__()
+    async with one_running(**settings) as engine:
+        streams = [await queued(engine) for _ in range(2)]
         with pytest.raises(QueueFull, match=f"{field}={limit}") as refused:
             await engine.generate([6, 7], greedy(2))
         assert (refused.value.field, refused.value.limit) == (field, limit)
         executor_of(engine).release()
-        for stream in [running, *queued]:
+        for stream in streams:
             assert (await stream.result()).finish_reason
         await engine.generate([6, 7], greedy(2))
-        await idle(engine)
-        assert_nothing_held(engine.core)
 
 
 async def test_n_samples_take_n_places_or_none():
-    engine, running = await engine_with_one_running(max_queued_requests=3)
-    async with engine:
-        first = engine.stream([4, 5], greedy(2, n=2))
-        await first.__aenter__()
+    async with one_running(max_queued_requests=3) as engine:
+        first = await queued(engine, n=2)
         with pytest.raises(QueueFull):
             await engine.generate([6, 7], greedy(2, n=2))
         assert engine.core.loop.queue_limit.waiting == 2
-        last = engine.stream([6, 7], greedy(2))
-        await last.__aenter__()
+        last = await queued(engine)
         executor_of(engine).release()
-        await asyncio.gather(running.result(), first.result(), last.result())
+        await asyncio.gather(first.result(), last.result())
 
 
 async def test_a_limit_of_zero_admits_only_what_nobody_waits_before():
-    engine, running = await engine_with_one_running(max_queued_requests=0)
-    async with engine:
-        one = engine.stream([4, 5], greedy(2))
-        await one.__aenter__()
+    async with one_running(max_queued_requests=0) as engine:
+        one = await queued(engine)
         with pytest.raises(QueueFull):
             await engine.generate([6, 7], greedy(2))
         executor_of(engine).release()
-        await asyncio.gather(running.result(), one.result())
+        await one.result()
 
 
 async def test_leaving_the_queue_frees_the_place():
-    engine, running = await engine_with_one_running(max_queued_requests=1)
-    async with engine:
-        queued = engine.stream([4, 5], greedy(2))
-        await queued.__aenter__()
-        await queued.aclose()
+    async with one_running(max_queued_requests=1) as engine:
+        await (await queued(engine)).aclose()
         executor_of(engine).release()
-        await running.result()
+        await until(lambda: engine.core.loop.queue_limit.waiting == 0)
         await engine.generate([6, 7], greedy(2))
-        await idle(engine)
-        assert_nothing_held(engine.core)
 
 
 async def test_waiting_for_a_place_is_first_come_first_served():
-    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
-    async with engine:
+    async with one_running(max_queued_requests=1, when_full="wait") as engine:
         order: list[int] = []
 
         async def call(i: int) -> None:
@@ -101,24 +95,19 @@ async def test_waiting_for_a_place_is_first_come_first_served():
             tasks.append(asyncio.create_task(call(i)))
             await asyncio.sleep(0)
         executor_of(engine).release()
-        await asyncio.gather(running.result(), *tasks)
+        await asyncio.gather(*tasks)
         assert order == list(range(8))
-        await idle(engine)
-        assert_nothing_held(engine.core)
 
 
 async def test_cancelling_the_wait_gives_the_place_in_line_back():
-    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
-    async with engine:
+    async with one_running(max_queued_requests=1, when_full="wait") as engine:
         calls = [asyncio.create_task(engine.generate([4, 2 + i], greedy(2))) for i in range(5)]
         await until(lambda: num_in_line(engine) == 4)
         for call in calls[1:4]:
             call.cancel()
         await until(lambda: num_in_line(engine) == 1)
         executor_of(engine).release()
-        await asyncio.gather(running.result(), calls[0], calls[4])
-        await idle(engine)
-        assert_nothing_held(engine.core)
+        await asyncio.gather(calls[0], calls[4])
 
 
 async def test_cancelling_in_the_very_moment_of_the_grant_gives_the_place_on():
@@ -136,9 +125,11 @@ async def test_cancelling_in_the_very_moment_of_the_grant_gives_the_place_on():
 
 @pytest.mark.parametrize("drain", [True, False])
 async def test_closing_tells_those_in_line_at_once(drain: bool):
-    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
-    queued = engine.stream([4, 5], greedy(2))
-    await queued.__aenter__()
+    engine = await make_engine(max_num_seqs=1, max_queued_requests=1, when_full="wait").__aenter__()
+    executor_of(engine).hold()
+    running = await queued(engine)
+    await until(lambda: engine.core.loop.queue_limit.waiting == 0)
+    behind = await queued(engine)
     waits = [asyncio.create_task(engine.generate([4, 5], greedy(2))) for _ in range(3)]
     await until(lambda: num_in_line(engine) == 3)
     closing = asyncio.create_task(engine.aclose(drain=drain))
@@ -148,8 +139,8 @@ async def test_closing_tells_those_in_line_at_once(drain: bool):
         with pytest.raises(EngineClosed):
             await wait
     await closing
-    assert (await running.result()).finish_reason == ("length" if drain else "abort")
-    assert (await queued.result()).finish_reason == ("length" if drain else "abort")
+    for stream in (running, behind):
+        assert (await stream.result()).finish_reason == ("length" if drain else "abort")
 
 
 async def test_what_exceeds_a_limit_alone_is_refused_even_where_others_wait():
@@ -204,10 +195,8 @@ def test_an_interrupted_wait_gives_its_place_back():
 async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
     """The request never reached the engine: the step in progress may take any time."""
     settings = {how: 0.05} if how.endswith("_timeout") else {}
-    engine, running = await engine_with_one_running(max_queued_requests=2, when_full="wait", hosted=how == "thread")
-    async with engine:
-        queued = engine.stream([4, 5], greedy(2, n=2))
-        await queued.__aenter__()
+    async with one_running(max_queued_requests=2, when_full="wait", hosted=how == "thread") as engine:
+        ahead = await queued(engine, n=2)
         config, samples = engine.core.config, 2 if "many" in how else 1
         if settings:
             engine.core.validator.config = config.replace(**settings)
@@ -224,9 +213,7 @@ async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
         assert engine.stats().finished == {"timeout": samples}
         assert not num_in_line(engine)
         executor_of(engine).release()
-        await asyncio.gather(running.result(), queued.result())
-        await idle(engine)
-        assert_nothing_held(engine.core)
+        await ahead.result()
 
 
 async def test_one_whose_time_is_up_makes_room_for_those_behind():
@@ -242,13 +229,11 @@ async def test_one_whose_time_is_up_makes_room_for_those_behind():
 
 
 async def test_deadlines_count_from_submit_and_not_from_the_gate():
-    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
-    async with engine:
+    async with one_running(max_queued_requests=1, when_full="wait") as engine:
         clock = engine.core.loop.clock
         prepared = engine.core.prepare([4, 5], greedy(2), RequestOptions(timeout=9.0), clock.now() - 10.0)
-        queued = engine.stream([4, 5], greedy(2))
-        await queued.__aenter__()
+        ahead = await queued(engine)
         assert prepared.spec.start_by <= clock.now()
         assert await engine.core.client.enter(prepared) is False
         executor_of(engine).release()
-        await asyncio.gather(running.result(), queued.result())
+        await ahead.result()

@@ -181,9 +181,8 @@ async def test_an_error_of_the_text_ends_it_and_one_of_the_runner_the_engine() -
 
 
 async def test_a_text_of_any_thread_is_computed_there_while_the_loop_waits() -> None:
-    executor = BriefExecutor()
-    model = VectorModel(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
-    async with make_engine(hosted=True, executor=executor, wiring={"vectors": model}) as engine:
+    engine, executor = embedder(hosted=True)
+    async with engine:
         inbox, here, blocking = engine.core.loop.inbox, threading.get_ident(), Engine(engine)
         for _ in range(3):
             await until(lambda: inbox._waiter is not None)
@@ -206,9 +205,8 @@ async def test_a_text_of_any_thread_is_computed_there_while_the_loop_waits() -> 
 
 
 async def test_what_comes_while_a_thread_does_the_loops_work_waits_for_it() -> None:
-    executor = BriefExecutor()
-    model = VectorModel(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
-    async with make_engine(hosted=True, executor=executor, wiring={"vectors": model}) as engine:
+    engine, executor = embedder(hosted=True)
+    async with engine:
         inbox = engine.core.loop.inbox
         await until(lambda: inbox._waiter is not None)
         executor.hold()

@@ -1,112 +1,47 @@
-"""Page tables over pool and tree: what matches, grows and is shared, and conservation."""
+"""Conservation of pages over pool and tree: the check finds what is planted."""
+
+from collections.abc import Callable
 
 import pytest
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache, PageTable
 
-NS = ("", "")
 
-
-def cache(pages: int = 17, **settings) -> KVCache:
-    return KVCache(pages, 4, **settings)
-
-
-def computed(kv: KVCache, tokens: list[int], namespace=NS, fence: int = 0) -> PageTable:
-    """An open table whose request has computed all of `tokens` and published them."""
-    table = kv.open(namespace, tokens, len(tokens) - 1)
-    assert kv.grow(table, len(tokens))
-    kv.publish(table, tokens, len(tokens), fence)
-    return table
-
-
-# -------------------------------------------------------------------- the checker finds what is planted
-
-
-def _loses_a_page(kv: KVCache, table: PageTable) -> None:
-    table.pages.pop()
-
-
-def _loses_a_free_page(kv: KVCache, table: PageTable) -> None:
-    kv.pool.take(1)
-
-
-def _loses_a_cached_page(kv: KVCache, table: PageTable) -> None:
-    assert table.node.parent is not None
-    kv.close(table, 0)
-    parent = table.node.parent
-    del parent.children[table.node.tokens]
-
-
-def _owns_a_page_twice(kv: KVCache, table: PageTable) -> None:
-    table.pages.append(table.pages[-1])
-
-
-def _frees_a_held_page(kv: KVCache, table: PageTable) -> None:
-    kv.pool.give([table.pages[-1]])
-
-
-def _frees_a_cached_page(kv: KVCache, table: PageTable) -> None:
-    kv.pool.give([table.node.page])
-
-
-def _forgets_a_lock(kv: KVCache, table: PageTable) -> None:
-    kv.tree.unlock(table.node)
-
-
-def _locks_too_often(kv: KVCache, table: PageTable) -> None:
-    kv.tree.lock(table.node)
-
-
-def _miscounts_locked_pages(kv: KVCache, table: PageTable) -> None:
-    kv.tree.num_locked += 1
-
-
-def _keeps_a_stale_page(kv: KVCache, table: PageTable) -> None:
+def exchange_pages(kv: KVCache, table: PageTable) -> None:
     table.pages[0], table.pages[1] = table.pages[1], table.pages[0]
 
 
-@pytest.mark.parametrize(
-    ("plant", "finding"),
-    [
-        (_loses_a_page, "leaked"),
-        (_loses_a_free_page, "leaked"),
-        (_owns_a_page_twice, "held and held"),
-        (_frees_a_held_page, "free and held"),
-        (_frees_a_cached_page, "free and cached"),
-        (_forgets_a_lock, "0 locks, 1 holders"),
-        (_locks_too_often, "2 locks, 1 holders"),
-        (_miscounts_locked_pages, "counted"),
-        (_keeps_a_stale_page, "disagrees with the tree"),
-    ],
-    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
-)
-def test_conservation_finds_a_table_that(plant, finding: str):
-    kv = cache()
-    table = computed(kv, list(range(10)))
+def lose_a_cached_page(kv: KVCache, table: PageTable) -> None:
+    kv.close(table, 0)
+    del table.node.parent.children[table.node.tokens]  # type: ignore[union-attr]
+
+
+PLANTS: dict[str, tuple[Callable[[KVCache, PageTable], object], str]] = {
+    "loses a page": (lambda kv, table: table.pages.pop(), "leaked"),
+    "loses a free page": (lambda kv, table: kv.pool.take(1), "leaked"),
+    "owns a page twice": (lambda kv, table: table.pages.append(table.pages[-1]), "held and held"),
+    "frees a held page": (lambda kv, table: kv.pool.give([table.pages[-1]]), "free and held"),
+    "frees a cached page": (lambda kv, table: kv.pool.give([table.node.page]), "free and cached"),
+    "forgets a lock": (lambda kv, table: kv.tree.unlock(table.node), "0 locks, 1 holders"),
+    "locks too often": (lambda kv, table: kv.tree.lock(table.node), "2 locks, 1 holders"),
+    "miscounts locked pages": (lambda kv, table: setattr(kv.tree, "num_locked", kv.tree.num_locked + 1), "counted"),
+    "keeps a stale page": (exchange_pages, "disagrees with the tree"),
+    "retires while held": (lambda kv, table: kv.close(table, fence=3), "held and retiring"),
+    "is not closed": (lambda kv, table: None, "leaked"),
+    "lost a cached page": (lose_a_cached_page, "leaked"),
+}
+"""Damage that is done to a table, and the violation that the check names; the last two are not among the open tables."""
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_conservation_finds_a_table_that(name: str) -> None:
+    kv, tokens = KVCache(17, 4), list(range(10))
+    table = kv.open(("", ""), tokens, len(tokens) - 1)
+    assert kv.grow(table, len(tokens))
+    kv.publish(table, tokens, len(tokens), 0)
     kv.check([table])
+    plant, violation = PLANTS[name]
     plant(kv, table)
-    with pytest.raises(InvariantViolation, match=finding):
-        kv.check([table])
-
-
-def test_conservation_finds_a_cached_page_that_fell_out_of_the_tree():
-    kv = cache()
-    _loses_a_cached_page(kv, computed(kv, list(range(10))))
-    with pytest.raises(InvariantViolation, match="leaked"):
-        kv.check([])
-
-
-def test_conservation_finds_a_table_nobody_closed():
-    kv = cache()
-    computed(kv, list(range(10)))
-    with pytest.raises(InvariantViolation, match="leaked"):
-        kv.check([])
-
-
-def test_conservation_finds_a_page_that_retires_while_held():
-    kv = cache()
-    table = computed(kv, list(range(10)))
-    kv.close(table, fence=3)
-    with pytest.raises(InvariantViolation, match="held and retiring"):
-        kv.check([table])
+    with pytest.raises(InvariantViolation, match=violation):
+        kv.check([] if name in [*PLANTS][-2:] else [table])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -82,35 +83,28 @@ def test_the_earlier_turns_of_a_chat_go_first() -> None:
     assert found
 
 
-def lose_one(kv: KVCache, run: Run) -> None:
-    kv.states.pool.take(1)  # type: ignore[union-attr]
-
-
-def share_one(kv: KVCache, run: Run) -> None:
-    run.table.state.slot = next(iter(kv.states.snapshots))  # type: ignore[union-attr]
-
-
 def hang_it_elsewhere(kv: KVCache, run: Run) -> None:
     (snapshot,) = kv.states.snapshots.values()  # type: ignore[union-attr]
     snapshot.node.state = 0
     snapshot.node.parent.state = snapshot.slot  # type: ignore[union-attr]
 
 
-def forget_a_reader(kv: KVCache, run: Run) -> None:
-    kv.states.reading = Retiring(lambda snapshot: None)  # type: ignore[union-attr]
+PLANTS: dict[str, Callable[[Any, Any], object]] = {
+    "a lost slot": lambda kv, run: kv.states.pool.take(1),
+    "a shared slot": lambda kv, run: setattr(run.table.state, "slot", next(iter(kv.states.snapshots))),
+    "a snapshot of another page": hang_it_elsewhere,
+    "a forgotten reader": lambda kv, run: setattr(kv.states, "reading", Retiring(lambda snapshot: None)),
+    "a slot that is being saved": lambda kv, run: kv.states.saving.clear(),
+}
 
 
-def keep_what_is_saved(kv: KVCache, run: Run) -> None:
-    kv.states.saving.clear()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("plant", [lose_one, share_one, hang_it_elsewhere, forget_a_reader, keep_what_is_saved])
-def test_the_check_finds(plant: Callable[[KVCache, Run], None]) -> None:
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_check_finds(name: str) -> None:
     kv = books(num_states=9)
     Run(kv, [1] * 9, 1).end()
     run = Run(kv, [1] * 14, 2)
     assert run.use.source
     assert run.use.saves
-    plant(kv, run)
+    PLANTS[name](kv, run)
     with pytest.raises(InvariantViolation):
         kv.check([run.table])

@@ -15,36 +15,23 @@ def starts(steps: Steps) -> list[int]:
     return list(seen)
 
 
-def one_at_a_time(policy: str, **settings) -> Steps:
-    """A scheduler on which a first request already runs, so that what is added next has to wait."""
-    steps = Steps(policy=policy, max_num_seqs=1, **settings)
+@pytest.mark.parametrize(
+    ("policy", "asked", "order"),
+    [
+        # (tokens of the prompt, most tokens of the output, priority) of each request behind the first
+        ("fcfs", [(9, 2, -9), (2, 2, -2), (5, 2, -5)], [1, 2, 3, 4]),
+        ("priority", [(3, 2, 1), (3, 2, 0), (3, 2, 1), (3, 2, -3)], [1, 5, 3, 2, 4]),
+        ("shortest-remaining", [(9, 9, 0), (2, 3, 0), (2, 30, 0), (3, 2, 0)], [1, 3, 5, 2, 4]),
+    ],
+)
+def test_a_policy_starts_requests_in_its_order(policy: str, asked: list[tuple[int, int, int]], order: list[int]):
+    steps = Steps(policy=policy, max_num_seqs=1)
     steps.add([90, 91], 2)
-    steps.step()
-    return steps
-
-
-def test_fcfs_starts_in_order_of_arrival():
-    steps = one_at_a_time("fcfs")
-    for size in (9, 2, 5):
-        steps.add(range(2, 2 + size), 2, priority=-size)
+    steps.step()  # it runs: what is added next has to wait
+    for size, output, priority in asked:
+        steps.add(range(2, 2 + size), output, priority=priority)
     steps.run()
-    assert starts(steps) == [1, 2, 3, 4]
-
-
-def test_priority_starts_the_most_important_first_then_by_arrival():
-    steps = one_at_a_time("priority")
-    for priority in (1, 0, 1, -3):
-        steps.add([10 + priority, 3, 4], 2, priority=priority)
-    steps.run()
-    assert starts(steps) == [1, 5, 3, 2, 4]
-
-
-def test_shortest_remaining_starts_the_least_work_first():
-    steps = one_at_a_time("shortest-remaining")
-    for size, output in ((9, 9), (2, 3), (2, 30), (3, 2)):
-        steps.add(range(2, 2 + size), output)
-    steps.run()
-    assert starts(steps) == [1, 3, 5, 2, 4]
+    assert starts(steps) == order
 
 
 def test_longest_prefix_match_starts_what_the_cache_knows_first():

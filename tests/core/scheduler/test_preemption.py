@@ -9,11 +9,11 @@ from asyncengine import Policy
 from asyncengine.policies import ByPriority
 
 
-def squeeze(policy: str | Policy = "fcfs", **settings: Any) -> Steps:
+def squeeze(policy: str | Policy = "fcfs", priorities: tuple[int, ...] = (0, 5, 1), **settings: Any) -> Steps:
     """Three decoding requests in a cache that cannot hold all of them to their ends."""
     steps = Steps(pages=13, policy=policy, prefix_caching=False, **settings)
-    for i in range(3):
-        steps.add([10 + i, 20 + i, 30 + i], 28, priority=(0, 5, 1)[i])
+    for i, priority in enumerate(priorities):
+        steps.add([10 + i, 20 + i, 30 + i], 28, priority=priority)
     return steps
 
 
@@ -25,25 +25,21 @@ def first_victim(steps: Steps) -> int:
 
 
 @pytest.mark.parametrize(
-    ("policy", "victim"), [("fcfs", 3), ("priority", 2), ("shortest-remaining", 3), ("longest-prefix-match", 3)]
-)
-def test_the_last_arrived_or_the_least_important_is_preempted(policy: str, victim: int):
-    assert first_victim(squeeze(policy)) == victim
-
-
-def test_priority_preempts_the_last_arrived_of_the_least_important():
-    steps = Steps(pages=13, policy="priority", prefix_caching=False)
-    for i in range(3):
-        steps.add([10 + i, 20 + i, 30 + i], 28, priority=4)
-    assert first_victim(steps) == 3
+    ("policy", "priorities", "victim"),
+    [
+        ("fcfs", (0, 5, 1), 3), ("priority", (0, 5, 1), 2), ("priority", (4, 4, 4), 3),
+        ("shortest-remaining", (0, 5, 1), 3), ("longest-prefix-match", (0, 5, 1), 3),
+    ],
+)  # fmt: skip
+def test_the_last_arrived_or_the_least_important_is_preempted(policy: str, priorities: tuple[int, ...], victim: int):
+    assert first_victim(squeeze(policy, priorities)) == victim
 
 
 def test_one_that_waited_too_long_is_preempted_last():
-    steps = Steps(pages=13, policy="priority", prefix_caching=False)
-    tickets = [steps.add([10 + i, 20 + i, 30 + i], 28, priority=(0, 9, 1)[i]) for i in range(3)]
+    steps = squeeze("priority")
     steps.step()
-    steps.request(tickets[1]).overdue = True
-    assert first_victim(steps) == tickets[2]
+    steps.request(2).overdue = True
+    assert first_victim(steps) == 3
 
 
 class Patient(ByPriority):

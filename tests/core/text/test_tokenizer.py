@@ -65,28 +65,20 @@ def test_a_template_that_lies_beside_the_tokenizer(folder: Path, tmp_path: Path)
     assert load(tmp_path).render_chat(chat) == "own"
 
 
-def test_a_folder_without_tokenizer_files_gives_none(tmp_path: Path) -> None:
+def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    """None where there is no tokenizer; a broken one, one with code of its own and a missing folder are refused."""
     (tmp_path / "config.json").write_text("{}")
     assert load_tokenizer(tmp_path, CONFIG) is None
-
-
-def test_a_broken_tokenizer_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{ not json")
-    with pytest.raises(ModelNotFound, match="no usable tokenizer"):
-        load_tokenizer(tmp_path, CONFIG)
-
-
-def test_nothing_at_the_path(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound):
         load_tokenizer(tmp_path / "missing", CONFIG)
-
-
-def test_a_tokenizer_with_its_own_code_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("raise SystemExit('code of the model ran')")
-    (tmp_path / "config.json").write_text("{}")
     settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UnsupportedModel, match="trust_remote_code=True"):
+        load_tokenizer(tmp_path, CONFIG)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{ not json")
+    with pytest.raises(ModelNotFound, match="no usable tokenizer"):
         load_tokenizer(tmp_path, CONFIG)
 
 

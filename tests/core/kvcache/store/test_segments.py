@@ -7,6 +7,7 @@ import random
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,30 +88,6 @@ def test_no_wrong_byte_is_read_and_no_whole_record_lost(seed: int) -> None:
         live(seed * 1000 + each, flips=5)
 
 
-def find(**options: int) -> None:
-    for seed in range(300):
-        live(seed, **options)
-
-
-def test_an_index_written_before_its_records_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums keep its records from being used; here it is noticed that the index names them."""
-    monkeypatch.setattr(VirtualDisk, "fsync", _only_of_indices(VirtualDisk.fsync))
-    with pytest.raises(AssertionError, match="names a record that is not whole"):
-        find()
-
-
-def test_a_checksum_not_looked_at_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "checksum", lambda buffers: 0)
-    with pytest.raises(AssertionError, match="a wrong payload"):
-        find(flips=5)
-
-
-def test_a_folder_that_is_not_synced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VirtualDisk, "sync_folder", lambda self, folder: None)
-    with pytest.raises(AssertionError, match="a record is lost"):
-        find()
-
-
 def _only_of_indices(fsync: Callable[[VirtualDisk, int], None]) -> Callable[[VirtualDisk, int], None]:
     def hasty(self: VirtualDisk, descriptor: int) -> None:
         path = next(path for path, file in self.files.items() if file is self._open[descriptor])
@@ -118,6 +95,22 @@ def _only_of_indices(fsync: Callable[[VirtualDisk, int], None]) -> Callable[[Vir
             fsync(self, descriptor)
 
     return hasty
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "flips", "violation"),
+    [
+        # checksums keep its records from being used; here it is noticed that the index names them
+        (VirtualDisk, "fsync", _only_of_indices(VirtualDisk.fsync), 0, "names a record that is not whole"),
+        (segments, "checksum", lambda buffers: 0, 5, "a wrong payload"),
+        (VirtualDisk, "sync_folder", lambda self, folder: None, 0, "a record is lost"),
+    ],
+    ids=["an index written before its records", "a checksum not looked at", "a folder that is not synced"],
+)
+def test_lives_find(owner: Any, name: str, value: Any, flips: int, violation: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(AssertionError, match=violation):
+        all(live(seed, flips=flips) is None for seed in range(300))
 
 
 def test_tokens_are_compared_and_not_only_their_digest(monkeypatch: pytest.MonkeyPatch) -> None:

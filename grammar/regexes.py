@@ -32,7 +32,7 @@ class Alternative(NamedTuple):
     end: bool
     """It ends where the text does."""
     ahead: tuple[str, Pattern, Pattern] | None
-    """The operator, what is looked for, and the rest."""
+    """(operator, pattern that is looked for, pattern behind it)."""
 
 
 class Pattern(NamedTuple):
@@ -74,8 +74,8 @@ class _Reader:
         self._left = MAX_APART
 
     def pattern(self, tokens: list[Token], flags: str, *, here: bool, first: bool, whole: bool) -> Pattern:
-        """`here`: it begins where it stands; `first`: that may be the beginning of the text; `whole`: it ends where the
-        text does."""
+        """`here`: it is anchored where it stands; `first`: which may be the beginning of the text; `whole`: it is
+        anchored at the end of the text."""
         while tokens and tokens[0][0] == "flags":
             flags, tokens = flags + tokens[0][1], tokens[1:]
         branches = [apart for branch in _branches(tokens) for apart in self._apart(branch, whole)]
@@ -102,7 +102,7 @@ class _Reader:
         return Alternative(text, here, False, ("" if opening == "(?=" else "~", inner, following))
 
     def _apart(self, branch: list[Token], whole: bool) -> Iterator[list[Token]]:
-        """The alternatives of a group with a look-ahead or an anchor one by one, up to the first look-ahead."""
+        """Expand a branch whose first special group is no look-ahead into one branch for each alternative of it."""
         before, opening, inner, rest = _cut(branch)
         if not opening or opening in AHEAD:
             yield branch
@@ -139,8 +139,8 @@ def _tempered(inner: list[Token], rest: list[Token], whole: bool) -> list[Token]
 
 
 def _cut(tokens: list[Token]) -> tuple[list[Token], str, list[Token], list[Token]]:
-    """The tokens before the first look-ahead, or before the first group in which there is one or an anchor; how that
-    begins, what is in it, and what follows. Without any: all, and nothing."""
+    """(tokens before, opening, tokens inside, tokens behind) of the first look-ahead, or of the first group that has one
+    or an anchor in it. Without any: (tokens, "", [], [])."""
     depth = begin = 0
     special = False
     for index, (kind, text) in enumerate(tokens):

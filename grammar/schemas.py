@@ -148,8 +148,8 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_meant(schema: dict[str, Any]) -> dict[str, Any]:
-    """A class's schema as the class means it, in place: a union's discriminator is always written, even where it has a
-    default, and formats of pydantic's own types are what they read."""
+    """A class's schema, changed in place to what the class reads: a union's discriminator is required, even if it has a
+    default, and formats of pydantic's own types become patterns."""
     for _, node in list(subschemas(schema)):
         if (replacement := TABLES["classes"].get(str(node.get("format")))) is not None:
             del node["format"]
@@ -198,7 +198,7 @@ def take_formats(schema: dict[str, Any], typed: Any, root: dict[str, Any]) -> No
 
 
 def moved(schema: dict[str, Any], base: str) -> dict[str, Any]:
-    """A copy whose local references stay right when it is put at the reference `base` of another document."""
+    """A copy whose local references still hold when it is put at the reference `base` of another document."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     copy.pop("$schema", None)
     for _, node in subschemas(copy):

@@ -1,4 +1,4 @@
-"""A loaded adapter: weights by module, in host memory, identified by what they contain; what names mean."""
+"""A loaded adapter: weights by module, in host memory, identified by their content; and the facts that names give."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from asyncengine.seams import LoraWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """One adapter as loaded. Never changed: changed content is another adapter with another digest."""
+    """One adapter as loaded. Immutable: changed content is another adapter with another digest."""
 
     name: str
-    """The name under which it was first loaded. For people only: requests, caches and slots go by `digest`."""
+    """The name under which it was first loaded, for messages: requests, caches and slots go by `digest`."""
     digest: str
-    """sha256 hex over what the files say (scalings and tensors as stored); never over names, paths or the model."""
+    """sha256 (hex) over the files' scalings and tensors as stored; not over names, paths or the model."""
     rank: int
     """The largest rank among its modules."""
     modules: dict[str, LoraWeights]
@@ -22,32 +22,32 @@ class Adapter:
     nbytes: int
     """Host memory of all weights as they are held."""
     invocation: tuple[int, ...] = ()
-    """Tokens of a prompt from whose last place on it acts (activated LoRA); none: it acts everywhere."""
+    """Activated LoRA: the adapter acts from the last occurrence of these tokens in the prompt on; (): everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """One content, and where it was read."""
+    """The content that a name refers to, and the folder it was read from."""
 
     name: str
     path: str
     digest: str
-    """Identity: sha256 hex over what the weights do, not over names or paths."""
+    """Its identity, as `Adapter.digest`."""
     rank: int
-    """The largest of its modules."""
+    """The largest rank among its modules."""
     nbytes: int
-    """Host memory it takes while it is there."""
+    """Bytes of host memory while it is loaded."""
     modules: tuple[str, ...]
-    """Hugging Face paths of what it changes."""
+    """Hugging Face paths of the modules that it changes."""
     pinned: bool
-    """Never dropped from memory."""
+    """It is never evicted from host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo(Meaning):
-    """One loaded adapter, for people and programs."""
+    """One loaded adapter as `list` shows it."""
 
     in_memory: bool
-    """False: it was dropped to make room, and is read again when a request needs it."""
+    """False: it was evicted, and is read again when a request needs it."""
     requests: int
     """Requests that use this content now, waiting or running."""

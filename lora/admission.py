@@ -1,13 +1,13 @@
 """Adapters that share a batch, and the device slot in which each lies.
 
-An adapter's slot is its own as long as one admission of it is not released; the scheduler releases only when the last
-step that names the slot has retired, so a slot is never overwritten under a step. After that the adapter stays where
-it is until another one needs the slot (least recently used first): one that returns costs no copy.
+An adapter keeps its slot until all its admissions are released, which the scheduler does only when the last step that
+names the slot has retired: so a slot is never overwritten under a step. Then the adapter stays in the slot until it is
+needed for another (least recently used first), so that one that returns costs no copy.
 
-No request is held back here while a slot is idle, and none jumps the queue: the scheduler asks in its order, and asks
-first for a request that has been passed over `max_passes` times, for which it lets one slot drain (see
-`scheduler.admission`). Rows that are not scheduled in a step and prompts in the middle of a chunk count, because
-admissions are counted, not rows (SGLang #25865).
+No request waits here while a slot is idle, and none jumps the queue: the scheduler asks in its order, and first for a
+request that has been passed over `max_passes` times, for which it lets one slot drain (see `scheduler.admission`).
+Admissions are counted and not rows, so that requests that are not scheduled in a step, or have a prompt half computed,
+keep their slots (SGLang #25865).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class AdapterSlots:
     """An `AdapterAdmission` over slots 1 ... max_loras (0 means no adapter). Used by one thread, no clock."""
 
     def __init__(self, max_loras: int, weights: Callable[[str], Any] | None = None) -> None:
-        """`weights(digest)`: what a swap carries to the device. Taken at once: the host may let go of it later."""
+        """`weights(digest)`: the payload of a swap, asked for at admission, for the host may evict it later."""
         if max_loras < 1:
             raise ValueError(f"max_loras must be at least 1, got {max_loras}")
         self.max_loras = max_loras
         self._weights = weights
         self._empty = list(range(1, max_loras + 1))
-        """A heap: low slots first, for a step on CPU computes up to the highest slot it uses."""
+        """A heap, so that low slots come first: a step on CPU computes up to the highest slot in use."""
         self._swaps: list[AdapterSwap] = []
         self._slots: dict[str, int] = {}
         self._users: dict[str, int] = {}
         self._idle: dict[str, None] = {}
-        """Adapters in a slot that nothing uses, least recently used first."""
+        """Adapters in a slot without an admission, least recently used first."""
         self.copies = 0
         """The number of times that a slot got new content."""
 

@@ -13,14 +13,14 @@ from asyncengine.seams import AdapterDone
 
 
 class HostStore:
-    """Adapters by digest, least recently used first. What is held stays. Not thread-safe: the registry's lock is."""
+    """Adapters by digest, least recently used first. Held ones stay. Not thread-safe: the registry holds its lock."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.resident: dict[str, Adapter] = {}
         self.held: dict[str, int] = {}
         self.reserved: dict[str, int] = {}
-        """Bytes that contents which are being read will need. Nothing is evicted for them before they are here."""
+        """Bytes of contents that are being read. Nothing is evicted for them until they have been read."""
 
     @property
     def nbytes(self) -> int:
@@ -32,7 +32,7 @@ class HostStore:
     # ---------------------------------------------------------------- use
 
     def hold(self, digest: str) -> None:
-        """Keep `digest`, which is here, until as many `let_go`."""
+        """Keep `digest`, which is in memory, until it was let go as many times as held."""
         self.resident[digest] = self.resident.pop(digest)  # used most recently
         self.held[digest] = self.held.get(digest, 0) + 1
 
@@ -48,9 +48,9 @@ class HostStore:
     # ---------------------------------------------------------------- room
 
     def victims(self, need: int, stays: Callable[[str], bool], leaves: str | None = None) -> list[str] | None:
-        """Whom to evict, in order, so that `need` more bytes fit beside what is reserved. None: they cannot fit.
+        """The digests to evict, in order, so that `need` more bytes fit beside what is reserved; None if they cannot.
 
-        `leaves` goes before all others.
+        `leaves`: a digest to be evicted before all others.
         """
         excess = self.nbytes + sum(self.reserved.values()) + need - self.max_bytes
         chosen = []
@@ -64,7 +64,7 @@ class HostStore:
         return chosen if excess <= 0 else None
 
     def put(self, adapter: Adapter, stays: Callable[[str], bool], leaves: str | None = None) -> bool:
-        """Take `adapter` in, evicting what must go. False, and nothing changed, if there cannot be room."""
+        """Add `adapter`, evicting others as needed. False, and nothing changed, if there cannot be room."""
         if adapter.digest in self.resident:
             return True
         victims = self.victims(adapter.nbytes, stays, leaves)
@@ -81,11 +81,11 @@ class HostStore:
         self.resident.pop(digest, None)
 
     def clear(self) -> None:
-        for books in (self.resident, self.held, self.reserved):
-            books.clear()
+        for table in (self.resident, self.held, self.reserved):
+            table.clear()
 
     def check(self) -> None:
-        """Raises `InvariantViolation` if the books do not balance."""
+        """Raises `InvariantViolation` if the budget is exceeded or a held adapter is missing."""
         if self.nbytes > self.max_bytes:
             raise InvariantViolation(f"adapters take {self.nbytes} bytes of {self.max_bytes}")
         if any(digest not in self.resident for digest in self.held):
@@ -107,18 +107,18 @@ class _Claim:
 
 
 class Claims:
-    """Each claim is made, started, granted and given back. Started claims wait in order of arrival.
+    """The claims of requests. Each is made, started, granted and given back. Started claims wait in order of arrival.
 
-    One that finds no room, because everything in memory is in use, lets later ones pass whose adapter is in memory:
-    `max_passes` of them. Then nothing is granted before it, and what is in use drains. But what stays in memory in any
-    case is always granted: it is in no request's way, or its claims are what must drain.
+    A claim that finds no room, because everything in memory is in use, is passed by later ones whose adapter is in
+    memory, `max_passes` times. Then nothing is granted before it, and adapters in use drain. Adapters that are not
+    evicted in any case are always granted: they take no room from others, or their own claims have to drain.
     """
 
     def __init__(
         self, store: HostStore, max_passes: int, stays: Callable[[str], bool], hopeless: Callable[[Meaning], bool]
     ) -> None:
-        """`stays(digest)`: may not be evicted even if no granted claim holds it. `hopeless(meaning)`: there would be no
-        room even if nothing were in use."""
+        """`stays(digest)`: it may not be evicted even without a granted claim. `hopeless(meaning)`: there would be no
+        room for it even if no adapter were in use."""
         self._store = store
         self.max_passes = max_passes
         self.stays = stays
@@ -126,7 +126,7 @@ class Claims:
         self.by_ticket: dict[int, _Claim] = {}
         self._users: dict[str, int] = {}
         self.waiting: dict[str, dict[int, _Claim]] = {}
-        """Started and not granted, by digest in order of the first arrival, then by ticket likewise."""
+        """Claims started and not granted, by digest and then by ticket, both in order of arrival."""
 
     def users(self, digest: str) -> int:
         """Claims of `digest`, started or not, granted or not."""
@@ -158,24 +158,24 @@ class Claims:
             self._store.let_go(digest)
         return digest
 
-    # ---------------------------------------------------------------- whose turn it is
+    # ---------------------------------------------------------------- granting
 
     def pump(self, calls: Calls) -> list[Meaning]:
-        """Grant what can be granted; the contents to read for those that wait."""
+        """Grant the claims that can be granted, and return the contents to read for others."""
         reload: list[Meaning] = []
         blocked: _Claim | None = None
-        full = False  # somebody has been passed often enough
+        is_full = False  # some claim was passed `max_passes` times: later ones may not pass it any more
         for digest, group in list(self.waiting.items()):
             claims = list(group.values())
             if digest in self._store.resident:
-                passing = (full or blocked is not None) and not self.stays(digest)
+                passing = (is_full or blocked is not None) and not self.stays(digest)
                 for claim in claims:
-                    if passing and (full or (blocked is not None and blocked.passes >= self.max_passes)):
+                    if passing and (is_full or (blocked is not None and blocked.passes >= self.max_passes)):
                         break
                     if passing and blocked is not None:
                         blocked.passes += 1
                     self._grant(claim, calls)
-            elif full:
+            elif is_full:
                 continue
             elif digest not in self._store.reserved and blocked is None:
                 meaning = claims[0].meaning
@@ -189,7 +189,7 @@ class Claims:
                     blocked = claims[0]
             first = blocked or claims[0]
             if first.passes >= self.max_passes and first.ticket in self.waiting.get(first.meaning.digest, {}):
-                full = True
+                is_full = True
         return reload
 
     def _grant(self, claim: _Claim, calls: Calls) -> None:
@@ -199,7 +199,7 @@ class Claims:
         self._tell(claim, claim.meaning.digest, calls)
 
     def _leave(self, claim: _Claim) -> None:
-        """`claim` waits no more, if it did."""
+        """Remove `claim` from those that wait, if it is one of them."""
         digest = claim.meaning.digest
         group = self.waiting.get(digest, {})
         group.pop(claim.ticket, None)
@@ -212,13 +212,13 @@ class Claims:
         calls.append(lambda: done(ticket, outcome))
 
     def reloaded(self, digest: str, adapter: Adapter | None, error: Exception | None, calls: Calls) -> None:
-        """`digest` was read again, or cannot be. Call `pump` next."""
+        """Note that `digest` was read again (`adapter`), or could not be (`error`). Call `pump` next."""
         self._store.reserved.pop(digest, None)
-        mine = list(self.waiting.get(digest, {}).values())
+        claims = list(self.waiting.get(digest, {}).values())
         if error is not None:
-            self._fail(mine, error, calls)
+            self._fail(claims, error, calls)
         elif adapter is not None and self.users(digest) and not self._store.put(adapter, self.stays):
-            for claim in mine[:1]:  # others took the room meanwhile; not a second time
+            for claim in claims[:1]:  # others took the room while it was read: they may not pass a second time
                 claim.passes = self.max_passes
 
     def _fail(self, claims: list[_Claim], error: Exception, calls: Calls) -> None:
@@ -227,5 +227,5 @@ class Claims:
             self._tell(claim, again(error), calls)
 
     def clear(self) -> None:
-        for books in (self.by_ticket, self._users, self.waiting):
-            books.clear()
+        for table in (self.by_ticket, self._users, self.waiting):
+            table.clear()

@@ -1,11 +1,11 @@
-"""Names of adapters, what they mean now, and who uses what they meant before.
+"""The registry of adapters: names, the contents that they refer to, and the requests that use a content.
 
-A name means a digest. Loading changed content under a name makes it mean another digest; requests that were submitted
-before go on with the one they claimed. Files are read on a small thread pool, each content by one thread at a time.
-A load that fails changes nothing, and evicts nothing: up to `workers` adapters being read lie outside the budget.
+A name refers to a content by its digest. Loading other content under a name changes the digest; requests that were
+submitted before go on with the one they claimed. Files are read on a small thread pool, each content by one thread at a
+time. A load that fails changes nothing and evicts nothing: up to `workers` adapters being read are beside the budget.
 
-Every request has a claim, by ticket: `claim` at submit (which digest), `start` when the engine takes the request up
-(tells when the adapter is in memory), `cancel` at its end, whatever happened.
+Every request has a claim, by ticket: `claim` at submit (fixes the digest), `start` when the engine takes the request up
+(calls back when the adapter is in memory), `cancel` at its end, however it ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed, again
@@ -30,7 +31,7 @@ _SHOWN = 16
 
 
 class AdapterRegistry:
-    """Thread-safe. `done` callbacks and futures complete on whatever thread brought the news."""
+    """Thread-safe. `done` callbacks run, and futures complete, on the thread that caused them."""
 
     def __init__(
         self, loader: PeftLoader, *, max_bytes: int, workers: int = 2, max_passes: int = 64,
@@ -42,9 +43,9 @@ class AdapterRegistry:
         self.claims = Claims(self.store, max_passes, self.stays, self._hopeless)
         self._names: dict[str, Meaning] = {}
         self._changed_by: dict[str, int] = {}
-        """Number of the call that last gave or took a name's meaning: a later one wins, whichever is read first."""
+        """Number of the call that last changed a name: a later call wins, even if its files are read first."""
         self.reading: dict[Any, Future[Adapter]] = {}
-        """Contents that a thread reads right now, by the loader's fingerprint of their files."""
+        """Contents that a thread is reading, by the loader's fingerprint of their files."""
         self._leaving: dict[str, list[Future[None]]] = {}
         self._orders = self._loading = 0
         self._closed = False
@@ -54,18 +55,18 @@ class AdapterRegistry:
     # ---------------------------------------------------------------- names
 
     def load(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> Future[AdapterInfo]:
-        """Read the adapter in `path` and call it `name`, in place of what that name meant. Does not block.
+        """Read the adapter in `path` and give it the name `name`, which may have referred to another. Does not block.
 
-        The future raises `AdapterError` (also `AdapterInUse`: no memory left beside what is in use) or `EngineClosed`;
-        everything is as it was then; `AdapterNotFound` if the name was unloaded meanwhile. It is cancelled by `close`.
+        The future raises `AdapterError` (also `AdapterInUse`: no memory left beside what is in use) or `EngineClosed`,
+        and then nothing has changed; `AdapterNotFound` if the name was unloaded meanwhile. `close` cancels it.
         `pinned`: never evicted.
         """
         folder = os.fspath(path)
         return self._submit(name, lambda: self._read(name, folder), folder, pinned)
 
     def take(self, name: str, tensors: Any, config: Any) -> Future[AdapterInfo]:
-        """The same of tensors by PEFT's names with their configuration. They are never evicted, as no file brings them
-        back: a name that gets other content, or none, lets go of them."""
+        """The same for tensors by PEFT's names with their configuration. They are not evicted, for no file brings them
+        back; they go when their name gets other content or is unloaded."""
         return self._submit(name, lambda: self._take(name, tensors, config), "", True)
 
     def _submit(self, name: str, read: Callable[[], Adapter], path: str, pinned: bool) -> Future[AdapterInfo]:
@@ -79,10 +80,10 @@ class AdapterRegistry:
         return future
 
     def unload(self, name: str, *, wait: bool = False) -> Future[None]:
-        """Forget `name`. The future is done when nothing uses its content any more.
+        """Remove `name`. The future is done when no request uses its content any more.
 
-        Raises `AdapterNotFound`, and `AdapterInUse` if requests use it and no other name means the same content,
-        unless `wait`: then no new request can name it, and the future waits for those there are.
+        Raises `AdapterNotFound`, and `AdapterInUse` if requests use it and no other name refers to the same content,
+        unless `wait`: then no new request can name it, and the future waits for the present ones.
         """
         gone: Future[None] = Future()
         calls: Calls = []
@@ -109,7 +110,7 @@ class AdapterRegistry:
             return tuple(self._info(name) for name in sorted(self._names))
 
     def find(self, name: str) -> Meaning:
-        """The present meaning of `name`. Raises `AdapterNotFound`."""
+        """The content that `name` refers to now. Raises `AdapterNotFound`."""
         with self._lock:
             return self._meaning(name)
 
@@ -122,7 +123,7 @@ class AdapterRegistry:
         return adapter
 
     def invocation(self, digest: str) -> tuple[int, ...]:
-        """The tokens of a prompt from which on it acts; none for one that acts everywhere, or is not in memory."""
+        """The invocation tokens of an activated LoRA; () for another adapter, or one that is not in memory."""
         with self._lock:
             adapter = self.store.resident.get(digest)
         return () if adapter is None else adapter.invocation
@@ -140,14 +141,15 @@ class AdapterRegistry:
         return meaning
 
     def _info(self, name: str) -> AdapterInfo:
-        of = self._meaning(name)
-        in_memory, requests = of.digest in self.store.resident, self.claims.users(of.digest)
-        return AdapterInfo(name, of.path, of.digest, of.rank, of.nbytes, of.modules, of.pinned, in_memory, requests)
+        meaning = self._meaning(name)
+        in_memory, requests = meaning.digest in self.store.resident, self.claims.users(meaning.digest)
+        return AdapterInfo(**asdict(meaning), in_memory=in_memory, requests=requests)
 
     # ---------------------------------------------------------------- claims
 
     def claim(self, tickets: Sequence[int], name: str) -> str:
-        """The digest that all `tickets` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
+        """Claim the present content of `name` for all `tickets`; its digest, which they use even if the name changes.
+        Raises `AdapterNotFound`."""
         with self._lock:
             self._check_open()
             meaning = self._meaning(name)
@@ -156,8 +158,8 @@ class AdapterRegistry:
             return meaning.digest
 
     def start(self, ticket: int, done: AdapterDone) -> None:
-        """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
-        perhaps at once. A ticket without a claim is ignored."""
+        """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`,
+        perhaps before this returns. A ticket without a claim is ignored."""
         calls: Calls = []
         with self._lock:
             self.claims.start(ticket, done)
@@ -173,24 +175,24 @@ class AdapterRegistry:
                 self._settle(digest, calls)
         _tell(calls)
 
-    # ---------------------------------------------------------------- books; all of these hold the lock
+    # ---------------------------------------------------------------- tables; the caller holds the lock
 
     def stays(self, digest: str) -> bool:
-        """Whether it is pinned, or still claimed though no name means it, so that it could not be read again."""
+        """Whether it may not be evicted: pinned, or claimed while no name refers to it, so that no file is known."""
         meanings = [meaning for meaning in self._names.values() if meaning.digest == digest]
         return any(meaning.pinned for meaning in meanings) or (not meanings and self.claims.users(digest) > 0)
 
     def _hopeless(self, meaning: Meaning) -> bool:
-        """The pinned adapters alone leave no room for it."""
-        pinned = {of.digest: of.nbytes for of in self._names.values() if of.pinned and of.digest != meaning.digest}
+        """Whether the pinned adapters alone leave no room for it."""
+        pinned = {m.digest: m.nbytes for m in self._names.values() if m.pinned and m.digest != meaning.digest}
         return meaning.nbytes + sum(pinned.values()) > self.store.max_bytes
 
     def _unknown(self, digest: str) -> bool:
-        """Whether no name means `digest` any more."""
-        return not self.claims.users(digest) and all(of.digest != digest for of in self._names.values())
+        """Whether neither a claim nor a name refers to `digest`."""
+        return not self.claims.users(digest) and all(meaning.digest != digest for meaning in self._names.values())
 
     def _settle(self, digest: str | None, calls: Calls) -> None:
-        """Something about `digest` has changed: drop it if it is unknown now, and see whose turn it is."""
+        """Act on a change that concerns `digest`: drop it if it is unknown now, and grant claims that have room now."""
         if digest is not None and not self.claims.users(digest):
             for future in self._leaving.pop(digest, []):
                 calls.append(lambda future=future: _finish(future))  # type: ignore[misc]
@@ -215,8 +217,8 @@ class AdapterRegistry:
             old = self._names.get(name)
             if self._changed_by.get(name, 0) < order:
                 self._names[name] = meaning
-                leaves = old.digest if old is not None and self._unknown(old.digest) else None
-                if not self.store.put(adapter, self.stays, leaves):
+                replaced = old.digest if old is not None and self._unknown(old.digest) else None
+                if not self.store.put(adapter, self.stays, replaced):
                     del self._names[name]
                     if old is not None:
                         self._names[name] = old
@@ -228,22 +230,22 @@ class AdapterRegistry:
         return info
 
     def _forget_changes(self, _: Future[AdapterInfo]) -> None:
-        """Once the last reading has ended, no one asks for names that are gone."""
+        """Once no load is under way, the numbers of removed names are not compared with any more."""
         with self._lock:
             self._loading -= 1
             if not self._loading:
                 self._changed_by = {name: call for name, call in self._changed_by.items() if name in self._names}
 
     def _reload(self, meaning: Meaning) -> None:
-        """Bring an evicted content back for those who wait for it."""
+        """Read an evicted content again for the claims that wait for it."""
         adapter: Adapter | None = None
         error: Exception | None = None
         try:
             adapter = self._read(meaning.name, meaning.path)
             if adapter.digest != meaning.digest:
                 raise AdapterError("adapter", "its files have changed since it was loaded; load it again", meaning.name)
-        except Exception as broken:  # whatever it is, those who wait must hear of it
-            error = broken
+        except Exception as raised:  # raised on this thread it would be lost, and the claims would wait for ever
+            error = raised
         calls: Calls = []
         with self._lock:
             if not self._closed:
@@ -252,21 +254,21 @@ class AdapterRegistry:
         _tell(calls)
 
     def _read(self, name: str, path: str) -> Adapter:
-        """Read `path`, or share the reading of another thread that reads the same content right now."""
+        """Read `path`, or wait for another thread that is reading the same content."""
         try:
             key = self._loader.fingerprint(path, self.store.max_bytes)
-            mine: Future[Adapter] = Future()
+            own_reading: Future[Adapter] = Future()
             with self._lock:
-                shared = self.reading.setdefault(key, mine)
-            if shared is mine:
+                reading = self.reading.setdefault(key, own_reading)
+            if reading is own_reading:
                 try:
-                    mine.set_result(self._loader.load(name, path))
+                    own_reading.set_result(self._loader.load(name, path))
                 except BaseException as error:
-                    mine.set_exception(error)
+                    own_reading.set_exception(error)
                 finally:
                     with self._lock:
                         del self.reading[key]
-            return shared.result()
+            return reading.result()
         except AdapterError as error:
             raise again(error) from None
         except Exception as error:
@@ -281,17 +283,17 @@ class AdapterRegistry:
     # ---------------------------------------------------------------- end
 
     def check(self) -> None:
-        """Raises `InvariantViolation` if the books do not balance."""
+        """Raises `InvariantViolation` if the tables contradict one another."""
         with self._lock:
             self.store.check()
 
     def close(self) -> None:
-        """Cancel what has not begun and let go of everything. Idempotent."""
+        """Cancel loads that have not begun and free all adapters. Idempotent."""
         with self._lock:
             self._closed = True
             leaving = [future for futures in self._leaving.values() for future in futures]
-            for books in (self._names, self._changed_by, self._leaving):
-                books.clear()
+            for table in (self._names, self._changed_by, self._leaving):
+                table.clear()
             self.claims.clear()
             self.store.clear()
         for future in leaving:

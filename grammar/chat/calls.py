@@ -1,4 +1,4 @@
-"""Calls of one output as they are read, what one push of text brings, and the base of both parsers of output."""
+"""Tool calls of one output as they are parsed, the result of one push of text, and the base of both output parsers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class _Call:
 
 
 class Parser(ABC):
-    """Takes one output apart while it is written: `push` its text as it comes, then `finish` once.
+    """Parses one output while it is generated: `push` its text as it comes, then `finish` once.
 
-    One thread at a time. It is always in one step: a method that takes what is known from the buffer and returns
-    whether to look again.
+    One thread at a time. A state machine, whose state `_step` is a method: it takes text that it can classify from the
+    buffer and returns whether the next step can go on at once.
     """
 
     def __init__(self, first: Callable[[], bool], short_ids: bool = False) -> None:
@@ -53,7 +53,7 @@ class Parser(ABC):
         self._calls: list[_Call] = []
         self._sealed = False
         self._steered: int | None = None
-        """`steered_from` of a call that begins."""
+        """The `steered_from` of calls that begin from now on."""
         self._reader: Reader = JsonReader()
         """Reads the arguments of the newest call."""
         self._step = first
@@ -71,7 +71,7 @@ class Parser(ABC):
         return self._taken()
 
     def finish(self) -> Parsed:
-        """There is no more. What had been held back comes out."""
+        """The end of the output. Text that was held back is returned."""
         rest, self._buffer = self._buffer, ""
         if self.in_reasoning:
             self._out.reasoning += rest
@@ -81,32 +81,31 @@ class Parser(ABC):
         return self._taken()
 
     def steer(self, offers: bool) -> None:
-        """The model's own text ends with what was pushed last. Unless the engine `offers` calls all the same, the
-        newest one stays as it is, and none begins."""
+        """Text pushed from now on is the engine's and not the model's. Unless it `offers` calls all the same, the
+        newest call stays as it is, and none begins."""
         self._sealed, self._steered = not offers, 0
         if self._calls and not self._calls[-1].complete:
             self._calls[-1].steered_from = sum(map(len, self._calls[-1].pieces))
 
     @abstractmethod
     def _end(self, rest: str) -> None:
-        """Take what was held back outside of the reasoning."""
+        """Take the text that is held back, outside of the reasoning, at the end of the output."""
 
     def _begin_call(self, name: str, written: str = "") -> None:
-        """A call of `name`, with the id `written` by the model unless that has been used, or a new one."""
+        """Begin a call of `name`, with the id `written` by the model, or a new one if that is empty or used."""
         if self._sealed:
             return
         if written and all(call.id != written for call in self._calls):
-            identity = written
+            call_id = written
         elif self._short_ids:
-            identity = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+            call_id = "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
         else:
-            identity = f"call_{secrets.token_hex(12)}"
-        self._calls.append(_Call(identity, name, steered_from=self._steered))
-        self._out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, identity, name, ""))
+            call_id = f"call_{secrets.token_hex(12)}"
+        self._calls.append(_Call(call_id, name, steered_from=self._steered))
+        self._out.tool_calls.append(ToolCallDelta(len(self._calls) - 1, call_id, name, ""))
 
     def _arguments(self) -> bool:
-        """Take the arguments of the newest call, which is complete if they are a JSON object. One that is broken stays
-        unfinished."""
+        """Read arguments of the newest call, which is complete once they are a JSON object, and never if they break."""
         if not self._buffer:
             return False
         read = self._reader.feed(self._buffer)
@@ -123,7 +122,7 @@ class Parser(ABC):
 
     @abstractmethod
     def _after_arguments(self, done: bool) -> None:
-        """Go on behind the arguments of a call, or behind an error in them if they are not `done`."""
+        """Set the step behind the arguments of a call, or behind an error in them if they are not `done`."""
 
     def finished_calls(self, complete: bool = True) -> list[ToolCall]:
         """The calls whose arguments are complete JSON objects, in order; if not `complete`, those that went out in
@@ -148,19 +147,19 @@ class ChatReader:
         """Samples whose answer has not begun."""
 
     def read(self, chunk: Chunk) -> None:
-        """Take `chunk.text` apart, in place. The last chunk of a sample gets what was held back."""
+        """Split `chunk.text` into its fields, in place. The last chunk of a sample gets the text that was held back."""
         parser = self._parsers[chunk.index]
         parsed = [parser.push(chunk.text[: chunk.steered_from])]
-        if (own := chunk.steered_from) is not None:
+        if (steered_from := chunk.steered_from) is not None:
             chunk.steered_from = len(parsed[0].text)
             parser.steer(self._offers)
-            parsed.append(parser.push(chunk.text[own:]))
+            parsed.append(parser.push(chunk.text[steered_from:]))
         thinks = parser.in_reasoning
         if chunk.finish_reason is not None:
             parsed.append(parser.finish())
-        chunk.text = "".join(part.text for part in parsed)
-        chunk.reasoning = "".join(part.reasoning for part in parsed)
-        deltas = [delta for part in parsed for delta in part.tool_calls]
+        chunk.text = "".join(piece.text for piece in parsed)
+        chunk.reasoning = "".join(piece.reasoning for piece in parsed)
+        deltas = [delta for piece in parsed for delta in piece.tool_calls]
         chunk.tool_calls = deltas or None
         if thinks and (chunk.reasoning or chunk.finish_reason is None):
             self.reasoning_tokens += len(chunk.token_ids)

@@ -1,4 +1,4 @@
-"""Finds out, by rendering samples with a model's own template, how the model writes tool calls and reasoning."""
+"""Detects how a model writes tool calls and reasoning, by rendering samples with its own template."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ def recognised(text: str, forms: Iterable[ToolFormat], names: Sequence[str], key
     is `value`; with the blanks that are in `text`."""
     for several in (True, False) if len(names) > 1 else (False,):
         for form in forms:
-            found = re.search(_pattern(form, names if several else names[:1], key, value), text)
-            if found is not None:
-                return _with_blanks(form, found)
+            match = re.search(_pattern(form, names if several else names[:1], key, value), text)
+            if match is not None:
+                return _with_blanks(form, match)
     return None
 
 
 def _pattern(form: ToolFormat, names: Sequence[str], key: str, value: str) -> str:
     """Blanks between two texts belong to the second, but behind a name, a key or a value to what closes it. Groups of
     the first call have the names of the format's fields."""
-    own = form.members
-    if own is None:
+    members = form.members
+    if members is None:
         arguments = rf'\{{\s*"{key}":\s*"{value}"\s*\}}'
     else:
-        quote = "" if own.values == "raw" else re.escape(own.quote) or "[\"']"
-        close = own.string_key_close or own.key_close
-        arguments = f"(?P<key_open>{_led(own.key_open)}){key}(?P<key_close>{_blanks(close)}\\s*)"
-        arguments += f"{quote}{value}{quote}(?P<value_close>{_led(own.value_close)}\\s*)"
+        quote = "" if members.values == "raw" else re.escape(members.quote) or "[\"']"
+        close = members.string_key_close or members.key_close
+        arguments = f"(?P<key_open>{_led(members.key_open)}){key}(?P<key_close>{_blanks(close)}\\s*)"
+        arguments += f"{quote}{value}{quote}(?P<value_close>{_led(members.value_close)}\\s*)"
     arguments += r"(?:\s*,[^{}]*)?" if form.is_object else ""
-    head, behind = f"(?P<name_open>{_led(form.name_open)})", f"{CALL_ID}(?P<name_close>{_blanks(form.name_close)}\\s*)"
+    head, tail = f"(?P<name_open>{_led(form.name_open)})", f"{CALL_ID}(?P<name_close>{_blanks(form.name_close)}\\s*)"
     call_close = f"(?P<call_close>{_led(form.call_close)})"
-    first, *others = (f"{head}{name}{behind}{arguments}{call_close}" for name in names)
-    again = _blanks(form.trigger) + _led(form.opening) if form.each else ""
-    more = (
-        f"(?P<separator>{_led(form.separator)}){again}{re.sub(r'[(][?]P<[a-z_]+>', '(?:', call)}" for call in others
+    first, *others = (f"{head}{name}{tail}{arguments}{call_close}" for name in names)
+    reopening = _blanks(form.trigger) + _led(form.opening) if form.each else ""
+    further_calls = (
+        f"(?P<separator>{_led(form.separator)}){reopening}{re.sub(r'[(][?]P<[a-z_]+>', '(?:', call)}" for call in others
     )
     begin = f"(?P<trigger>{_blanks(form.trigger)})(?P<opening>{_led(form.opening)})"
-    return f"{begin}{first}{''.join(more)}(?P<closing>{_led(form.closing)})"
+    return f"{begin}{first}{''.join(further_calls)}(?P<closing>{_led(form.closing)})"
 
 
 @lru_cache(maxsize=512)
@@ -67,20 +67,20 @@ def _led(text: str) -> str:
     return r"\s*" + _blanks(text.lstrip())
 
 
-def _with_blanks(form: ToolFormat, found: re.Match[str]) -> ToolFormat:
+def _with_blanks(form: ToolFormat, match: re.Match[str]) -> ToolFormat:
     """The format with the texts that were found; its own where they hold a number, or where none was rendered."""
-    got = {name: text for name, text in found.groupdict().items() if text is not None}
+    groups = {name: text for name, text in match.groupdict().items() if text is not None}
     call: dict[str, Any] = {
-        name: text for name, text in got.items() if hasattr(form, name) and NUMBER not in getattr(form, name)
+        name: text for name, text in groups.items() if hasattr(form, name) and NUMBER not in getattr(form, name)
     }
     if not form.trigger:
         call["opening"] = call["opening"].lstrip()  # what comes before belongs to the turn
     members = form.members
     if members is not None:
-        own: dict[str, Any] = {name: got[name] for name in ("key_open", "key_close", "value_close")}
+        member_texts: dict[str, Any] = {name: groups[name] for name in ("key_open", "key_close", "value_close")}
         if members.string_key_close:
-            del own["key_close"]
-        members = replace(members, **own)
+            del member_texts["key_close"]
+        members = replace(members, **member_texts)
     return replace(form, members=members, **call)
 
 
@@ -100,9 +100,8 @@ IDS = ("zid00000{index}", "functions.{name}:{index}")
 
 
 def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
-    """The exact text of calls in the model's template; where it renders none, what its text or the model's tokens tell.
-
-    None if there are no calls, or in no known way.
+    """The format of calls with the exact texts of the model's template; if that renders none, the format whose signs
+    its text or the vocabulary has. None if there are no calls, or in no known format.
     """
     template = template_text(tokenizer)
     if all(mark in template for mark in HARMONY):
@@ -112,9 +111,9 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
         if (texts := _rendered_call(tokenizer, count)) is None:
             continue
         rendered = True
-        whole, differing = texts
-        form = recognised(whole, _SPECIFIC, NAMES[:count], "zkey", "zvalue")
-        form = form or _read_json(differing, count)
+        rendering, calls_text = texts
+        form = recognised(rendering, _SPECIFIC, NAMES[:count], "zkey", "zvalue")
+        form = form or _read_json(calls_text, count)
         if form is not None:
             return form
     if rendered or not template or not drops_calls(tokenizer):
@@ -126,8 +125,8 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
         for form in TOOL_FORMATS.values()
         if form.signs and all(s in template or (s.startswith("<|") and s in tokens) for s in form.signs)
     ]
-    found = max(signed, key=lambda form: len(form.signs), default=None)
-    return None if found is None else replace(found, rendered=False)
+    best = max(signed, key=lambda form: len(form.signs), default=None)
+    return None if best is None else replace(best, rendered=False)
 
 
 def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
@@ -140,10 +139,10 @@ def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
         fitting = (pair for pair in REASONING_MARKERS if all(m in text for m in (pair.end, pair.answer_end, pair.sign)))
         return next(fitting, None)
 
-    found = mentioned(template := template_text(tokenizer))
-    if found is None and template:  # there are templates that put the markers together
-        found = mentioned(_render(tokenizer, [ASKED], None, prompt=True))
-    return found
+    reasoning = mentioned(template := template_text(tokenizer))
+    if reasoning is None and template:  # there are templates that put the markers together
+        reasoning = mentioned(_render(tokenizer, [ASKED], None, prompt=True))
+    return reasoning
 
 
 def chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
@@ -155,9 +154,9 @@ def chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
         raise InvalidParameter("tool_format", f"must be one of {known}", name)
     if not tokenizer.has_chat_template:
         return None if name == "auto" else TOOL_FORMATS[str(name)]
-    found, drops, generic = find_tool_format(tokenizer), drops_calls(tokenizer), not tokenizer.reads_tools
-    if found is not None and name in ("auto", found.family):
-        return found  # the template knows the exact blanks
+    detected, drops, generic = find_tool_format(tokenizer), drops_calls(tokenizer), not tokenizer.reads_tools
+    if detected is not None and name in ("auto", detected.family):
+        return detected  # the template knows the exact blanks
     if name == "auto" and not (generic and drops):
         return None
     return replace(TOOL_FORMATS["hermes" if name == "auto" else str(name)], rendered=not drops, generic=generic)
@@ -167,11 +166,11 @@ def chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | Non
     """The marks that the setting `reasoning` means for a model. Raises `InvalidParameter`."""
     if start == "none":
         return None
-    found = find_reasoning(tokenizer)
+    detected = find_reasoning(tokenizer)
     if start == "auto":
-        return found
+        return detected
     # the template knows whether the answer has marks too
-    for pair in (*([found] if found else []), *(pair for pair in REASONING_MARKERS if not pair.answer)):
+    for pair in (*([detected] if detected else []), *(pair for pair in REASONING_MARKERS if not pair.answer)):
         if start in (pair.start, pair.start.strip("<[>]")):
             return pair
     known = ", ".join(repr(pair.start) for pair in REASONING_MARKERS)
@@ -204,20 +203,20 @@ def _rendered_call(tokenizer: TextTokenizer, count: int) -> tuple[str, str] | No
             if not all(name in text for name in NAMES[:count]):
                 continue
             plain = _render(tokenizer, [ASKED, ANSWERED], tools)
-            whole, other = (each[each.rfind(QUESTION) + len(QUESTION) :] for each in (text, plain))
+            whole, other = (rendering[rendering.rfind(QUESTION) + len(QUESTION) :] for rendering in (text, plain))
             pairs = enumerate(zip(whole, other, strict=False))
             return whole, whole[next((i for i, (a, b) in pairs if a != b), min(len(whole), len(other))) :]
     return None
 
 
 def drops_calls(tokenizer: TextTokenizer) -> bool:
-    """The template renders an answer with a call as if there was none, or not at all."""
+    """Whether the template renders an answer with a call as if there was none, or not at all."""
     with_call = _render(tokenizer, [ASKED, {**ANSWERED, "tool_calls": [_call(0)]}], None)
     return with_call in ("", _render(tokenizer, [ASKED, ANSWERED], None))
 
 
 def renders_system(tokenizer: TextTokenizer) -> bool:
-    """The template renders what the system says."""
+    """Whether the template renders system messages."""
     return "Zsystem9" in _render(tokenizer, [{"role": "system", "content": "Zsystem9"}, ASKED], None)
 
 
@@ -251,12 +250,12 @@ def _read_json(text: str, count: int) -> ToolFormat | None:
     trigger = preamble["trigger"]
     end = f" </{trigger[1:]}" if trigger.startswith("<") else ""
     for key in ("arguments", "parameters"):
-        one = ToolFormat("json", trigger, " ", '{ "name": "', f'", "{key}": ', list_for_several=not trigger)
-        each = replace(one, separator="\n", each=True)
-        forms = [replace(one, opening="[ ", closing=f"]{mark}", list_for_several=False) for mark in (end, "")]
-        forms += [replace(each, family="hermes", call_close=f"}}{end}")] if end else []
-        forms += [each] if trigger else []
-        forms += [replace(one, separator=between, closing=end) for between in (", ", "; ", "\n")]
+        single = ToolFormat("json", trigger, " ", '{ "name": "', f'", "{key}": ', list_for_several=not trigger)
+        repeated = replace(single, separator="\n", each=True)
+        forms = [replace(single, opening="[ ", closing=f"]{mark}", list_for_several=False) for mark in (end, "")]
+        forms += [replace(repeated, family="hermes", call_close=f"}}{end}")] if end else []
+        forms += [repeated] if trigger else []
+        forms += [replace(single, separator=between, closing=end) for between in (", ", "; ", "\n")]
         form = recognised(text, forms, NAMES[:count], "zkey", "zvalue")
         if form is None:
             continue
@@ -265,7 +264,7 @@ def _read_json(text: str, count: int) -> ToolFormat | None:
         if trigger == "[TOOL_CALLS]":
             return replace(form, family="mistral")
         if trigger in ("", "<|python_tag|>") and key == "parameters":
-            usual = TOOL_FORMATS["llama3"]
-            return replace(usual, name_open=form.name_open, name_close=form.name_close, call_close=form.call_close)
+            llama = TOOL_FORMATS["llama3"]
+            return replace(llama, name_open=form.name_open, name_close=form.name_close, call_close=form.call_close)
         return form
     return None

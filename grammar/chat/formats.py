@@ -1,4 +1,4 @@
-"""Facts about the ways in which families of models write tool calls and reasoning, plain data, and calls written so."""
+"""The formats in which families of models write tool calls and reasoning, as plain data, and calls in these formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncengine.grammar.marks import NUMBER
 from asyncengine.grammar.schema.arguments import Members
 
 ReasoningState = Literal["none", "open", "closed", "undecided"]
-"""The part that the model begins with: none, inside reasoning, after it, or it may begin one."""
+"""Where the output begins: without reasoning, inside it, behind it, or where it may come."""
 
 
 TEXT = ("<text>\n", "</text>")
@@ -80,10 +80,10 @@ class ToolFormat:
     @property
     def stem(self) -> str:
         """The first part of what stands before a name; empty if that comes first."""
-        whole = self.name_open
-        for part in self.loose:
-            whole = whole.replace(part, "")
-        return re.sub(r"(?s)(?<=>).+|\s.*", "", whole)
+        text = self.name_open
+        for omitted in self.loose:
+            text = text.replace(omitted, "")
+        return re.sub(r"(?s)(?<=>).+|\s.*", "", text)
 
     @property
     def end_marker(self) -> str:
@@ -96,16 +96,16 @@ class ToolFormat:
     def triggers(self) -> dict[str, str]:
         """All texts that announce calls, each with what closes them, but for a list's bracket. Where calls need none,
         JSON's brackets do."""
-        own = {self.trigger: self.closing.strip().removeprefix("]").strip()} if self.trigger else {}
-        return {**own, **dict(self.others), **({"{": "", "[": ""} if self.only_whole and self.is_object else {})}
+        closes = {self.trigger: self.closing.strip().removeprefix("]").strip()} if self.trigger else {}
+        return {**closes, **dict(self.others), **({"{": "", "[": ""} if self.only_whole and self.is_object else {})}
 
     @property
     def texts(self) -> tuple[str, ...]:
         """All that is written around names, keys and values."""
-        found = [self.trigger, self.opening, self.name_open, self.name_close, self.call_close, self.closing]
-        if (own := self.members) is not None:
-            found += [own.key_open, own.key_close, own.string_key_close, own.value_close, own.quote]
-        return tuple(text for text in found if text.strip())
+        texts = [self.trigger, self.opening, self.name_open, self.name_close, self.call_close, self.closing]
+        if (members := self.members) is not None:
+            texts += [members.key_open, members.key_close, members.string_key_close, members.value_close, members.quote]
+        return tuple(text for text in texts if text.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ def with_calls_in_content(messages: Sequence[dict[str, Any]], form: ToolFormat) 
         turns.append({key: value for key, value in message.items() if key != "tool_calls"})
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         if functions:
-            given = [(each["name"], each["arguments"]) for each in functions]
-            calls = [(name, json.loads(each) if isinstance(each, str) else each) for name, each in given]
+            written = [(function["name"], function["arguments"]) for function in functions]
+            calls = [(name, json.loads(value) if isinstance(value, str) else value) for name, value in written]
             turns[-1]["content"] = _joined([message.get("content") or "", written_calls(form, calls)], "")
     return turns
 
@@ -189,10 +189,10 @@ def with_results_as_questions(messages: Sequence[dict[str, Any]]) -> list[dict[s
         if message["role"] == "tool":
             pending += [RESULT[0].strip(), message["content"], RESULT[1]]
             continue
-        more = message["role"] == "user"
-        if pending and not more:
+        user = message["role"] == "user"
+        if pending and not user:
             turns.append({"role": "user", "content": _joined(pending)})
-        turns.append({**message, "content": _joined([*pending, message["content"]])} if pending and more else message)
+        turns.append({**message, "content": _joined([*pending, message["content"]])} if pending and user else message)
         pending = []
     return [*turns, {"role": "user", "content": _joined(pending)}] if pending else turns
 
@@ -210,17 +210,17 @@ def with_tools_in_content(
     first = next((i for i, turn in enumerate(turns) if turn["role"] == ("system" if has_system else "user")), None)
     if first is None:
         return [{"role": "system" if has_system else "user", "content": text}, *turns]
-    parts = [turns[first]["content"], text] if has_system else [text, turns[first]["content"]]
-    turns[first] = {**turns[first], "content": _joined(parts, "\n\n")}
+    contents = [turns[first]["content"], text] if has_system else [text, turns[first]["content"]]
+    turns[first] = {**turns[first], "content": _joined(contents, "\n\n")}
     return turns
 
 
-def _joined(parts: Sequence[Any], between: str = "\n") -> Any:
+def _joined(contents: Sequence[Any], between: str = "\n") -> Any:
     """Contents as one: a text, or blocks where one of them has any."""
-    if all(isinstance(part, str) for part in parts):
-        return between.join(parts)
-    blocks = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in parts]
-    return [block for part in blocks for block in part]
+    if all(isinstance(content, str) for content in contents):
+        return between.join(contents)
+    blocks = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    return [block for content in blocks for block in content]
 
 
 def written_calls(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

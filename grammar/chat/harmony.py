@@ -1,8 +1,8 @@
-"""The channels of gpt-oss: every part of an answer is a message with a header that says what it is.
+"""The channels of gpt-oss (the harmony format): an answer is a list of messages, each with a header.
 
-`<|channel|>analysis<|message|>` begins what the model thinks, `<|channel|>final<|message|>` its answer, and
+`<|channel|>analysis<|message|>` begins reasoning, `<|channel|>final<|message|>` the answer, and
 `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>` a call, after which the answer is over;
-commentary to nobody is said before a call. `<|end|><|start|>assistant` stands between two messages.
+commentary without a recipient is text before a call. `<|end|><|start|>assistant` stands between two messages.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ CHANNEL, MESSAGE, END, NEXT = "<|channel|>", "<|message|>", "<|end|>", "<|start|
 MARKS = (CHANNEL, MESSAGE, END, "<|start|>", "<|constrain|>", "<|call|>", "<|return|>")
 THOUGHTS = Reasoning(f"{CHANNEL}analysis{MESSAGE}", END)
 ENDS = (END, "<|return|>", "<|call|>", "<|start|>")
-"""Marks behind the text of a message; the last where it was forgotten to end it."""
+"""Marks that end the text of a message; the last one if the model forgot the end mark."""
 HEADS = (CHANNEL, NEXT, "to=", "<|end|>", "<|call|>", "<|return|>")
 """Texts that may begin a header."""
 END_MARK = re.compile(r"<\|(?:end|return|call)\|>|(?=<\|start\|>)")
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:/-]+)")
-KIND = re.compile(r"<\|channel\|>\s*(\w+)")
+CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 MAX_HEADER = 400
 TEXT = f"{ANY} & ~/(?s:.*)({'|'.join(map(escaped, ENDS))})(?s:.*)/"
 """Text without the marks that end it, as a terminal."""
 
 
 def channel_grammar(answer: Answer, markers: Markers) -> str:
-    """Lark text of an answer in channels. Thoughts may come first, and before free text or calls words to the user."""
+    """Lark text of an answer in channels. Reasoning may come first, and commentary before free text or calls."""
     lark = markers.lark
     lines = [_message("thought", f"{CHANNEL}analysis{MESSAGE}", markers)]
     options = []
@@ -72,7 +72,7 @@ def _message(name: str, head: str, markers: Markers) -> str:
 
 
 class ChannelParser(Parser):
-    """Takes an answer in channels apart, and drops a header that was cut off. `names`: the tools that may be called."""
+    """Parses an answer in channels, and drops a header that was cut off. `names`: the tools that may be called."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__(self._header)
@@ -101,28 +101,28 @@ class ChannelParser(Parser):
             self._thinks, self._step = False, self._message  # text without any header
             return True
         header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
-        kind, recipient = KIND.search(header), RECIPIENT.search(header)
+        channel, recipient = CHANNEL_NAME.search(header), RECIPIENT.search(header)
         if recipient is not None and recipient[1] in self._names:
             self._begin_call(recipient[1])
             self._reader, self._step = JsonReader(), self._arguments
             return True
-        self._thinks = kind is not None and kind[1] == "analysis"
+        self._thinks = channel is not None and channel[1] == "analysis"
         self._gap = self._gap if self._thinks else self._said
         self._step = self._message
         return True
 
     def _message(self) -> bool:
         """Text that is known to be the message's."""
-        found = END_MARK.search(self._buffer)
-        known = len(self._buffer) - partial_suffix(self._buffer, *ENDS)
-        size, done = (known, known) if found is None else found.span()
+        end_mark = END_MARK.search(self._buffer)
+        size_known = len(self._buffer) - partial_suffix(self._buffer, *ENDS)
+        size, done = (size_known, size_known) if end_mark is None else end_mark.span()
         text, self._buffer = self._buffer[:size], self._buffer[done:]
         if self._thinks:
             self._out.reasoning += text
         else:
             self._say(text)
-        self._step = self._message if found is None else self._header
-        return found is not None
+        self._step = self._message if end_mark is None else self._header
+        return end_mark is not None
 
     def _say(self, text: str) -> None:
         if text and self._gap:

@@ -55,7 +55,7 @@ class AnswerGrammar:
         self._reasoning = reasoning if state in ("open", "undecided") else None
         self._after = reasoning or Reasoning("", "")
         self._opens_itself = state == "undecided"
-        self._markup: list[str] = []  # rules of the text around calls: first, for whoever looks for its way out
+        self._markup: list[str] = []  # rules of the text around calls, written first
         self._lines: list[str] = []
 
     def write(self) -> str:
@@ -65,7 +65,7 @@ class AnswerGrammar:
         form, final = self._form, answer.final
         objects = form is not None and form.only_whole and form.is_object and answer.calls
         if form is not None and objects and final is not None and final.kind == "json_schema":
-            # they begin alike: the lexer would take a call's literal head for the whole of both
+            # both begin with a brace: as two lexemes, the lexer would take a call's literal head for either
             options.append("calls_or_final")
             self._lines.append(f"calls_or_final: {self._calls_or_final(form, final)}")
         else:
@@ -135,8 +135,8 @@ class AnswerGrammar:
         where it may begin a text, but it does choose well between two marks."""
         marks = [(self._after.answer, self._after.answer_end), self._after.others]
         ends = [end for _, end in marks if end]
-        without = (f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in (*ends, form.trigger) if mark)
-        self._markup += [f"TEXT: {ANY}{''.join(without)}"]
+        excluded = (f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" for mark in (*ends, form.trigger) if mark)
+        self._markup += [f"TEXT: {ANY}{''.join(excluded)}"]
         self._markup += [f"text_end_{i}[lazy]: TEXT {literal(end)}" for i, end in enumerate(ends)]
         return " | ".join(f"{literal(marks[i][0])} (TEXT | text_end_{i})" for i in range(len(ends)))
 
@@ -161,9 +161,9 @@ class AnswerGrammar:
         trigger, opening, separator = lark(form.trigger), lark(form.opening), lark(form.separator)
         again = form.separator + (form.trigger + form.opening if form.each else "")
         more = f"({'again' if not form.is_object else sequence(lark(again), 'call')})*" if self._answer.several else ""
-        # a model that ends its last call with a newline must not thereby begin another
-        last = f"{separator}?" if more and form.each and form.separator.strip() != form.separator else ""
-        body = sequence(opening, "call", more, last, lark(form.closing))
+        # a model that writes a newline behind its last call must not have to begin another
+        trailing = f"{separator}?" if more and form.each and form.separator.strip() != form.separator else ""
+        body = sequence(opening, "call", more, trailing, lark(form.closing))
         if form.list_for_several and self._answer.several:
             body = f'call | "[" {body} "]"'
         if form.optional_trigger:

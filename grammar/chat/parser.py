@@ -1,4 +1,4 @@
-"""Takes a model's output apart while it is written: reasoning, content, tool calls."""
+"""Parses a model's output while it is generated: reasoning, content, tool calls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class OutputParser(Parser):
     stays text. `calls_after_text` False: calls are looked for at the beginning of the answer only. `arguments` are the
     types of each tool's arguments, which formats need that write strings without quotes.
 
-    A call in the reasoning is only thought of. Forms that no grammar lets through are read as well: other marks,
-    members of JSON in another order, values as Python has them.
+    Calls inside the reasoning are no calls. Forms that a grammar would not allow are read as well: other marks, members
+    of JSON in another order, values in Python's notation.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class OutputParser(Parser):
         arguments: Mapping[str, Types] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(self._begin_answer, tool_format is not None and tool_format.family == "mistral")
-        called = tool_format if names else None
-        self._form = called or ToolFormat("")
+        call_format = tool_format if names else None
+        self._form = call_format or ToolFormat("")
         self._names = frozenset(names)
         self._types = arguments or {}
-        self._triggers = called.triggers if called is not None else {}
-        bare = tool_format is not None and tool_format.only_whole and not tool_format.is_object
-        self._whole = tool_format is not None and (bare or not calls_after_text)
+        self._triggers = call_format.triggers if call_format is not None else {}
+        is_bare = tool_format is not None and tool_format.only_whole and not tool_format.is_object
+        self._whole = tool_format is not None and (is_bare or not calls_after_text)
         self._body = self._answer_start if self._whole and names else self._content
         self._reasoning = reasoning or Reasoning("", "")
         self._answer_end = self._reasoning.answer_end
@@ -83,14 +83,14 @@ class OutputParser(Parser):
 
     def _reason(self) -> bool:
         end = self._reasoning.end
-        found = self._buffer.find(end)
-        keep = found if found >= 0 else len(self._buffer) - scan.partial_suffix(self._buffer, end)
+        end_at = self._buffer.find(end)
+        keep = end_at if end_at >= 0 else len(self._buffer) - scan.partial_suffix(self._buffer, end)
         keep = len(self._buffer[:keep].rstrip("\r\n"))
         self._out.reasoning += self._buffer[:keep]
         self._buffer = self._buffer[keep:]
-        if found < 0:
+        if end_at < 0:
             return False
-        self._buffer = self._buffer[found + len(end) - keep :]
+        self._buffer = self._buffer[end_at + len(end) - keep :]
         self._step = self._after_reasoning
         return True
 
@@ -113,16 +113,16 @@ class OutputParser(Parser):
         """The answer's text may begin with a mark."""
         at = scan.skip_blanks(self._buffer, 0)
         marks = dict([(self._reasoning.answer, self._answer_end), self._reasoning.others])
-        found = next((mark for mark in marks if mark and self._buffer.startswith(mark, at)), None)
-        if found is not None:
-            self._buffer, self._answer_end = self._buffer[at + len(found) :], marks[found]
+        mark_found = next((mark for mark in marks if mark and self._buffer.startswith(mark, at)), None)
+        if mark_found is not None:
+            self._buffer, self._answer_end = self._buffer[at + len(mark_found) :], marks[mark_found]
         elif at == len(self._buffer) or any(scan.may_begin(self._buffer, at, mark) for mark in marks):
             return False
         self._step = self._body
         return True
 
     def _answer_start(self) -> bool:
-        """The answer is calls or not, as its first character that is no blank tells."""
+        """Decide whether the answer is calls by its first character that is not blank."""
         at = scan.skip_blanks(self._buffer, 0)
         if at == len(self._buffer):
             return False
@@ -135,7 +135,7 @@ class OutputParser(Parser):
         return True
 
     def _go_on_with_text(self) -> None:
-        """Text again; calls may begin in it unless they are looked for at the beginning only."""
+        """Go on with content, in which calls may begin unless they are looked for at the beginning only."""
         if self._whole:
             self._triggers = {}
         self._later = self._in_list = False
@@ -148,20 +148,20 @@ class OutputParser(Parser):
     def _content(self) -> bool:
         """Text in which calls may begin."""
         mark = self._answer_end
-        found, end = scan.first_of(self._buffer, self._triggers), self._buffer.find(mark) if mark else -1
-        ends = end >= 0 and not 0 <= found < end
+        call_at, end = scan.first_of(self._buffer, self._triggers), self._buffer.find(mark) if mark else -1
+        is_end = end >= 0 and not 0 <= call_at < end
         partial = scan.partial_suffix(self._buffer, *self._triggers, mark)
-        size = end if ends else found if found >= 0 else len(self._buffer) - partial
+        size = end if is_end else call_at if call_at >= 0 else len(self._buffer) - partial
         # blanks may turn out to stand before a call
         keep = len(self._buffer[:size].rstrip(scan.BLANKS)) if self._triggers else size
         self._out.text += self._buffer[:keep]
-        blanks, rest = self._buffer[keep:size], self._buffer[size + len(mark) * ends :]
-        if ends and self._form.generic:
+        blanks, rest = self._buffer[keep:size], self._buffer[size + len(mark) * is_end :]
+        if is_end and self._form.generic:
             blanks = blanks.rstrip("\n")
         self._buffer = blanks + rest
-        if found >= 0 and not ends:
+        if call_at >= 0 and not is_end:
             self._step = self._head
-        return found >= 0 or ends
+        return call_at >= 0 or is_end
 
     # -- calls
 
@@ -173,14 +173,14 @@ class OutputParser(Parser):
             return False
         head, triggered = self._read_head(form)
         self._waits = len(self._buffer) if head.early else 0
-        known = head.name in self._names
-        if known and not self._named and (triggered or head.status == "complete"):
+        is_tool = head.name in self._names
+        if is_tool and not self._named and (triggered or head.status == "complete"):
             self._named = True
             self._begin_call(head.name, head.written)
-        if head.status == "incomplete" and (known or not head.name):
+        if head.status == "incomplete" and (is_tool or not head.name):
             return False
-        if head.status != "complete" or not known:
-            # no call: its beginning is text, and what follows is looked at again
+        if head.status != "complete" or not is_tool:
+            # no call: its beginning is content, and the text behind it is parsed again
             self._named, self._waits = False, 0
             at = scan.skip_blanks(self._buffer, 0)
             at += len(self._trigger_at(at)) * (not self._whole)
@@ -230,7 +230,7 @@ class OutputParser(Parser):
             self._go_on_with_text()
 
     def _wrapper(self) -> bool:
-        """The rest of the object around the arguments: a brace, or more members that nobody asks for."""
+        """The rest of the object around the arguments: a brace, or further members, which are dropped."""
         at = scan.skip_blanks(self._buffer, 0)
         if at == len(self._buffer):
             return False

@@ -1,4 +1,4 @@
-"""The plan of one chat request's output: a grammar to hold it to and a parser to take it apart."""
+"""The plan of one chat request's output: the grammar that constrains it and the parser that reads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("asyncengine")
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """For one request."""
+    """The grammar and the parser of one request."""
 
     grammar: Grammar | None
     """The grammar of the whole output, reasoning included. None: nothing to constrain."""
@@ -37,14 +37,14 @@ class ChatPlan:
     skip_special_tokens: bool
     """False where a marker is a special token, which the parser has to see."""
     final: Grammar | None = None
-    """The grammar of the content alone, where the content is to match something."""
+    """The grammar of the content alone, if the request asks for one."""
     thinking: ThinkingBudget | None = None
     """The budget of thoughts, around any grammar. None: there is none, or the prompt has ended the thoughts."""
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         """`params` with the plan's grammar in place of their own."""
-        visible = params.skip_special_tokens and self.skip_special_tokens
-        return params.replace(grammar=self.grammar, skip_special_tokens=visible)
+        skips = params.skip_special_tokens and self.skip_special_tokens
+        return params.replace(grammar=self.grammar, skip_special_tokens=skips)
 
 
 class ChatPlanner:
@@ -140,8 +140,8 @@ class ChatPlanner:
             limit = "cannot be kept: this model's chat template has no marks around thoughts that are known here"
             raise InvalidParameter("max_thinking_tokens", limit, most)
         closing = marks.end + NEXT * channels
-        held = ThinkingBudget(budget, marks.start, marks.end, closing, state == "open", channels)
-        return None if state == "closed" else held
+        budget_of_thoughts = ThinkingBudget(budget, marks.start, marks.end, closing, state == "open", channels)
+        return None if state == "closed" else budget_of_thoughts
 
     def _grammar(
         self, tools: Sequence[Tool], callable_tools: Sequence[Tool], choice: Choice, several: bool,

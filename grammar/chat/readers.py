@@ -1,4 +1,4 @@
-"""Readers of a call's arguments: text comes in as it is written, JSON goes out."""
+"""Readers of a call's arguments: they take text as it is generated and return JSON text."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", re.DOTALL)
 
 
 class Read(NamedTuple):
-    """The result of one look at the text."""
+    """The result of one `feed`."""
 
     size: int
-    """Characters that are done with."""
+    """Characters consumed."""
     piece: str = ""
     """The next piece of the arguments' JSON text."""
     state: Literal["open", "done", "broken"] = "open"
@@ -41,7 +41,7 @@ class Read(NamedTuple):
 
 class Reader(Protocol):
     def feed(self, text: str) -> Read:
-        """`text` begins where the last one was done with; nothing of it may be known twice."""
+        """Read on in `text`, which begins behind the characters consumed so far."""
         ...
 
 
@@ -63,10 +63,10 @@ class JsonReader:
     def feed(self, text: str) -> Read:
         at = 0 if self._balance.depth else scan.skip_blanks(text, 0)
         if not self._balance.depth and text[at : at + 1] != "{":
-            found = scan.STRING.match(text, at)
-            if found is None:
+            string = scan.STRING.match(text, at)
+            if string is None:
                 return Read(at, state="open" if text[at : at + 1] in ("", '"') else "broken")
-            return Read(found.end(), scan.decoded(found[0]), "done")
+            return Read(string.end(), scan.decoded(string[0]), "done")
         end = self._balance.feed(text)
         return Read(len(text), text) if end is None else Read(end, text[:end], "done")
 
@@ -99,30 +99,30 @@ class RawReader:
     def _member(self, text: str) -> Read:
         """A key, or the end."""
         at = scan.skip_blanks(text, 0)
-        rest, own = text[at:], self._members
+        rest, members = text[at:], self._members
         if rest.startswith(self._end):
             return Read(at, "}" if self._count else "{}", "done")
-        if not rest.startswith(own.key_open):
-            partial = not rest or self._end.startswith(rest) or own.key_open.startswith(rest)
+        if not rest.startswith(members.key_open):
+            partial = not rest or self._end.startswith(rest) or members.key_open.startswith(rest)
             return Read(at, state="open" if partial else "broken")
-        begin = len(own.key_open)
-        stop = rest.find(own.key_close.split()[0], begin)
+        begin = len(members.key_open)
+        stop = rest.find(members.key_close.split()[0], begin)
         if stop < 0:
             return Read(at, state="open" if len(rest) < MAX_KEY else "broken")
-        closes = [close for close in (own.key_close, own.string_key_close) if close]
+        closes = [close for close in (members.key_close, members.string_key_close) if close]
         ends = [scan.follow(rest, stop, close.rstrip("\n")) for close in closes]
-        known = [(end, close) for end, close in zip(ends, closes, strict=True) if end is not None and end >= 0]
-        if not known:
+        matching = [(end, close) for end, close in zip(ends, closes, strict=True) if end is not None and end >= 0]
+        if not matching:
             return Read(at, state="open" if None in ends else "broken")
-        key, text_only = rest[begin:stop], known[0][1] == own.string_key_close
+        key, text_only = rest[begin:stop], matching[0][1] == members.string_key_close
         allowed = self._types.get(key, ANY)
-        if own.string_key_close:
+        if members.string_key_close:
             allowed = STRINGS if text_only and "string" in allowed else allowed - {"string"}
         self._allowed = allowed | STRINGS if text_only else allowed
-        self._step, self._newline = self._first, own.key_close.endswith("\n")
+        self._step, self._newline = self._first, members.key_close.endswith("\n")
         head = ("{" if not self._count else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         self._count += 1
-        return Read(at + known[0][0], head)
+        return Read(at + matching[0][0], head)
 
     def _first(self, text: str) -> Read:
         """Read a value: its types say how and, if there may be several, its beginning."""
@@ -151,10 +151,10 @@ class RawReader:
 
     def _value_end(self, text: str) -> tuple[int, int]:
         """(length of the value's text known for sure, length with the close or -1)."""
-        found, close = scan.first_of(text, self._ends), self._ends[0]
-        if found >= 0:
-            size = found - (self._trims and text[:found].endswith("\n"))
-            return size, found + text.startswith(close, found) * len(close)
+        end_at, close = scan.first_of(text, self._ends), self._ends[0]
+        if end_at >= 0:
+            size = end_at - (self._trims and text[:end_at].endswith("\n"))
+            return size, end_at + text.startswith(close, end_at) * len(close)
         keep = len(text) - scan.partial_suffix(text, *self._ends)
         if self._trims and text[:keep].endswith("\n"):
             keep -= 1
@@ -168,7 +168,7 @@ class RawReader:
         return Read(end, _escaped(text[:size]) + '"')
 
     def _other(self, text: str) -> Read:
-        """Held back until it is known what it is."""
+        """A value that is held back until its end, for its type depends on all of it."""
         size, end = self._value_end(text)
         self._held += text[:size]
         if end < 0:
@@ -196,8 +196,8 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     where it cannot be a string."""
     stripped = text.strip(" \t\r\n")
     word = stripped if "string" in allowed else LITERALS.get(stripped, stripped)
-    kind = "number" if NUMBER.fullmatch(word) else {"true": "boolean", "false": "boolean"}.get(word, word)
-    if kind in allowed and kind in ("number", "boolean", "null"):
+    json_type = "number" if NUMBER.fullmatch(word) else {"true": "boolean", "false": "boolean"}.get(word, word)
+    if json_type in allowed and json_type in ("number", "boolean", "null"):
         return word
     return json.dumps(text, ensure_ascii=False) if "string" in allowed else stripped
 
@@ -243,8 +243,8 @@ class NotationReader:
     # each returns where it stopped; one that neither moved on nor has a piece waits for more
 
     def _pass_over(self, text: str, at: int) -> Read:
-        for found in BRACKETS.finditer(text, at):
-            char = found[0]
+        for match in BRACKETS.finditer(text, at):
+            char = match[0]
             if char in self._quotes and self._passes in (" ", char):
                 self._passes = char if self._passes == " " else " "
             elif self._passes == " " and char in CLOSERS:
@@ -252,7 +252,7 @@ class NotationReader:
             elif self._passes == " " and char == self._stack[-1][0]:
                 self._stack.pop()
                 if not self._stack:
-                    return Read(found.start(), state="done")
+                    return Read(match.start(), state="done")
         rest = len(text) - len(text.rstrip("\\"))
         return Read(len(text) - rest % 2)
 
@@ -330,10 +330,10 @@ class NotationReader:
         if escape >= 0 and (stop < 0 or escape < stop):
             if escape > at:
                 return Read(escape, _escaped(text[at:escape]))
-            found = ESCAPE.match(text, at)
-            if found is None:
+            match = ESCAPE.match(text, at)
+            if match is None:
                 return Read(at, state="broken" if len(text) - at > 6 else "open")
-            return Read(found.end(), _unescaped(found[0]))
+            return Read(match.end(), _unescaped(match[0]))
         if stop < 0:
             keep = at if self._held else len(text) - scan.partial_suffix(text, quote)
             return Read(keep, _escaped(text[at:keep]))
@@ -372,9 +372,9 @@ def _escaped(text: str) -> str:
 
 def _unescaped(escape: str) -> str:
     """An escape of Python's as JSON has it."""
-    kind = escape[1]
-    if kind == "u" or kind in 'nrtbf"\\':
+    letter = escape[1]
+    if letter == "u" or letter in 'nrtbf"\\':
         return escape
-    if kind == "x":
+    if letter == "x":
         return _escaped(chr(int(escape[2:], 16)))
-    return {"'": "'", "/": "/"}.get(kind) or _escaped(escape)
+    return {"'": "'", "/": "/"}.get(letter) or _escaped(escape)

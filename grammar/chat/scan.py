@@ -1,4 +1,4 @@
-"""Reads the beginning of a tool call out of text that is still growing."""
+"""Parses the beginning of a tool call in text that is still growing."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def json_head(text: str, at: int) -> Head:
                 return Head("incomplete", early=text[at:])
             early, at = text[at : at + end], at + end
             continue
-        found = STRING.match(text, at)
-        if found is None and text[at] == '"' and (len(text) - at <= MAX_NAME or key[1] in ARGUMENTS):
+        string = STRING.match(text, at)
+        if string is None and text[at] == '"' and (len(text) - at <= MAX_NAME or key[1] in ARGUMENTS):
             return Head("incomplete", name)
-        value = decoded(found[0]) if found is not None else ""
+        value = decoded(string[0]) if string is not None else ""
         if key[1] in NAMES and not name and 0 < len(value) <= MAX_NAME:
             name = value
-        elif key[1] in ARGUMENTS and not early and found is not None:
-            early = found[0]
+        elif key[1] in ARGUMENTS and not early and string is not None:
+            early = string[0]
         elif key[1] not in REMARKS or not value or (key[1] == "type" and value != "function"):
             return Head("wrong", name)
-        assert found is not None
-        at = found.end()
+        assert string is not None
+        at = string.end()
 
 
 def text_head(text: str, at: int, form: ToolFormat, alone: str) -> Head:
@@ -92,8 +92,8 @@ def text_head(text: str, at: int, form: ToolFormat, alone: str) -> Head:
     if begin is None or begin < 0:
         return Head("incomplete" if begin is None else "wrong")
     begin = skip_blanks(text, begin)
-    found = NAME_RUN.match(text, begin)
-    name, end = (found[0], found.end()) if found is not None else ("", begin)
+    run = NAME_RUN.match(text, begin)
+    name, end = (run[0], run.end()) if run is not None else ("", begin)
     if end == len(text) or not name:
         return Head("incomplete" if end == len(text) and len(name) <= MAX_NAME else "wrong")
     after, written = form.name_close, ""
@@ -124,9 +124,9 @@ def follow(text: str, at: int, wanted: str, loose: Sequence[str] = ()) -> int | 
     """The end of `wanted`, which is to stand at `at`, blanks aside, perhaps without one of the parts in `loose`; None
     if the text is too short to tell, -1 if it is not there."""
     end = _follow(text, at, wanted)
-    for part in loose:
-        if end == -1 and part in wanted:
-            end = _follow(text, at, wanted.replace(part, "", 1))
+    for omitted in loose:
+        if end == -1 and omitted in wanted:
+            end = _follow(text, at, wanted.replace(omitted, "", 1))
     return end
 
 
@@ -134,12 +134,12 @@ def _follow(text: str, at: int, wanted: str) -> int | None:
     for token in TOKEN.findall(wanted):
         at = skip_blanks(text, at)
         if token == NUMBER:
-            found = DIGITS.match(text, at)
-            if found is None:
+            digits = DIGITS.match(text, at)
+            if digits is None:
                 return None if at == len(text) else -1
-            if found.end() == len(text):
+            if digits.end() == len(text):
                 return None
-            at = found.end()
+            at = digits.end()
         elif text.startswith(token, at):
             at += len(token)
         else:
@@ -148,7 +148,7 @@ def _follow(text: str, at: int, wanted: str) -> int | None:
 
 
 def first_of(text: str, marks: Iterable[str]) -> int:
-    """The place of the first of `marks` in `text`; -1 if there is none."""
+    """Index of the first of `marks` in `text`; -1 if there is none."""
     return min((at for mark in marks if mark and (at := text.find(mark)) >= 0), default=-1)
 
 
@@ -161,8 +161,7 @@ def decoded(literal: str) -> str:
 
 
 class Balance:
-    """Finds the bracket that closes an object or a list, through strings and escapes. Constant memory; feed it
-    pieces."""
+    """Finds the bracket that closes an object or a list, skipping strings. Takes text in pieces, in constant memory."""
 
     _INTERESTING = re.compile(r'[][{}"\\]')
 
@@ -179,11 +178,11 @@ class Balance:
                 self._escaped = False
                 at += 1
                 continue
-            found = self._INTERESTING.search(text, at)
-            if found is None:
+            match = self._INTERESTING.search(text, at)
+            if match is None:
                 return None
-            at = found.end()
-            char = found[0]
+            at = match.end()
+            char = match[0]
             if char == '"':
                 self._in_string = not self._in_string
             elif char == "\\":

@@ -1,5 +1,5 @@
-"""Tools, choices of them and formats of answers that requests name, checked and made ready for constrained output.
-Nothing a caller passed is changed."""
+"""Checks the `tools`, `tool_choice` and `response_format` of requests and makes them ready for constrained output.
+Objects of the caller are not changed."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def with_json_types(about: str, schema: Schema) -> Schema:
     """`schema` with types as other languages write them (`str`, `Boolean`, `dict`, `any`) replaced by JSON Schema's, in
     place. Warns of each with its JSON pointer; `about` names whose schema it is."""
     for pointer, node in subschemas(schema):
-        given = node.get("type")
-        names = given if isinstance(given, list) else [given]
-        found = [TYPES.get(name.lower(), name) if isinstance(name, str) else name for name in names]
-        if found == names:
+        value = node.get("type")
+        names = value if isinstance(value, list) else [value]
+        types = [TYPES.get(name.lower(), name) if isinstance(name, str) else name for name in names]
+        if types == names:
             continue
-        if None in found:
+        if None in types:
             del node["type"]
         else:
-            once = [kind for index, kind in enumerate(found) if kind not in found[:index]]
-            node["type"] = once if isinstance(given, list) else once[0]
-        meant = "anything" if None in found else f"{node['type']!r}"
-        warnings.warn(f"{about}: {given!r} at {pointer}/type is no type of JSON Schema; {meant} is meant", stacklevel=2)
+            distinct = [name for index, name in enumerate(types) if name not in types[:index]]
+            node["type"] = distinct if isinstance(value, list) else distinct[0]
+        meant = "anything" if None in types else f"{node['type']!r}"
+        warnings.warn(f"{about}: {value!r} at {pointer}/type is no type of JSON Schema; {meant} is meant", stacklevel=2)
     return schema
 
 
@@ -95,10 +95,10 @@ def close_objects(schema: Any) -> Any:
     objects described in several places at once (`allOf`, a `$ref` or `anyOf` beside properties), together with what
     they refer to, because closing one part would forbid what the other asks for.
     """
-    opened, copy = _opened(schema), json.loads(json.dumps(schema))
-    for (_, part), (_, made) in zip(subschemas(schema), subschemas(copy), strict=True):
-        if id(part) not in opened and _can_close(part):
-            made["additionalProperties"] = False
+    open_ids, copy = _opened(schema), json.loads(json.dumps(schema))
+    for (_, node), (_, copied) in zip(subschemas(schema), subschemas(copy), strict=True):
+        if id(node) not in open_ids and _can_close(node):
+            copied["additionalProperties"] = False
     return copy
 
 
@@ -107,21 +107,21 @@ def _opened(root: Any) -> set[int]:
     seen: set[tuple[int, bool]] = set()
     waiting: list[tuple[Any, bool]] = [(root, False)]
     while waiting:
-        part, opened = waiting.pop()
-        if not isinstance(part, dict) or (id(part), opened) in seen:
+        node, opened = waiting.pop()
+        if not isinstance(node, dict) or (id(node), opened) in seen:
             continue
-        every = part.get("allOf")
-        count = len(every) if isinstance(every, list) else 0
-        count += sum(key in part for key in (*ALTERNATIVES, "$ref"))
-        opened = opened or count > 1 or (count == 1 and any(key in part for key in OWN_KEYS))
-        seen.add((id(part), opened))
+        all_of = node.get("allOf")
+        count = len(all_of) if isinstance(all_of, list) else 0
+        count += sum(key in node for key in (*ALTERNATIVES, "$ref"))
+        opened = opened or count > 1 or (count == 1 and any(key in node for key in OWN_KEYS))
+        seen.add((id(node), opened))
         # a definition is met where it is referred to
-        inner = [(step.split("/")[1], child) for step, child in children(part)]
-        inner = [(key, child) for key, child in inner if key not in ("$defs", "definitions")]
-        waiting += [(child, opened or key in CONDITIONS) for key, child in inner]
-        if isinstance(part.get("$ref"), str):
-            waiting.append((resolve(root, part), opened))
-    return {part for part, opened in seen if opened}
+        subnodes = [(step.split("/")[1], child) for step, child in children(node)]
+        subnodes = [(key, child) for key, child in subnodes if key not in ("$defs", "definitions")]
+        waiting += [(child, opened or key in CONDITIONS) for key, child in subnodes]
+        if isinstance(node.get("$ref"), str):
+            waiting.append((resolve(root, node), opened))
+    return {node for node, opened in seen if opened}
 
 
 def _can_close(part: Schema) -> bool:
@@ -156,35 +156,35 @@ def response_grammar(response_format: object) -> Grammar | None:
         raise InvalidParameter(FIELD, f"cannot be read as a grammar: {error}", response_format) from error
 
 
-def _described(given: Mapping[str, Any]) -> Grammar | None:
-    kind = given.get("type")
-    at, schema, strict, order = FIELD, given, None, None
-    if kind == "text" or (kind == "json_object" and "schema" not in given):
-        return None if kind == "text" else Grammar.json_object()
-    if kind == "json_object":  # as llama.cpp and Together write it
-        at, schema = f"{FIELD}.schema", given["schema"]
-    elif kind == "json_schema":
-        named = given.get("json_schema")
-        if not isinstance(named, Mapping):
-            raise InvalidParameter(f"{FIELD}.json_schema", "must be a dict with name and schema", named)
-        at = f"{FIELD}.json_schema.schema"
-        if "schema" not in named:
-            raise InvalidParameter(at, "is missing: the JSON schema of the answer")
-        schema, strict, order = named["schema"], named.get("strict"), named.get("key_order")
+def _described(response_format: Mapping[str, Any]) -> Grammar | None:
+    type_name = response_format.get("type")
+    field, schema, strict, key_order = FIELD, response_format, None, None
+    if type_name == "text" or (type_name == "json_object" and "schema" not in response_format):
+        return None if type_name == "text" else Grammar.json_object()
+    if type_name == "json_object":  # as llama.cpp and Together write it
+        field, schema = f"{FIELD}.schema", response_format["schema"]
+    elif type_name == "json_schema":
+        json_schema = response_format.get("json_schema")
+        if not isinstance(json_schema, Mapping):
+            raise InvalidParameter(f"{FIELD}.json_schema", "must be a dict with name and schema", json_schema)
+        field = f"{FIELD}.json_schema.schema"
+        if "schema" not in json_schema:
+            raise InvalidParameter(field, "is missing: the JSON schema of the answer")
+        schema, strict, key_order = json_schema["schema"], json_schema.get("strict"), json_schema.get("key_order")
         if strict not in (None, True, False):
             raise InvalidParameter(f"{FIELD}.json_schema.strict", "must be a bool", strict)
-    elif not given or (isinstance(kind, str) and kind.lower() not in TYPES):
+    elif not response_format or (isinstance(type_name, str) and type_name.lower() not in TYPES):
         limit = "must say its type: 'text', 'json_object' or 'json_schema', or be a JSON schema"
-        raise InvalidParameter(FIELD, limit, given)
+        raise InvalidParameter(FIELD, limit, response_format)
     if not isinstance(schema, Mapping):
-        raise InvalidParameter(at, "must be a JSON schema, as a dict", schema)
-    plain = with_json_types(at, plain_json(at, schema))
+        raise InvalidParameter(field, "must be a JSON schema, as a dict", schema)
+    plain = with_json_types(field, plain_json(field, schema))
     plain = with_local_references(plain, json.dumps(plain))
     plain = plain if strict is False else close_objects(plain)
     text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
     grammar = Grammar(kind="json_schema", text=text, unsupported="ignore" if strict is False else "error")
     try:
-        return grammar if order is None else replace(grammar, key_order=order)
+        return grammar if key_order is None else replace(grammar, key_order=key_order)
     except GrammarError as error:
         raise InvalidParameter(f"{FIELD}.json_schema.key_order", error.limit, error.value) from None
 
@@ -239,24 +239,24 @@ def _check_tool(field: str, tool: object) -> Tool:
     if "function" in tool:
         if tool.get("type", "function") != "function":
             raise InvalidParameter(f"{field}.type", "must be 'function'", tool["type"])
-        function, inside = tool["function"], f"{field}.function"
+        function, prefix = tool["function"], f"{field}.function"
         if not isinstance(function, Mapping):
-            raise InvalidParameter(inside, "must be a dict with name and parameters", function)
+            raise InvalidParameter(prefix, "must be a dict with name and parameters", function)
     else:
-        function, inside = tool, field
+        function, prefix = tool, field
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         limit = "must be a str of 1 to 128 letters, digits or any of _ . : / -"
-        raise InvalidParameter(f"{inside}.name", limit, name)
-    strict = next((said for each in (function, tool) if (said := each.get("strict")) is not None), None)
+        raise InvalidParameter(f"{prefix}.name", limit, name)
+    strict = next((value for source in (function, tool) if (value := source.get("strict")) is not None), None)
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidParameter(f"{inside}.strict", "must be a bool", strict)
-    schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False, name)
+        raise InvalidParameter(f"{prefix}.strict", "must be a bool", strict)
+    schema = tool_schema(f"{prefix}.parameters", function.get("parameters"), strict is not False, name)
     return Tool(str(name), schema, strict is not False)
 
 
 def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
-    """Raises `InvalidParameter` for what is unknown, or asks for a call where there are no tools."""
+    """The choice that `tool_choice` stands for. Raises `InvalidParameter` if it is unknown, or needs tools."""
     if tool_choice is not None and not isinstance(tool_choice, (str, Mapping)):
         raise InvalidParameter("tool_choice", _SHAPE, tool_choice)  # not even compared: an array answers with an array
     known = [tool.name for tool in tools]
@@ -277,12 +277,12 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
                 raise InvalidParameter("tool_choice", limit, name)
             return Choice("named", name)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)}}:
-            named = [each.get("function", each) if isinstance(each, Mapping) else each for each in listed]
-            names: list[Any] = [each.get("name") if isinstance(each, Mapping) else each for each in named]
-            for index, each in enumerate(names):
-                if each not in known:
-                    where = f"tool_choice.allowed_tools.tools[{index}]"
-                    raise InvalidParameter(where, f"must name one of the tools, which are: {_listed(known)}", each)
+            entries = [entry.get("function", entry) if isinstance(entry, Mapping) else entry for entry in listed]
+            names: list[Any] = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in entries]
+            for index, entry in enumerate(names):
+                if entry not in known:
+                    field = f"tool_choice.allowed_tools.tools[{index}]"
+                    raise InvalidParameter(field, f"must name one of the tools, which are: {_listed(known)}", entry)
             if not names:
                 raise InvalidParameter("tool_choice.allowed_tools.tools", "must not be empty")
             return Choice(mode, allowed=frozenset(names))

@@ -15,9 +15,9 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 def find_folder(path: str | os.PathLike[str], root: Path | None) -> Path:
-    """The folder `path` means, without links. Relative paths count from `root`, or from here if there is none.
+    """The folder at `path`, links resolved. Relative paths are under `root`, or the working directory without one.
 
-    Raises `AdapterError` for what is no folder, and for what lies outside `root` once every link is followed.
+    Raises `AdapterError` if it is no folder, and if it lies outside `root` once every link is followed.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
@@ -48,7 +48,7 @@ def open_file(folder: Path, name: str, root: Path | None) -> BufferedReader:
         real = (folder / name).resolve()
         if root is not None:
             _check_inside(real, root, f"{folder.name}/{name}")
-        # No link may have been put there since, and a named pipe must not block.
+        # O_NOFOLLOW: a link put there since `resolve` is refused. O_NONBLOCK: opening a named pipe returns at once.
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         descriptor = os.open(real, flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -88,9 +88,9 @@ def read_config(folder: Path, root: Path | None) -> bytes:
 
 def discover(root: Path) -> dict[str, Path]:
     """Name -> folder of every adapter directly under `root`, by name. Links that leave `root` are passed over."""
-    found: dict[str, Path] = {}
-    home = root.resolve()
+    folders: dict[str, Path] = {}
+    real_root = root.resolve()
     for entry in sorted(root.iterdir()):
-        if (entry / CONFIG_FILE).is_file() and entry.resolve().is_relative_to(home):
-            found[entry.name] = entry
-    return found
+        if (entry / CONFIG_FILE).is_file() and entry.resolve().is_relative_to(real_root):
+            folders[entry.name] = entry
+    return folders

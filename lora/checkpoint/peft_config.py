@@ -1,7 +1,7 @@
-"""adapter_config.json: what is understood, what may be ignored, and a refusal that names the field for the rest.
+"""Reads adapter_config.json, PEFT's `LoraConfig` as of 0.21. Fields that cannot be honoured are refused by name.
 
-The format is PEFT's `LoraConfig` as of 0.21. What changes the answer and is not implemented is refused, also a setting
-this version has never heard of, unless it is off: an adapter that loads must answer as it does under PEFT.
+A setting that changes the answer and is not implemented is refused, and so is one that this version does not know,
+unless it is off: an adapter that loads must answer as it does under PEFT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_PATTERN_CHARS = 4096
 SECONDS = 5.0
-"""For all matches of one adapter together."""
+"""Time limit of all pattern matches of one adapter together."""
 MAX_REPEATS = 10_000
 """Product of all counts `{n}` in one pattern: `regex` unrolls them."""
 
@@ -47,17 +47,17 @@ class Patterns:
         return self._match(pattern, text, field) is not None
 
     def first_key(self, keys: Iterable[str], module: str, field: str) -> str | None:
-        """The first of `keys` that means `module`: as a pattern for its whole path, or for what follows a dot."""
+        """The first of `keys` that matches `module`: its whole path, or the end of it behind a dot."""
         return next((key for key in keys if self.fullmatch(rf"(?:.*\.)?(?:{key})", module, field)), None)
 
     def layer_index(self, layers_patterns: list[str], module: str) -> int | None:
-        """The number of the layer `module` is in: the first number in its path, after one of `layers_patterns`."""
+        """Index of the layer that contains `module`: the first number in its path behind one of `layers_patterns`."""
         if not layers_patterns:
             return _index_in(self._match(r".*?\.[^.]*\.(?P<index>\d+)\..*", module, "layers_to_transform"))
         for pattern in layers_patterns:
-            found = self._match(rf"(?:|.*?\.)(?:{pattern})\.(?P<index>\d+)\..*", module, "layers_pattern")
-            if found is not None:
-                return _index_in(found)
+            match = self._match(rf"(?:|.*?\.)(?:{pattern})\.(?P<index>\d+)\..*", module, "layers_pattern")
+            if match is not None:
+                return _index_in(match)
         return None
 
     def _match(self, pattern: str, text: str, field: str) -> regex.Match[str] | None:
@@ -65,14 +65,14 @@ class Patterns:
             raise AdapterError(field, f"has a pattern of {len(pattern)} characters, over {MAX_PATTERN_CHARS}")
         import regex  # takes a tenth of a second, and most engines have no adapter with a pattern
 
-        left = self._deadline - time.monotonic()
+        seconds_left = self._deadline - time.monotonic()
         try:
             compiled = self._compiled.get(pattern)
             if compiled is None:
                 compiled = self._compiled[pattern] = _compile(pattern, field)
-            if left <= 0:
+            if seconds_left <= 0:
                 raise TimeoutError
-            return compiled.fullmatch(text, timeout=left, concurrent=True)
+            return compiled.fullmatch(text, timeout=seconds_left, concurrent=True)
         except TimeoutError:
             raise AdapterError(field, "takes too long to match; write a simpler pattern", pattern) from None
         except (re.error, regex.error, RecursionError, OverflowError, MemoryError, ValueError, IndexError) as error:
@@ -80,7 +80,7 @@ class Patterns:
 
 
 def _compile(pattern: str, field: str) -> regex.Pattern[str]:
-    """Only what `re` takes as well, with the same meaning: `regex` knows more (recursion, fuzzy counts)."""
+    """Compile a pattern that `re` accepts, too, with the same meaning: `regex` has more (recursion, fuzzy counts)."""
     counts = _BRACES.findall(pattern)
     if any(_COUNT.fullmatch(count) is None for count in counts):
         raise AdapterError(field, "has braces that are no count", pattern)
@@ -93,14 +93,14 @@ def _compile(pattern: str, field: str) -> regex.Pattern[str]:
     return regex.compile(pattern)
 
 
-def _index_in(found: regex.Match[str] | None) -> int | None:
-    return None if found is None else int(found["index"][:9])
+def _index_in(match: regex.Match[str] | None) -> int | None:
+    return None if match is None else int(match["index"][:9])
 
 
 PEFT_TABLES = tomllib.loads((resources.files(__package__) / "peft_fields.toml").read_text(encoding="utf-8"))
 """Tables of the names that PEFT gives to settings and tensors."""
 _KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the base model's weights as they are."""
+"""Initialisations that do not change the base model's weights."""
 MAX_ENTRIES = 50_000
 
 
@@ -144,7 +144,7 @@ class PeftConfig:
         if not self._named(self.target_modules, module, "target_modules"):
             return False
         if self.layers_to_transform is None or module in self.target_modules:
-            # PEFT looks at layers only for names that are not whole paths.
+            # PEFT ignores `layers_to_transform` for names that are whole paths
             return True
         return self.patterns.layer_index(self.layers_pattern, module) in self.layers_to_transform
 
@@ -226,17 +226,17 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise AdapterError(field, advice, raw[field])
     if raw.get("bias", "none") not in ("none", "all", "lora_only"):
         raise AdapterError("bias", 'must be "none", "all" or "lora_only"', raw["bias"])
-    start = raw.get("init_lora_weights", True)
-    if not any(start is known or (isinstance(start, str) and start == known) for known in _KEEP_BASE):
+    initial = raw.get("init_lora_weights", True)
+    if not any(initial is kept or (isinstance(initial, str) and initial == kept) for kept in _KEEP_BASE):
         raise AdapterError(
             "init_lora_weights",
             "this initialisation may change the base model's weights, and the file does not hold them; save a plain "
             "LoRA with peft: save_pretrained(folder, path_initial_model_for_weight_conversion=initial_folder), or load "
             "the changed base model and set this to true",
-            start,
+            initial,
         )
     for field, value in raw.items():
-        if value and not any(field in known for known in (_USED, PEFT_TABLES["ignored"], PEFT_TABLES["refused"])):
+        if value and not any(field in kept for kept in (_USED, PEFT_TABLES["ignored"], PEFT_TABLES["refused"])):
             raise AdapterError(field[:80], "this setting is unknown here and could change the answers", value)
 
 
@@ -274,9 +274,9 @@ def _strings(field: str, value: Any) -> list[str]:
 
 def _tokens(field: str, raw: Mapping[str, Any]) -> dict[str, list[int]]:
     value = raw.get(field) or {}
-    found = {"": value} if isinstance(value, list) else _table(field, raw)
-    tokens = {name: _integers(field, own) or [] for name, own in found.items()}
-    if any(min(own, default=0) < 0 or len(set(own)) < len(own) for own in tokens.values()):
+    by_module = {"": value} if isinstance(value, list) else _table(field, raw)
+    tokens = {name: _integers(field, ids) or [] for name, ids in by_module.items()}
+    if any(min(ids, default=0) < 0 or len(set(ids)) < len(ids) for ids in tokens.values()):
         raise AdapterError(field, "must hold token ids, each once", value)
     return tokens
 

@@ -1,9 +1,9 @@
-"""Reads a PEFT checkpoint into an `Adapter`, or says exactly why not.
+"""Reads a PEFT checkpoint into an `Adapter`, or refuses it with the reason.
 
-Everything is checked against the base model before a weight is read: names, ranks, shapes, bytes. The identity of an
-adapter is a digest over what it does (module, scaling, weights as stored), so that the same content has one identity
-under any name, in any folder, with any irrelevant setting, and one changed weight gives another. What is kept is what a
-device slot takes: the model's dtype, scaling folded in.
+Names, ranks, shapes and bytes are checked against the base model before a weight is read. The identity of an adapter is
+a digest over its effect (module, scaling, weights as stored): the same content has one identity under any name, in any
+folder, with any irrelevant setting, and one changed weight gives another. Weights are kept as a device slot takes them:
+in the model's dtype, with the scaling folded in.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_fo
 from asyncengine.lora.checkpoint.peft_config import PEFT_TABLES, PeftConfig, read_peft_config
 from asyncengine.seams import LoraWeights, ModuleDims
 
-# A safetensors file of any origin: nothing it says is believed before it is checked.
+# Safetensors files of any origin: no number in them is used before it is checked.
 
 MAX_HEADER_BYTES = 8 << 20
-"""Adapters of the largest models have some thousand tensors, about 150 bytes of header each."""
+"""Limit of the header: adapters of the largest models have some thousand tensors, with about 150 bytes of it each."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _PIECE = 1 << 14
-"""Numbers that torch works on with one thread."""
+"""Elements of a tensor on which torch works with one thread."""
 
 
 def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tensor`, contiguous, as flat views so small that work on them stays on the calling thread: workers that read
-    files must not take a running step's cores, whose threads all wait for the last one."""
+    """Flat views of a contiguous tensor, so small that torch works on them with the calling thread alone: a thread that
+    reads files must not take a core from a running step, which is as slow as its slowest thread."""
     return torch.split(tensor.view(-1), _PIECE)
 
 
@@ -58,15 +58,15 @@ class Extent(NamedTuple):
 
 
 def parse_json(text: bytes, field: str) -> dict[str, Any]:
-    """A JSON object without NaN and without a key twice (which of the two would count?). Raises `AdapterError`."""
+    """A JSON object. Raises `AdapterError` for other texts, NaN, and a key that is given twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in members:
                 raise ValueError(f"the key {key[:80]!r} is there twice")
-            found[key] = value
-        return found
+            members[key] = value
+        return members
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
@@ -145,13 +145,13 @@ class TensorFile:
 
 
 def _state(stream: BufferedReader) -> tuple[int, int]:
-    """Its size, and when it was written to last."""
+    """(size in bytes, time of the last write) of an open file."""
     status = os.fstat(stream.fileno())
     return status.st_size, status.st_mtime_ns
 
 
 class AdapterTensors:
-    """Tensors by PEFT's names, as `TensorFile` has them. They stay the caller's."""
+    """Tensors in memory by PEFT's names, with the interface of `TensorFile`. They are not changed."""
 
     field = "tensors"
 
@@ -163,10 +163,10 @@ class AdapterTensors:
         self.tensors: dict[str, Extent] = {}
         dtypes = {dtype: name for name, dtype in DTYPES.items()}
         for name, tensor in self._given.items():
-            kind = type(tensor)
-            whole = kind in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-            if not whole or tensor.is_meta or not tensor.numel():
-                raise AdapterError(name[:256], "must be a whole tensor with values", kind.__name__)
+            tensor_type = type(tensor)
+            is_plain = tensor_type in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+            if not is_plain or tensor.is_meta or not tensor.numel():
+                raise AdapterError(name[:256], "must be a whole tensor with values", tensor_type.__name__)
             if tensor.dtype not in dtypes:
                 raise AdapterError(name[:256], "must be float32, float16 or bfloat16", str(tensor.dtype))
             self.tensors[name] = Extent(dtypes[tensor.dtype], tuple(tensor.shape), 0, tensor.nbytes)
@@ -179,15 +179,15 @@ class AdapterTensors:
 
 
 def given_config(config: Any) -> dict[str, Any]:
-    """An adapter's configuration as its file would have it: a mapping, or PEFT's object with `to_dict`.
+    """An adapter's configuration as its file would have it, of a mapping or of PEFT's object with `to_dict`.
 
-    Raises `AdapterError` for what JSON cannot hold.
+    Raises `AdapterError` for values that JSON does not have.
     """
-    found = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(found, Mapping):
+    mapping = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(mapping, Mapping):
         raise AdapterError("config", "must be a mapping, as in adapter_config.json, or a LoraConfig", config)
     try:
-        text = json.dumps(dict(found), default=_listed)
+        text = json.dumps(dict(mapping), default=_listed)
     except (TypeError, ValueError, RecursionError) as error:
         raise AdapterError("config", f"cannot be written as JSON: {error}") from None
     return parse_json(text.encode(), "config")
@@ -204,7 +204,7 @@ _PREFIX = "base_model.model."
 _SIDES: Mapping[str, str] = PEFT_TABLES["sides"]
 """Part of its module that a tensor is, by the end of its name; a longer end goes before a shorter one."""
 _SETTINGS: Mapping[str, tuple[str, str]] = PEFT_TABLES["settings"]
-"""The setting that must be on for such a tensor, and the tensor in words."""
+"""For each side of a module: the setting that such a tensor requires, and its name for messages."""
 _RESIZE = "give the base model as many (resize_token_embeddings), save it with its tokenizer, and load that"
 MAX_NAME_CHARS = 256
 
@@ -216,7 +216,7 @@ def _note(digest: Any, head: str, *tensors: torch.Tensor) -> None:
 
 
 def _side_of(name: str) -> tuple[str, str]:
-    """(module, what the tensor is of it); "" for one that PEFT gives no such name."""
+    """(module, side of it that the tensor is: "a", "b", ...); side "" if PEFT has no such name."""
     path = name.removeprefix(_PREFIX)
     end = next((end for end in _SIDES if path.endswith(end)), "")
     return (path.removesuffix(end), _SIDES[end]) if end and path != name else (path, "")
@@ -237,7 +237,7 @@ class PeftLoader:
         self.root = None if root is None else Path(root).expanduser().resolve()
 
     def fingerprint(self, path: str | os.PathLike[str], max_bytes: int) -> Hashable:
-        """The folder and the state of its files: what changes when they change. Reads no weights.
+        """A key of the folder and its files' identities, sizes and times, which changes with them. Reads no weights.
 
         Raises `AdapterError`, also for an adapter that would take more than `max_bytes` of memory.
         """
@@ -249,15 +249,15 @@ class PeftLoader:
                 status = os.fstat(stream.fileno())
                 if file == WEIGHTS_FILE:
                     extents = TensorFile(stream, file).tensors.items()
-                    own = [extent for name, extent in extents if _side_of(name)[1] not in ("", "copy")]
-                    need = sum(math.prod(extent.shape) for extent in own) * self._dtype.itemsize
+                    loaded = [extent for name, extent in extents if _side_of(name)[1] not in ("", "copy")]
+                    need = sum(math.prod(extent.shape) for extent in loaded) * self._dtype.itemsize
             states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
         if need > max_bytes:
             raise AdapterError("adapter_memory", f"is {max_bytes} bytes, and the adapter needs {need}", str(folder))
         return (folder, *states)
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
-        """Blocking: reads the files. Raises `AdapterError`; nothing is left behind then."""
+        """Read the files of the adapter in `path`. Blocking. Raises `AdapterError`."""
         folder = find_folder(path, self.root)
         config = read_peft_config(parse_json(read_config(folder, self.root), CONFIG_FILE))
         with open_file(folder, WEIGHTS_FILE, self.root) as stream:
@@ -274,10 +274,10 @@ class PeftLoader:
         return self._load(name, read_peft_config(given_config(config)), AdapterTensors(tensors))
 
     def _load(self, name: str, config: PeftConfig, file: TensorFile | AdapterTensors) -> Adapter:
-        parts, digest = self._parts(config, file), hashlib.sha256(b"asyncengine.lora 1\n")
-        modules = {module: self._read(config, file, module, own, digest) for module, own in sorted(parts.items())}
-        modules.update(self._tied(config, file, parts))
-        rank, nbytes = max(own.rank for own in modules.values()), sum(own.nbytes for own in modules.values())
+        named, digest = self._tensor_names(config, file), hashlib.sha256(b"asyncengine.lora 1\n")
+        modules = {module: self._read(config, file, module, names, digest) for module, names in sorted(named.items())}
+        modules.update(self._tied(config, file, named))
+        rank, nbytes = max(names.rank for names in modules.values()), sum(names.nbytes for names in modules.values())
         invocation = tuple(config.alora_invocation_tokens)
         if invocation:
             digest.update(f"{invocation}\n".encode())
@@ -285,51 +285,51 @@ class PeftLoader:
 
     # ---------------------------------------------------------------- names and shapes
 
-    def _parts(self, config: PeftConfig, file: TensorFile | AdapterTensors) -> dict[str, dict[str, str]]:
-        """Module -> names of its tensors, after checking that the file holds what the configuration says and nothing
-        else, and that all of it fits the base model."""
-        parts: dict[str, dict[str, str]] = {}
+    def _tensor_names(self, config: PeftConfig, file: TensorFile | AdapterTensors) -> dict[str, dict[str, str]]:
+        """Module -> side -> name of the tensor, after checking that the file has the tensors that the configuration
+        asks for and no others, and that they fit the base model."""
+        names_of: dict[str, dict[str, str]] = {}
         for name in sorted(file.tensors):
             module, side = self._parse(config, file, name)
             if side != "copy":
-                parts.setdefault(module, {})[side] = name
-        if not parts:
+                names_of.setdefault(module, {})[side] = name
+        if not names_of:
             raise AdapterError(file.field, "holds no adapter weights")
         for module, base in self._base.items():
-            sides, whole = parts.get(module, {}).keys(), config.saves(module, base)
-            lacking = ""
-            if whole and "table" not in sides:
-                lacking = "modules_to_save"
+            sides, is_saved = names_of.get(module, {}).keys(), config.saves(module, base)
+            field = ""
+            if is_saved and "table" not in sides:
+                field = "modules_to_save"
             elif config.tokens_of(module, base) is not None and base.head != "tied" and "tokens" not in sides:
-                lacking = "trainable_token_indices"
-            elif not (whole or config.all_linear or sides & {"a", "b"}) and config.targets(module, base):
-                lacking = "target_modules"
-            if lacking:
-                raise AdapterError(lacking, f"names {module}, but the file has no weights for it")
-        for module, own in parts.items():
-            self._check(config, file, module, own)
+                field = "trainable_token_indices"
+            elif not (is_saved or config.all_linear or sides & {"a", "b"}) and config.targets(module, base):
+                field = "target_modules"
+            if field:
+                raise AdapterError(field, f"names {module}, but the file has no weights for it")
+        for module, names in names_of.items():
+            self._check(config, file, module, names)
         tied = any(base.head == "tied" for base in self._base.values())
-        tables = [module for module, own in parts.items() if "table" in own]
+        tables = [module for module, names in names_of.items() if "table" in names]
         if tied and len(tables) == 1 and not config.saves(tables[0], self._base[tables[0]]):
             raise AdapterError("modules_to_save", f"does not name {tables[0]}, whose weight another has as well")
-        return parts
+        return names_of
 
     def _tied(
-        self, config: PeftConfig, file: TensorFile | AdapterTensors, parts: Mapping[str, dict[str, str]]
+        self, config: PeftConfig, file: TensorFile | AdapterTensors, names_of: Mapping[str, dict[str, str]]
     ) -> dict[str, LoraWeights]:
         """The output layer with the embedding's trained tokens, if it is tied to that and has none of its own."""
         head = next((module for module, base in self._base.items() if base.head == "tied"), "")
-        for table, own in parts.items() if head and "tokens" not in parts.get(head, {}) else ():
-            if "tokens" in own:
-                tokens, asked = (config.tokens_of(module, self._base[module]) for module in (table, head))
-                if head in parts or self._base[head].bias or asked not in (None, tokens):
+        for table, names in names_of.items() if head and "tokens" not in names_of.get(head, {}) else ():
+            if "tokens" in names:
+                tokens, head_tokens = (config.tokens_of(module, self._base[module]) for module in (table, head))
+                if head in names_of or self._base[head].bias or head_tokens not in (None, tokens):
                     reason = f"those of {table} are tied to {head}, which has other weights in the file, or a bias"
                     raise AdapterError("trainable_token_indices", reason)
-                return {head: self._read(config, file, head, {"tokens": own["tokens"]}, hashlib.sha256(), tokens)}
+                return {head: self._read(config, file, head, {"tokens": names["tokens"]}, hashlib.sha256(), tokens)}
         return {}
 
     def _parse(self, config: PeftConfig, file: TensorFile | AdapterTensors, name: str) -> tuple[str, str]:
-        """(module, what the tensor is of it), "copy" for what is the base model's."""
+        """(module, side of it that the tensor is); "copy" for a table of the base model that PEFT saved along."""
         module, side = _side_of(name)
         if not side or ".lora_" in module or len(name) > 4 * MAX_NAME_CHARS:
             raise AdapterError(name[:MAX_NAME_CHARS], "is not a LoRA tensor as PEFT names them")
@@ -346,8 +346,8 @@ class PeftLoader:
         if side in ("a", "b") and ("_embedding_" in name) != (base.kind == "embedding"):
             raise AdapterError(name, f"does not fit {module}, {'an' if base.kind == 'embedding' else 'no'} embedding")
         if side == "copy" and file.tensors[name].shape != base.table:
-            # PEFT saves the table of a targeted embedding or lm_head along; it was frozen, so it is the base model's
-            # unless it was resized.
+            # PEFT saves the table of a targeted embedding or lm_head along; it was frozen, so it equals the base
+            # model's unless that was resized
             raise AdapterError("modules_to_save", f"the file holds a table of another size for {module}", name)
         return module, side
 
@@ -402,9 +402,9 @@ class PeftLoader:
         self, config: PeftConfig, file: TensorFile | AdapterTensors, module: str, names: dict[str, str], digest: Any,
         tokens: list[int] | None = None,
     ) -> LoraWeights:  # fmt: skip
-        """The weights of `module`, ready for a slot; `digest` gets what the file says of them."""
-        base, own = self._base[module], {side: file.read(name) for side, name in names.items()}
-        a, b, scaling, embedding = own.pop("a", None), own.pop("b", None), 0.0, base.kind == "embedding"
+        """The weights of `module`, ready for a slot. Their stored form is added to `digest`."""
+        base, tensors = self._base[module], {side: file.read(name) for side, name in names.items()}
+        a, b, scaling, embedding = tensors.pop("a", None), tensors.pop("b", None), 0.0, base.kind == "embedding"
         if a is None or b is None:
             a, b = torch.empty(0, base.inputs, dtype=self._dtype), torch.empty(base.outputs, 0, dtype=self._dtype)
         else:
@@ -413,16 +413,17 @@ class PeftLoader:
                 raise AdapterError(names["b"], f"must have the dtype of its lora_A, {a.dtype}", str(b.dtype))
             _note(digest, f"{module!r} {embedding} {scaling.hex()} {a.dtype} {tuple(a.shape)}{tuple(b.shape)}", a, b)
             a, b = self._cast(names["a"], a, 1.0), self._cast(names["b"], b, scaling * base.scale)
-        tokens = tokens or (config.tokens_of(module, base) if "tokens" in own else None)
-        for side, tensor in sorted(own.items()):
+        tokens = tokens or (config.tokens_of(module, base) if "tokens" in tensors else None)
+        for side, tensor in sorted(tensors.items()):
             _note(digest, f"{module!r} {side} {scaling.hex()} {tensor.dtype} {tuple(tensor.shape)} {tokens}", tensor)
-        magnitude, bias, shift = (own[side].float() if side in own else None for side in ("magnitude", "bias", "shift"))
+        optional = (tensors.get(side) for side in ("magnitude", "bias", "shift"))
+        magnitude, bias, shift = (None if tensor is None else tensor.float() for tensor in optional)
         if shift is not None:
             bias = shift * scaling if bias is None else bias + shift * scaling
         side = "tokens" if tokens is not None else "table"
-        table = self._cast(names[side], own[side], base.scale) if side in own else None
+        table = self._cast(names[side], tensors[side], base.scale) if side in tensors else None
         ids = None if tokens is None else torch.tensor(tokens)
-        return LoraWeights(module, a, b, embedding, magnitude, bias, "bias" not in own, table, ids)
+        return LoraWeights(module, a, b, embedding, magnitude, bias, "bias" not in tensors, table, ids)
 
     def _cast(self, name: str, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         """`tensor` times `factor`, rounded once to the model's dtype. Finite: in a batch an infinity would reach its

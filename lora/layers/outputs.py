@@ -1,8 +1,8 @@
-"""Changes that adapters make to a product's own outputs, before low-rank deltas are added: DoRA's magnitudes (Liu et
-al. 2024), biases of their own, and rows of their own of the embedding or of the output layer.
+"""Changes that adapters make to a linear's own outputs, before low-rank deltas are added: DoRA's magnitudes (Liu et al.
+2024), biases of their own, and rows of their own of the embedding or of the output layer.
 
-A row of another adapter, or of none, is left as it is, to the bit. Each adapter's rows are changed by themselves, one
-number after the other or by the model's own kernel for an output layer, so that a row does not depend on the others.
+Rows of a step with another adapter, or none, are unchanged to the bit. Each adapter's rows are changed separately,
+elementwise or by the model's own kernel for an output layer, so that a row does not depend on the others in its batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from asyncengine.execution.layers.weight_forms import DenseWeight
 from asyncengine.seams import LoraWeights
 
 _AT_ONCE = 2**22
-"""Numbers of a weight that are read at once, as float32."""
+"""Elements of a weight that are dequantized at once, to float32."""
 
 MakeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x [rows, ...], y [rows, out]) -> what stands in the place of y."""
+"""(x [rows, ...], y [rows, out]) -> the outputs [rows, out] that replace y."""
 
 
 class OutputChanges(Weighted):
@@ -35,32 +35,34 @@ class OutputChanges(Weighted):
         self.target, self._device = target, device
         self._ends = [0, *accumulate(target.widths)]
         self._lined: set[int] = set()
-        """Slots with factors or shifts other than 1 and -0, which leave all numbers as they are, to the bit."""
+        """Slots with factors or shifts other than 1 and -0. These change no bit, while adding +0 would turn -0 to 0."""
         self._factors = torch.ones(slots, self._ends[-1], device=device)
         self._shifts = torch.full((slots, self._ends[-1]), -0.0, device=device)
         self.rows: dict[int, MakeRows] = {}
-        """Makers of the rows that slots have of their own: memory that goes with their content."""
+        """Functions that compute the outputs of slots with rows of their own; they own the memory of these rows."""
 
     def used_by(self, step: Any) -> bool:
         """Whether some row of a step may be changed."""
         return not step.used.isdisjoint(self._lined | self.rows.keys())
 
-    def put(self, slot: int, part: int, own: LoraWeights) -> torch.Tensor:
-        """Note what `own` changes in an empty slot. The b [out of the part, r] of what it adds."""
-        if own.table is not None:
-            self.rows[slot] = self._make_rows(own.table, own.tokens, own.bias)
-            return own.b
-        target, here = self.target, slice(*self._ends[part : part + 2])
-        old = torch.zeros(here.stop - here.start) if target.bias is None else target.bias[here].float().cpu()
-        given = old if own.bias is None else target.local_rows(part, own.bias) + (old if own.adds_bias else 0)
-        factor, b = torch.ones_like(old), own.b
-        if own.magnitude is not None:
-            # a row of zeros has no direction, and a neighbour's row must not meet an infinity
-            factor = (target.local_rows(part, own.magnitude) / self._norms(here, own.a, b)).nan_to_num(0.0, 0.0, 0.0)
+    def put(self, slot: int, index: int, change: LoraWeights) -> torch.Tensor:
+        """Put the changes of `change` to the module at `index` of the target into an empty slot. Returns the b
+        [outputs of the module, r] of its low-rank delta, scaled by the factors."""
+        if change.table is not None:
+            self.rows[slot] = self._make_rows(change.table, change.tokens, change.bias)
+            return change.b
+        target, rows = self.target, slice(*self._ends[index : index + 2])
+        old = torch.zeros(rows.stop - rows.start) if target.bias is None else target.bias[rows].float().cpu()
+        bias = old if change.bias is None else target.local_rows(index, change.bias) + (old if change.adds_bias else 0)
+        factor, b = torch.ones_like(old), change.b
+        if change.magnitude is not None:
+            # a zero row has norm 0: without this its quotient would be infinite, and spread to other rows by 0 * inf
+            magnitude = target.local_rows(index, change.magnitude)
+            factor = (magnitude / self._norms(rows, change.a, b)).nan_to_num(0.0, 0.0, 0.0)
             b = (b.float() * factor[:, None]).to(b.dtype).nan_to_num()
         self._lined.add(slot)
-        self._factors[slot, here].copy_(send(factor, self._device))
-        self._shifts[slot, here].copy_(send(given - factor * old, self._device))
+        self._factors[slot, rows].copy_(send(factor, self._device))
+        self._shifts[slot, rows].copy_(send(bias - factor * old, self._device))
         return b
 
     def clear(self, slot: int) -> None:
@@ -80,44 +82,43 @@ class OutputChanges(Weighted):
         if not step.used.isdisjoint(self._lined):
             step.scale(flat, self._factors, self._shifts)
 
-    def _norms(self, here: slice, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Norms [outputs] of the rows `here` of the weight with b @ a added, as float32: of a quantized weight, of the
-        numbers that it stands for."""
+    def _norms(self, rows: slice, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Norms [outputs], float32, of the rows `rows` of the weight plus b @ a. A quantized weight is dequantized."""
         assert self.target.read_rows is not None
         a, b = send(a, self._device).float(), send(b, self._device)
-        found, step = [], max(1, _AT_ONCE // a.shape[1])
-        for first in range(here.start, here.stop, step):
-            ids = torch.arange(first, min(first + step, here.stop), device=self._device)
-            rows = torch.empty(len(ids), a.shape[1], dtype=b.dtype, device=self._device)
-            self.target.read_rows(ids, rows)
-            whole = rows.float().addmm_(b[ids - here.start].float(), a)
-            found.append(torch.linalg.vector_norm(whole, dim=1))
-        return torch.cat(found).cpu()
+        norms, step = [], max(1, _AT_ONCE // a.shape[1])
+        for first in range(rows.start, rows.stop, step):
+            ids = torch.arange(first, min(first + step, rows.stop), device=self._device)
+            read = torch.empty(len(ids), a.shape[1], dtype=b.dtype, device=self._device)
+            self.target.read_rows(ids, read)
+            weight_rows = read.float().addmm_(b[ids - rows.start].float(), a)
+            norms.append(torch.linalg.vector_norm(weight_rows, dim=1))
+        return torch.cat(norms).cpu()
 
     def _make_rows(self, table: torch.Tensor, tokens: torch.Tensor | None, bias: torch.Tensor | None) -> MakeRows:
         ids = None if tokens is None else send(tokens, self._device)
         if self.target.embedding:
-            places = torch.full((self.target.in_features,), -1)
-            places[slice(len(table)) if tokens is None else tokens] = torch.arange(len(table))
-            known, rows = send(places, self._device), send(table, self._device)
+            row_of = torch.full((self.target.in_features,), -1)
+            row_of[slice(len(table)) if tokens is None else tokens] = torch.arange(len(table))
+            row_of_token, rows = send(row_of, self._device), send(table, self._device)
 
             def look_up(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                found = known[x]
-                return torch.where(found[:, None] >= 0, rows[found.clamp(min=0)], y)
+                row = row_of_token[x]
+                return torch.where(row[:, None] >= 0, rows[row.clamp(min=0)], y)
 
             return look_up
         make, shape = self.target.new_weight, (len(table), self.target.in_features)
         weight = DenseWeight(*shape, table.dtype, self._device) if make is None else make(len(table))
         memory = OutputBufferPool()
         weight.load(0, table)
-        added = self.target.bias if bias is None else send(bias, self._device).to(weight.bias_dtype)
-        if added is not None and ids is not None:
-            added = added[ids]
+        row_bias = self.target.bias if bias is None else send(bias, self._device).to(weight.bias_dtype)
+        if row_bias is not None and ids is not None:
+            row_bias = row_bias[ids]
 
         def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            own = weight.logits(x, added, memory).to(y.dtype)
+            logits = weight.logits(x, row_bias, memory).to(y.dtype)
             if ids is not None:
-                return y.index_copy(1, ids, own)
-            return functional.pad(own, (0, y.shape[1] - own.shape[1]), value=-torch.inf)  # others do not exist
+                return y.index_copy(1, ids, logits)
+            return functional.pad(logits, (0, y.shape[1] - logits.shape[1]), value=-torch.inf)  # others do not exist
 
         return multiply

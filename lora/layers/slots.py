@@ -1,7 +1,7 @@
 """Low-rank adapters in device slots, applied to the rows of a step that use them.
 
-A step's adapters are an argument of its forward (`StepContext.adapters`): each layer hands over its product's input and
-output. Nothing here knows where adapters come from: `write` takes anything of the shape of `LoraAdapter`.
+A step's adapters are an argument of its forward (`StepContext.adapters`), which each layer calls with the input and
+output of its linear. Where adapters come from does not matter here: `write` takes any `LoraAdapter`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MaskedStep:
         self.size = len(slots)
         self.slots = slots
         self.used = frozenset(range(num_slots))
-        """Slots that rows may use by the time it runs."""
+        """All slots: in a CUDA graph, the rows' slots are known only when it is replayed."""
         self._num_slots = num_slots
 
     @cached_property
@@ -46,17 +46,17 @@ class MaskedStep:
 
     @cached_property
     def known(self) -> torch.Tensor:
-        """`slots`, any where there is none."""
+        """`slots` as valid indices: 0 for rows without an adapter, whose results are discarded."""
         return self.slots.clamp(min=0)
 
     def replace(self, slot: int, x: torch.Tensor, y: torch.Tensor, make: MakeRows) -> None:
-        """Put what `make` gives in the place of the rows of y that use the slot."""
+        """Replace the rows of y that use the slot by those of `make`."""
         y.copy_(torch.where((self.slots == slot)[:, None], make(x, y), y))
 
     def scale(self, y: torch.Tensor, factors: torch.Tensor, shifts: torch.Tensor) -> None:
         """Multiply each row of y that has an adapter by its slot's of `factors` [slots, out], and add its shifts."""
-        made = (y.float() * factors[self.known] + shifts[self.known]).to(y.dtype)
-        y.copy_(torch.where((self.slots >= 0)[:, None], made, y))
+        scaled = (y.float() * factors[self.known] + shifts[self.known]).to(y.dtype)
+        y.copy_(torch.where((self.slots >= 0)[:, None], scaled, y))
 
     @cached_property
     def tiles(self) -> Any:
@@ -67,25 +67,25 @@ class MaskedStep:
 
 
 class MaskedStack(LoraStack):
-    """Factors laid out for products with all of them at once."""
+    """Factors of all slots in one matrix product, of which each row then selects its own slot's."""
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
         x, y = self._flat(x, y, step.size)
-        parts = len(self.target.modules)
+        modules = len(self.target.modules)
         if self.target.embedding:  # each row's own, repeated
             down = self._a[step.known, :, :, x][:, None].expand(-1, self._slots, -1, -1)
         else:
-            down = linear(x, self._a.flatten(0, 2)).view(step.size, self._slots, parts, self.rank)
-        # chosen, not multiplied, so that no neighbour's infinity spreads
-        own = down.new_empty(step.size, parts, self._slots, self.rank)
-        torch.where(step.keep, down.transpose(1, 2), down.new_zeros(()), out=own)
+            down = linear(x, self._a.flatten(0, 2)).view(step.size, self._slots, modules, self.rank)
+        # selected and not multiplied by 0 and 1: 0 * inf of another slot would be NaN
+        selected = down.new_empty(step.size, modules, self._slots, self.rank)
+        torch.where(step.keep, down.transpose(1, 2), down.new_zeros(()), out=selected)
         b = self._b.flatten(0, 1)
-        for part, (left, right) in enumerate(pairwise(self._ends)):
-            y[:, left:right].addmm_(own[:, part].flatten(1), b[:, left:right])
+        for index, (left, right) in enumerate(pairwise(self._ends)):
+            y[:, left:right].addmm_(selected[:, index].flatten(1), b[:, left:right])
 
 
 class KernelStack(LoraStack):
-    """Factors as Triton's kernels read them; no embedding's."""
+    """Factors as the Triton kernels read them. Not for embeddings."""
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: MaskedStep) -> None:
         x, y = self._flat(x, y, step.size)
@@ -102,7 +102,7 @@ class KernelStack(LoraStack):
 
 
 class CompiledStack(LoraStack):
-    """Factors as they come: rows of A and of B are read one after the other."""
+    """Factors in their plain layout, for the compiled kernel, which reads rows of A and of B in order."""
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: RowStep) -> None:
         if self.held.isdisjoint(step.used):
@@ -122,8 +122,8 @@ class CompiledStack(LoraStack):
 
 
 class FactorTable:
-    """Addresses of the factors of a model's products, for kernels of several layers: made anew only when memory
-    moves."""
+    """Addresses of the factors of a model's linears, for kernels that run several layers in one call. They are rebuilt
+    only when memory moves."""
 
     def __init__(self, stacks: Mapping[str, LoraStack]) -> None:
         self._stacks = stacks
@@ -132,16 +132,16 @@ class FactorTable:
         self._down = np.empty(0, dtype=np.float32)
 
     def forget(self) -> None:
-        """Memory of some stack is about to move."""
+        """Drop all addresses: the memory of some stack is about to move."""
         self._known.clear()
 
     def records(self, paths: tuple[str, ...], step: RowStep) -> AdapterRecords:
         """Addresses for a step, as `RowAdapters.records`. They stay valid until the next call."""
         if paths not in self._known:
             stacks = [self._stacks.get(path) for path in paths]
-            found = [stack.factors if isinstance(stack, CompiledStack) else None for stack in stacks]
-            addresses = np.array([0 if each is None else each.address for each in found], dtype=np.int64)
-            self._known[paths] = addresses, max((each.across for each in found if each is not None), default=0)
+            factors = [stack.factors if isinstance(stack, CompiledStack) else None for stack in stacks]
+            addresses = np.array([0 if one is None else one.address for one in factors], dtype=np.int64)
+            self._known[paths] = addresses, max((one.across for one in factors if one is not None), default=0)
         addresses, across = self._known[paths]
         if len(self._down) < across * step.groups.count:
             self._down = np.empty(across * step.groups.count, dtype=np.float32)
@@ -152,7 +152,7 @@ Step = RowStep | MaskedStep
 StepAdapters = tuple[RowAdapters | None, RowAdapters | None]
 """Adapters of all tokens of a step, and of the rows whose logits are wanted."""
 _KEPT_STEPS = 8
-"""Maps of a step's rows that are kept for the next one."""
+"""Steps' slots of rows that are kept for the next step."""
 
 
 class LoraAdapter(Protocol):
@@ -185,8 +185,8 @@ class _Adapters:
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         if self.table is None or not isinstance(self.step, RowStep):
             return None
-        if any(each.used_by(self.step) for path, each in self.outputs.items() if path in paths):
-            return None  # which no kernel does
+        if any(changes.used_by(self.step) for path, changes in self.outputs.items() if path in paths):
+            return None  # no kernel of several layers changes outputs
         return self.table.records(paths, self.step)
 
 
@@ -212,19 +212,19 @@ class LoraLayers:
         self._compiled = not self._masked and compiler_missing(self.dtype, self._device) is None
         self._memory = Arena() if self._compiled else None
         self.version = 0
-        """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
+        """Incremented when memory of adapters is allocated or moves, which makes captured CUDA graphs stale."""
         self._stacks: dict[str, LoraStack] = {}
         """Stacks by the first path of their target."""
         self._outputs: dict[str, OutputChanges] = {}
-        """Other changes of outputs, likewise; most places have none."""
+        """Changes of outputs by the same paths; most targets have none."""
         self._written: dict[int, list[LoraStack | OutputChanges]] = {}
         self._bound: dict[int, LoraAdapter] = {}
-        """Adapters in slots whose numbers were made with the model's weights."""
+        """Adapters whose slots hold values that depend on the model's weights (`write_again`)."""
         self._ranks = np.zeros(max_loras, dtype=np.int64)
         """The largest padded rank in each slot."""
         self._table = FactorTable(self._stacks) if self._compiled else None
         self._known: dict[bytes, RowStep] = {}
-        """The last step's rows by their slots: the next decoding step is often like the last one."""
+        """Rows of recent steps by their slots: the next decoding step often has the same."""
 
     @property
     def nbytes(self) -> int:
@@ -244,7 +244,7 @@ class LoraLayers:
                 self.make_room(target, self.max_rank if rank is None else min(rank, self.max_rank))
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
-        """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
+        """Replace the content of `slot` by `adapter`. Not while a step runs; steps wait for it.
 
         Raises `AdapterError` for an unknown module and for a shape, rank or dtype that does not fit; the slot is
         unchanged then. Values are not looked at: one that is not finite would reach other adapters' rows.
@@ -252,38 +252,38 @@ class LoraLayers:
         self._check_slot(slot)
         for path, factors in adapter.modules.items():
             self._check(path, factors)
-        here = {path: own for path, own in adapter.modules.items() if self._targets[path][0].is_local}
-        for path, own in here.items():
-            self.make_room(self._targets[path][0], own.a.shape[0])
+        local = {path: weights for path, weights in adapter.modules.items() if self._targets[path][0].is_local}
+        for path, weights in local.items():
+            self.make_room(self._targets[path][0], weights.a.shape[0])
         self.clear(slot)
         written: dict[LoraStack | OutputChanges, None] = {}
         try:
-            for path, own in here.items():
-                target, part = self._targets[path]
-                b = own.b
-                if own.magnitude is not None or own.bias is not None or own.table is not None:
+            for path, weights in local.items():
+                target, index = self._targets[path]
+                b = weights.b
+                if weights.magnitude is not None or weights.bias is not None or weights.table is not None:
                     if target.path not in self._outputs:
                         self.version += 1
                         self._outputs[target.path] = OutputChanges(target, self.max_loras, self._device)
                     changes = self._outputs[target.path]
                     written[changes] = None
-                    b = changes.put(slot - 1, part, own)
-                    self.version += own.table is not None
-                if len(own.a):
+                    b = changes.put(slot - 1, index, weights)
+                    self.version += weights.table is not None
+                if len(weights.a):
                     stack = self._stacks[target.path]
                     written[stack] = None
-                    stack.write(slot - 1, part, own.a, target.local_rows(part, b))
-        except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
-            for each in written:
-                each.clear(slot - 1)
+                    stack.write(slot - 1, index, weights.a, target.local_rows(index, b))
+        except BaseException:  # no memory for the copy: the slot's next adapter may not overwrite all of this
+            for memory in written:
+                memory.clear(slot - 1)
             raise
         self._written[slot] = list(written)
-        self._ranks[slot - 1] = max((padded_rank(own.a.shape[0]) for own in adapter.modules.values()), default=0)
-        if any(own.magnitude is not None or own.bias is not None for own in here.values()):
+        self._ranks[slot - 1] = max((padded_rank(w.a.shape[0]) for w in adapter.modules.values()), default=0)
+        if any(weights.magnitude is not None or weights.bias is not None for weights in local.values()):
             self._bound[slot] = adapter
 
     def write_again(self) -> None:
-        """Make anew what follows from the model's weights, which have changed: DoRA's norms, differences of biases."""
+        """Recompute values that depend on the model's weights, after these have changed: DoRA's norms, biases."""
         for slot, adapter in list(self._bound.items()):
             self.write(slot, adapter)
 
@@ -292,9 +292,9 @@ class LoraLayers:
         self._check_slot(slot)
         self._known.clear()
         self._bound.pop(slot, None)
-        for each in self._written.pop(slot, []):
-            self.version += isinstance(each, OutputChanges) and slot - 1 in each.rows
-            each.clear(slot - 1)
+        for memory in self._written.pop(slot, []):
+            self.version += isinstance(memory, OutputChanges) and slot - 1 in memory.rows
+            memory.clear(slot - 1)
 
     def begin(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> StepAdapters:
         """Prepare the adapters of a forward: request r has counts[r] tokens and the adapter in slots[r], or none if
@@ -306,11 +306,11 @@ class LoraLayers:
         if not any(slots):
             return None, None
         self.check_slots(slots)
-        own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
+        token_slots = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
         if self._masked:
-            where = upload(own, self._device)
-            return self._begun(MaskedStep(self.max_loras, where), MaskedStep(self.max_loras, where[logit_rows]))
-        return self._begun(self._row_step(own), self._row_step(own[logit_rows.numpy()]))
+            on_device = upload(token_slots, self._device)
+            return self._begun(MaskedStep(self.max_loras, on_device), MaskedStep(self.max_loras, on_device[logit_rows]))
+        return self._begun(self._row_step(token_slots), self._row_step(token_slots[logit_rows.numpy()]))
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
         """Begin a forward of one row for each of `slots`, int64 on the device, counted from 0, -1 for none; in a CUDA
@@ -319,8 +319,8 @@ class LoraLayers:
         return self._begun(step, step)
 
     def _begun(self, tokens: Step, logits: Step) -> StepAdapters:
-        own = (self._stacks, self._outputs)
-        return _Adapters(*own, tokens, self._table), _Adapters(*own, logits, self._table)
+        memory = (self._stacks, self._outputs)
+        return _Adapters(*memory, tokens, self._table), _Adapters(*memory, logits, self._table)
 
     def check_slots(self, slots: Sequence[int]) -> None:
         """Raises `InvariantViolation` for a slot that is not 0 and empty."""
@@ -334,12 +334,12 @@ class LoraLayers:
             held.clear()
         self._table = None
 
-    def _row_step(self, own: Int64Array) -> RowStep:
-        key = own.tobytes()
+    def _row_step(self, token_slots: Int64Array) -> RowStep:
+        key = token_slots.tobytes()
         if key not in self._known:
             if len(self._known) == _KEPT_STEPS:
                 self._known.clear()
-            self._known[key] = RowStep(own, self._ranks)
+            self._known[key] = RowStep(token_slots, self._ranks)
         return self._known[key]
 
     def make_room(self, target: LoraTarget, rank: int) -> None:
@@ -366,10 +366,10 @@ class LoraLayers:
 
     def _check(self, path: str, factors: LoraWeights) -> None:
         """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
-        target, part = self._target(path)
+        target, index = self._target(path)
         if factors.embedding != target.embedding:
             raise AdapterError("adapter", "its weights do not belong to this kind of module", path)
-        rank, width = factors.a.shape[0], target.modules[part][1]
+        rank, width = factors.a.shape[0], target.modules[index][1]
         if rank > self.max_rank:
             raise AdapterError("max_lora_rank", f"{path} has rank {rank}, more than {self.max_rank}", self.max_rank)
         if tuple(factors.a.shape) != (rank, target.in_features) or tuple(factors.b.shape) != (width, rank):

@@ -1,4 +1,4 @@
-"""The factors of all device slots for one product of the model; how they are applied is up to subclasses."""
+"""The factors of all device slots for one linear of the model; subclasses apply them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANK_STEP = 8
 """Ranks are padded to multiples of this, with zeros: a padded factor adds exact zeros."""
 
 _ROWS_AT_ONCE = 64
-"""Rows that are scaled at once: some more memory than theirs is needed."""
+"""Rows that are scaled at once, which bounds the memory of their float32 copies."""
 
 Segment = tuple[int, int, int]
 """(first row, end, slot) of neighbouring rows with one adapter. Slots count from 0 here."""
@@ -32,7 +32,7 @@ def padded_rank(rank: int) -> int:
 
 
 class LoraStack(ABC):
-    """The factors of `slots` adapters. As wide as the largest rank so far, however large ranks may be."""
+    """The factors of `slots` adapters, as wide as the largest rank so far, and not as `max_lora_rank`."""
 
     by_input: ClassVar[bool] = False
     """Whether A lies [slots, in, parts, rank] in memory, not [slots, parts, rank, in]. Embeddings' always do."""
@@ -45,7 +45,7 @@ class LoraStack(ABC):
         self.target = target
         self.rank = padded_rank(rank)
         self.held: set[int] = set()
-        """Slots that something was written into since they were cleared."""
+        """Slots that are not empty."""
         self._slots = slots
         self._ranks = np.zeros((slots, len(target.modules)), dtype=np.int64)
         """Ranks of the weights in each slot; beyond them there are zeros."""
@@ -58,23 +58,23 @@ class LoraStack(ABC):
         return self._a.nbytes + self._b.nbytes
 
     def grow(self, rank: int) -> bool:
-        """Hold ranks up to `rank`, with what is there. True: in other memory than before."""
+        """Make room for ranks up to `rank` and keep the factors. True if that moved the memory."""
         if rank <= self.rank:
             return False
-        old, a, b = self.rank, self._a, self._b
+        old_rank, a, b = self.rank, self._a, self._b
         self.rank = padded_rank(rank)
         self._allocate()
-        self._a[:, :, :old].copy_(a)
-        self._b[:, :old].copy_(b)
+        self._a[:, :, :old_rank].copy_(a)
+        self._b[:, :old_rank].copy_(b)
         return True
 
-    def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put a [r, in] and b [the part's outputs here, r] into an empty slot; r is at most `rank`."""
+    def write(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Put a [r, in] and b [outputs of module `index` on this device, r] into an empty slot; r is at most `rank`."""
         rank, device = a.shape[0], self._b.device
         self.held.add(slot)
-        self._ranks[slot, part] = rank
-        self._a[slot, part, :rank].copy_(send(a, device))
-        self._b[slot, :rank, self._ends[part] : self._ends[part + 1]].copy_(send(b, device).T)
+        self._ranks[slot, index] = rank
+        self._a[slot, index, :rank].copy_(send(a, device))
+        self._b[slot, :rank, self._ends[index] : self._ends[index + 1]].copy_(send(b, device).T)
 
     def clear(self, slot: int) -> None:
         self.held.discard(slot)
@@ -87,11 +87,11 @@ class LoraStack(ABC):
         """Add each row's delta to `y` [..., out] in place; x [..., in], or token ids for an embedding."""
 
     def _allocate(self) -> None:
-        parts, inputs = len(self.target.modules), self.target.in_features
+        modules, inputs = len(self.target.modules), self.target.in_features
         if self.by_input or self.target.embedding:
-            self._a = self._zeros(self._slots, inputs, parts, self.rank).permute(0, 2, 3, 1)
+            self._a = self._zeros(self._slots, inputs, modules, self.rank).permute(0, 2, 3, 1)
         else:
-            self._a = self._zeros(self._slots, parts, self.rank, inputs)
+            self._a = self._zeros(self._slots, modules, self.rank, inputs)
         # A [slots, parts, rank, in] whatever its layout; B [slots, rank, out]: a row for each number of x @ A^T
         self._b = self._zeros(self._slots, self.rank, self._ends[-1])
 
@@ -108,7 +108,7 @@ class LoraStack(ABC):
         return x, y.view(-1, self._ends[-1])
 
     def _add_segments(self, x: torch.Tensor, y: torch.Tensor, segments: tuple[Segment, ...]) -> None:
-        """Two products for each segment (and one more for each further part): the segments of Punica's SGMV."""
+        """Two products for each segment, and one more for each further module of a merged linear: Punica's SGMV."""
         for begin, end, slot in segments:
             a, b = self._a[slot].flatten(0, 1).T, self._b[slot]
             down = a.index_select(0, x[begin:end]) if self.target.embedding else x[begin:end] @ a
@@ -116,23 +116,22 @@ class LoraStack(ABC):
                 rows = y[begin:end]  # logits are float32 in a bfloat16 model
                 rows.addmm_(down, b) if rows.dtype == b.dtype else rows.add_(down @ b)
                 continue
-            for part, (left, right) in enumerate(pairwise(self._ends)):
-                part_of_down = down[:, part * self.rank : (part + 1) * self.rank]
-                y[begin:end, left:right].addmm_(part_of_down, b[:, left:right])
+            for index, (left, right) in enumerate(pairwise(self._ends)):
+                down_slice = down[:, index * self.rank : (index + 1) * self.rank]
+                y[begin:end, left:right].addmm_(down_slice, b[:, left:right])
 
 
 # Low-rank deltas on CPU, where the compiled kernel does not serve (float16, embeddings): row by row for few rows of an
 # adapter, by segment for many.
 #
 # A decoding step has one row, or a few, of each adapter: too little work for matrix products, whose calls cost more
-# than the numbers. What is to be done for a row is a weighted sum of rows of a table, twice: of A^T with the row of x
-# as weights, of B with the result as weights. PyTorch's `embedding_bag` is exactly that: one call does it for all rows
-# and adapters (and for merged products), reads of each adapter what its rows need, once, and nothing for rows without
-# one.
+# than the arithmetic. The delta of a row is a weighted sum of rows of a table, twice: of A^T with the row of x as
+# weights, then of B with the result as weights. PyTorch's `embedding_bag` is exactly that: one call serves all rows and
+# adapters (and merged linears), and reads only the factors that rows use.
 
 
 class Stretch:
-    """Neighbouring rows that are served row by row: `slots` int64 [rows], -1 for none; `ranks` int64 [slots]."""
+    """Neighbouring rows that are computed row by row: `slots` int64 [rows], -1 for none; `ranks` int64 [slots]."""
 
     def __init__(self, begin: int, slots: Int64Array, ranks: Int64Array) -> None:
         self.begin, self.end = begin, begin + len(slots)
@@ -155,23 +154,23 @@ class Stretch:
         """int64: where each row's slot begins in A^T [slots * inputs, ...]."""
         return torch.from_numpy(self._own * inputs)
 
-    def up(self, rank: int, parts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def up(self, rank: int, modules: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(indices, offsets, pick) into B [slots * rank * blocks, ...], all rows' blocks in order.
 
-        `parts` is the part each block belongs to. `pick` takes the weights out of x @ A^T, flat; None: all, in order.
+        `modules`: the module of each block. `pick`: indices of the weights in x @ A^T, flat; None: all, in order.
         """
-        key = rank, parts
+        key = rank, modules
         if key not in self._up:
-            blocks, count = len(parts), len(self._own)
+            blocks, count = len(modules), len(self._own)
             steps, ranks = np.arange(rank), np.minimum(self._ranks, rank)
             used = np.broadcast_to(steps < ranks[:, None, None], (count, blocks, rank))
             cells = (self._own[:, None, None] * rank + steps) * blocks + np.arange(blocks)[:, None]
-            pick = (np.arange(count)[:, None, None] * (max(parts) + 1) + np.array(parts)[:, None]) * rank + steps
+            pick = (np.arange(count)[:, None, None] * (max(modules) + 1) + np.array(modules)[:, None]) * rank + steps
             lengths = np.zeros(len(self._takes), dtype=np.int64)
             lengths[self._takes] = ranks
             offsets = np.cumsum([0, *np.repeat(lengths, blocks)])[:-1]
-            whole = used.all() and parts == tuple(range(blocks))
-            self._up[key] = _int32(cells[used]), _int32(offsets), None if whole else _int32(pick[used])
+            is_all = used.all() and modules == tuple(range(blocks))
+            self._up[key] = _int32(cells[used]), _int32(offsets), None if is_all else _int32(pick[used])
         return self._up[key]
 
 
@@ -199,7 +198,7 @@ class RowStep:
         return tuple(segments), stretches + self._between(done, self.size)
 
     def replace(self, slot: int, x: torch.Tensor, y: torch.Tensor, make: Callable[..., torch.Tensor]) -> None:
-        """Put what `make` gives in the place of the rows of y that use the slot."""
+        """Replace the rows of y that use the slot by those of `make`."""
         rows = torch.from_numpy(np.flatnonzero(self._slots == slot))
         y[rows] = make(x[rows], y[rows])
 
@@ -211,7 +210,7 @@ class RowStep:
 
     def scale(self, y: torch.Tensor, factors: torch.Tensor, shifts: torch.Tensor) -> None:
         """Multiply each row of y that has an adapter by its slot's of `factors` [slots, out], and add its shifts."""
-        for rows, slots in zip(*(torch.split(each, _ROWS_AT_ONCE) for each in self._adapted), strict=True):
+        for rows, slots in zip(*(torch.split(tensor, _ROWS_AT_ONCE) for tensor in self._adapted), strict=True):
             y[rows] = (y[rows].float() * factors[slots]).add_(shifts[slots]).to(y.dtype)
 
     @cached_property
@@ -222,7 +221,7 @@ class RowStep:
         return lora.RowGroups(self._slots)
 
     def _between(self, begin: int, end: int) -> list[Stretch]:
-        """These rows, without those at both ends that have no adapter; none if none has."""
+        """The rows from `begin` to `end` as a stretch, trimmed of rows without an adapter; [] if none has one."""
         takes = begin + np.flatnonzero(self._slots[begin:end] >= 0)
         if not len(takes):
             return []
@@ -242,13 +241,13 @@ class RowStack(LoraStack):
         segments, stretches = step.runs
         self._add_segments(x, y, segments)
         for stretch in stretches:
-            part = x[stretch.begin : stretch.end]
+            inputs = x[stretch.begin : stretch.end]
             if stretch.rows is not None:
-                part = part.index_select(0, stretch.rows)
+                inputs = inputs.index_select(0, stretch.rows)
             if self.target.embedding:
-                down = self._a_table.index_select(0, part + stretch.first_rows(self.target.in_features))
+                down = self._a_table.index_select(0, inputs + stretch.first_rows(self.target.in_features))
             else:
-                down = _weighted_sums(self._a_table, *stretch.down(self.target.in_features), part.reshape(-1))
+                down = _weighted_sums(self._a_table, *stretch.down(self.target.in_features), inputs.reshape(-1))
             indices, offsets, pick = stretch.up(self.rank, self._block_parts)
             weights = down.view(-1) if pick is None else down.view(-1).index_select(0, pick)
             delta = _weighted_sums(self._b_table, indices, offsets, weights)
@@ -258,7 +257,7 @@ class RowStack(LoraStack):
         super()._allocate()
         sizes = self.target.widths
         width = math.gcd(*sizes)  # in blocks of one width, all outputs of a merged product are rows of one table
-        self._block_parts = tuple(part for part, size in enumerate(sizes) for _ in range(size // width))
+        self._block_parts = tuple(module for module, size in enumerate(sizes) for _ in range(size // width))
         self._a_table = self._a.permute(0, 3, 1, 2).view(-1, len(sizes) * self.rank)
         self._b_table = self._b.view(-1, width)
 

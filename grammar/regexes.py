@@ -139,8 +139,8 @@ def _tempered(inner: list[Token], rest: list[Token], whole: bool) -> list[Token]
 
 
 def _cut(tokens: list[Token]) -> tuple[list[Token], str, list[Token], list[Token]]:
-    """(tokens before, opening, tokens inside, tokens behind) of the first look-ahead, or of the first group that has one
-    or an anchor in it. Without any: (tokens, "", [], [])."""
+    """(tokens before, opening, tokens inside, tokens behind) of the first look-ahead, or of the first group with one or
+    an anchor in it. Without any: (tokens, "", [], [])."""
     depth = begin = 0
     special = False
     for index, (kind, text) in enumerate(tokens):

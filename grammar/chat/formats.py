@@ -15,7 +15,7 @@ from asyncengine.grammar.marks import NUMBER
 from asyncengine.grammar.schema.arguments import Members
 
 ReasoningState = Literal["none", "open", "closed", "undecided"]
-"""Where the output begins: without reasoning, inside it, behind it, or where it may come."""
+"""The state in which the output begins: without reasoning, inside it, behind it, or where it may come."""
 
 
 TEXT = ("<text>\n", "</text>")

@@ -90,7 +90,7 @@ class RequestOptions:
 
     @classmethod
     def of_vectors(cls, keywords: Mapping[str, Any]) -> Self:
-        """The same of `VectorKeywords`."""
+        """The options of a call with `VectorKeywords`, checked. Raises as `of`."""
         check_known(keywords, list(VectorKeywords.__annotations__))
         return cls(**keywords).checked() if keywords else cls()
 

@@ -36,7 +36,7 @@ class Peer(NamedTuple):
     pages: int = 0
     """The number of full pages of the prompt, from the first on, that it had a moment ago."""
     planned: bool = False
-    """They were computed there for this request: they are pulled whatever that seems to cost."""
+    """The peer has computed the pages for this request: they are pulled whatever that seems to cost."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -142,8 +142,8 @@ class GrammarMatcher(Protocol):
         """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
 
     def fill_along(self, masks: NDArray[np.int32], drafts: Sequence[int]) -> int:
-        """The same into masks[0], and into masks[n] as if the first n of `drafts` had been taken; the matcher stays
-        where it is. Returns how many it filled: it stops behind a draft that the grammar does not allow."""
+        """Write the mask of the next token into masks[0], and into masks[n] the one after the first n of `drafts`; the
+        matcher does not move. Returns the number of masks filled: it stops behind a draft that the grammar forbids."""
 
     def accept(self, token_id: int, jump: bool = True, others: Callable[[], Sequence[int]] | None = None) -> list[int]:
         """Move past a sampled token. Returns the tokens to append: that one, or the one that steering puts in its

@@ -190,7 +190,7 @@ class EngineHandle:
         return await asyncio.wrap_future(self._registry.load(self._shared))
 
     def get(self) -> Engine:
-        """The same engine, blocking."""
+        """The engine as `aget` gives it, for blocking calls."""
         self._check_open()
         return Engine(self._registry.load(self._shared).result())
 

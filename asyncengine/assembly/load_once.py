@@ -42,7 +42,7 @@ class LoadOnce:
 
     @property
     def is_elsewhere(self) -> bool:
-        """It was begun in a process that this one was forked from."""
+        """Whether it was begun in a process that this one was forked from."""
         return self._outcome is not None and self._born != PROCESS.generation
 
     def described(self, frontend: Frontend | None) -> str:

@@ -48,7 +48,7 @@ logger = logging.getLogger("asyncengine")
 
 def make_adapters(model: ModelBuilder) -> AdapterRegistry:
     """Make the registry of a model's adapters, with those of the configuration already read, and with memory on the
-    device for these, before the KV cache takes its share of what is free.
+    device for these, before the KV cache takes its share of the free memory.
 
     Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
     """

@@ -409,7 +409,7 @@ class EngineLoop(ServingLoop):
         for feed in self.cache_feeds:
             feed.end(self.make_failure())
         for launched in self.in_flight:
-            launched.result.cancel()  # nobody will read it
+            launched.result.cancel()  # no task will read it
         for number in list(self.updates):
             self.fail_update(number)
         self.sources.close()

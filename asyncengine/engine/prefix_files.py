@@ -1,7 +1,7 @@
 """Prefixes that callers hold: pinned in the cache, written to a file, read from one.
 
 A prefix is computed by a request of one token. When that ends its pages are pinned, for as long as a block runs or as
-they are copied. A file is read by the caller's thread into pages that are nobody else's until all of it is right, like
+they are copied. A file is read by the caller's thread into pages that no request uses until all of it is checked, like
 a reading from the durable cache (`scheduler.restores`).
 """
 
@@ -143,8 +143,8 @@ class Prefixes:
         return len(tokens)
 
     def read(self, path: Path, adapter: str, salt: str, number: int, left: threading.Event | None) -> int:
-        """Read a file into the cache, under a `number` that nobody else uses; returns its tokens. `left` ends it early.
-        Raises `InvalidParameter`, `RequestFailed`, `EngineClosed`."""
+        """Read a file into the cache, under a `number` that is used for nothing else; returns its tokens. `left` ends
+        it early. Raises `InvalidParameter`, `RequestFailed`, `EngineClosed`."""
         assert self._identify is not None
         kv, memory = self._loop.scheduler.kv, self._open_memory()
         try:
@@ -192,7 +192,7 @@ class Prefixes:
             proceed()
             prefix.fill(order.addresses, memory, size, proceed)
             whole = True
-        finally:  # the pages go back, or are found by whoever asks from now on
+        finally:  # the pages go back, or later requests find them in the cache
             pages = len(order.tokens) // size - order.start if whole else 0
             taken = self._loop.inbox.post(PrefixLoaded(order.number, pages, whole and bool(order.slot)))
         if not taken:

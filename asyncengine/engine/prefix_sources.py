@@ -67,7 +67,7 @@ class Source:
         """A step took so long."""
 
     def forget(self) -> None:
-        """The model has other weights from now on, and nobody knows what they are called."""
+        """Store and find no more pages: the model has new weights, whose identity is unknown."""
 
     def flush(self, patience: float) -> None:
         """Wait up to `patience` seconds for what was handed over to be written and, once closed, for its threads."""
@@ -99,7 +99,7 @@ class PrefixSources:
         self._scheduler.restores.enabled = self._scheduler.kv.prefix_caching
 
     def turn(self) -> None:
-        """Look up what requests want, between two steps, and start what is to be read."""
+        """Look up the prefixes of new requests, between two steps, and start the readings that were ordered."""
         if self.tiers:
             self._looking = True
             for wanted in self._scheduler.restores.take_wanted():

@@ -172,7 +172,7 @@ class FrozenHeap:
                 gc.freeze()
 
     def end(self, close: Callable[[], None]) -> None:
-        """It serves no more: `close` lets go of what it had, which can be collected then."""
+        """An engine has ended: `close` frees its objects, which are collected then."""
         if self._ours:
             gc.unfreeze()
         try:

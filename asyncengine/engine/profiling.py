@@ -117,7 +117,7 @@ class Profile:
             return await anyio.to_thread.run_sync(self.write, folder, model)
 
     def run_blocking(self, folder: str | os.PathLike[str], model: str, timeout: float) -> Path:
-        """The same on a plain thread."""
+        """Record and write as `run` does, on a plain thread."""
         with self._before_exit():
             try:
                 self.start()

@@ -56,7 +56,7 @@ def promised() -> Future[Any]:
 
 
 def finished_blocking(work: Future[T]) -> T:
-    """Its result. Raises `EngineClosed` if the engine cancelled it."""
+    """The result of `work`, on a plain thread. Raises `EngineClosed` if the engine cancelled it."""
     try:
         return work.result()
     except CancelledError:

@@ -49,6 +49,6 @@ class CacheLog:
         return False, [node for page, node in last.items() if node.page and page in new], gone
 
     def news(self, everything: Iterable[Node]) -> CacheNews:
-        """The same changes as `drain` gives, as hashes."""
+        """The changes that `drain` gives, as hashes."""
         whole, stored, removed = self.drain(everything)
         return CacheNews(tuple(node.hash for node in stored), tuple(removed), whole)

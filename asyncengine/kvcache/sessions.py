@@ -2,8 +2,8 @@
 
 A session is a conversation, or an agent's work, of many requests; where each of them ended is the *tip* of a branch.
 Pages under no tip, of no request that runs, and of none outside of sessions are those of a branch that was superseded:
-they go first, as do those of a closed session. (A time to live alone keeps them as long as what is needed; SGLang's RFC
-24656 found that branches must lose their rank as soon as they are superseded.)
+they go first, as do those of a closed session. (A time to live alone keeps them as long as the pages still needed;
+SGLang's RFC 24656 found that branches must lose their rank as soon as they are superseded.)
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class StateGroup:
             self._hang(slot, working, node, position // page_size)
 
     def discard(self, saves: Iterable[tuple[int, int]]) -> None:
-        """The same, but the request has gone, or what it computed does not count."""
+        """Give back `saves` of a request that has ended, or whose results do not count."""
         for _, slot in saves:
             del self.saving[slot]
             self.pool.give((slot,))

@@ -66,8 +66,8 @@ class Drain(NamedTuple):
 
 
 class PrefixFound(NamedTuple):
-    """So many of the first pages of `ticket`, those in the cache included, can be had by `read` sooner than by
-    computing; 0: nothing can. It waits for that until the clock reads `until`."""
+    """The first `pages` pages of `ticket`, those in the cache included, are filled by `read` sooner than they are
+    computed; 0: none are. The request waits for that until the clock reads `until`."""
 
     ticket: int
     pages: int

@@ -58,9 +58,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __bool__(self) -> bool:
-        return bool(self._requests)
-
 
 class Deadlines:
     """When the next request times out. Most requests have no deadline and cost nothing here.

@@ -118,7 +118,7 @@ class Request:
     @property
     def keys(self) -> list[int]:
         """`tokens` as the prefix cache knows them, in which an adapter that does not act everywhere marks where it
-        begins, as pictures have ids of their own (`asyncengine.images`): what is before is the base model's."""
+        begins, as pictures have ids of their own (`asyncengine.images`): the keys before it are the base model's."""
         if self.adapter_from is None:
             return self.tokens
         keys = self.tokens.copy()
@@ -126,8 +126,8 @@ class Request:
         return keys
 
     def use_adapter(self, digest: str, invocation: tuple[int, ...]) -> None:
-        """Its adapter is in memory. One with `invocation` tokens acts from the last place on where the prompt has
-        them, and not at all if it has none (activated LoRA, Greenewald et al. 2025)."""
+        """Note that its adapter is in memory. One with `invocation` tokens acts from their last occurrence in the
+        prompt on, and not at all if there is none (activated LoRA, Greenewald et al. 2025)."""
         if invocation:
             prompt, count = self.spec.prompt, len(invocation)
             starts = (at for at in reversed(range(len(prompt))) if prompt[at] == invocation[0])

@@ -105,7 +105,8 @@ class Results:
         return taken, len(row.drafts) - accepted
 
     def _start_again(self, row: Row, request: Request, epoch: int) -> None:
-        """Its state was lost in a step that had no memory: a second time without a token in between is an error."""
+        """Restart a request whose state was lost in a step without memory; twice without a token in between is an
+        error."""
         if request.state is RequestState.FINISHED or (request.epoch != epoch and not row.samples):
             return
         request.discard_launched()

@@ -7,7 +7,7 @@ Four verbs, called by the engine's loop alone:
     commit(result)        a step has retired: tokens are appended, pages published, requests end (`results`)
     take_outputs()        the tokens and ends that consumers are to be told of
 
-The requests are in the `roster`, each in exactly one place; this module decides what is computed.
+The requests are in the `roster`, each in exactly one queue; this module decides which positions a step computes.
 
 There is no prefill phase and no decode phase (vLLM V1): each request has computed some of its tokens, and a step
 hands out a token budget so that `computed` catches up with `total`, running requests first. Same messages, same clock

@@ -51,7 +51,7 @@ def after(state: State, tokens: Sequence[int]) -> State:
 
 
 class FakeStates:
-    """Slots of states. `strict`: False leaves it to the tokens to show what is wrong."""
+    """Slots of states. `strict`: False checks nothing here, so that faults show in the tokens alone."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots: list[State | None] = [FIRST, *[None] * (num_slots - 1)]
@@ -335,7 +335,7 @@ class FakeExecutor(Executor):
         return self._read(self.memory, row.pages, 0, self.model.first_seen(row.start), row)
 
     def near(self, row: Row) -> list[int] | None:
-        """The same of layers with windows that have pages of their own; None: they have not."""
+        """The tokens that layers with windows attend to, as their own pages hold them; None: they have none."""
         if row.window is None:
             return None
         first = self.model.first_near(row.start)

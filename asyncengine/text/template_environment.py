@@ -1,7 +1,7 @@
 """The sandbox of chat templates: jinja2's, with the names and filters that transformers gives templates, and limits.
 
 The same text comes out as from transformers' `apply_chat_template` (`tests/core/text/test_plain_tokenizer.py` compares
-them), without importing it. What is left out has no use in chats and no bound: texts of random words, other files.
+them), without importing it. Features without a use in chats or without a bound are left out: random texts, other files.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Names of special tokens in the text become those tokens.
 
-        Raises `InvalidParameter` for what is not a str or not encodable (lone surrogates).
+        Raises `InvalidParameter` unless it is an encodable str (without lone surrogates).
         """
         if not isinstance(text, str):
             raise errors.InvalidParameter("prompt", "must be a str", text)

@@ -1,4 +1,4 @@
-"""A batch of texts: what is posted together for one call, with one wait for all of its vectors."""
+"""A batch of texts, which are posted together for one call, with one wait for all of its vectors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TextBatch:
 
     async def wait(self) -> None:
         """Wait until it is done. Raises the error that it ended with: the engine's, or that of its first text without a
-        vector; and `WrongProcess` in a fork, where nobody puts. Cancelling loses nothing."""
+        vector; and `WrongProcess` in a fork, where no engine runs. Cancelling loses nothing."""
         await self.mailbox.receive()
         self._check()
 

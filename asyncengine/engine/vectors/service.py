@@ -249,7 +249,7 @@ class VectorService:
     # ---------------------------------------------------------------- calls, computed
 
     async def run(self, call: VectorCall[Answer]) -> Answer:
-        """Compute the call's vectors and make its answer. Leaving it aborts what is on its way.
+        """Compute the call's vectors and make its answer. Cancelling aborts the batches under way.
 
         Raises `QueueFull` if its first texts have no place in the queue (later ones wait for it), `InvalidParameter`,
         `RequestFailed`, `RequestTimeout`, `EngineClosed`, `EngineDead`.

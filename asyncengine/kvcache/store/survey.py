@@ -87,7 +87,7 @@ def _is_locked(disk: Disk, path: str) -> bool:
     try:
         with opened(disk, path) as descriptor:
             return not disk.lock(descriptor)
-    except OSError:  # there is none, or the file system has no locks: nobody writes
+    except OSError:  # no lock file, or a file system without locks: no engine writes
         return False
 
 

@@ -44,8 +44,8 @@ class VirtualTask(asyncio.Task[Any]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop in a world. Real ones run what is ready in order; this one may take any first (`shuffled`), which
-    is more than asyncio allows: code that still works relies on nothing."""
+    """An event loop in a world. Real loops run ready callbacks in order; this one may take any first (`shuffled`),
+    which asyncio does not: code that still works does not rely on the order."""
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -135,7 +135,7 @@ def simulate(world: World, work: Callable[[], object], *, shuffled: bool = False
     queues, clocks and loops; other threads of the process have real ones.
 
     Make engines within `work`: the locks of one that was made before are real, and a thread that waits for a real lock
-    stops the world. `shuffled`: loops run what is ready in any order, not in asyncio's. `delay`: most seconds that a
+    stops the world. `shuffled`: loops run ready callbacks in any order, not in asyncio's. `delay`: most seconds that a
     call from another thread is on its way to a loop. Raises what `work` raises, and `Stuck`; then see
     `world.complaints`.
     """

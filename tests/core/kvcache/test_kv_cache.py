@@ -31,7 +31,7 @@ PLANTS: dict[str, tuple[Callable[[KVCache, PageTable], object], str]] = {
     "is not closed": (lambda kv, table: None, "leaked"),
     "lost a cached page": (lose_a_cached_page, "leaked"),
 }
-"""Damage that is done to a table, and the violation that the check names; the last two are not among the open tables."""
+"""Damage that is done to a table, and the violation that the check names; the last two tables are not open."""
 
 
 @pytest.mark.parametrize("name", PLANTS)

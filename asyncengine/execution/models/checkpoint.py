@@ -228,6 +228,7 @@ def open_checkpoint(
         raise InvalidParameter("mmproj", f"goes with a GGUF model, and {path_or_id} is none", options.mmproj)
     folder = _find_folder(path_or_id)
     check_files(folder, writes=writes)
+    # an embedder may have its config.json and weights in a subfolder; `check_files` looks at the files beside it
     folder = folder if writes else transformer_folder(folder)
     raw = formats.read_json(folder / "config.json", path_or_id)
     check_architectures(folder, raw, writes=writes, drafts=drafts)

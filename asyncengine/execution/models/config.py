@@ -109,6 +109,7 @@ def _check_type(content: Mapping[str, Any], key: str, value: Any) -> None:
         return
     for pattern, types, expected in reversed(_FIELD_TYPES):
         if re.fullmatch(pattern, key):
+            # a bool is an int in Python, and no number in config.json
             fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
             if not fits or (isinstance(value, float) and not math.isfinite(value)):
                 family, got = shorten(str(content["model_type"]), 80), shorten(repr(value), 80)

@@ -80,12 +80,9 @@ class ModelDescription:
         """End-of-sequence ids below `vocab_size` that generation_config.json or config.json names, in that order."""
         configs = (self.hf_config, self.hf_config.get_text_config())
         configured = [getattr(config, "eos_token_id", None) for config in configs]
-        token_ids: dict[int, None] = {}
-        for value in (self.generation_defaults.get("eos_token_id"), *configured):
-            for token in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
-                    token_ids[token] = None
-        return list(token_ids)
+        values = (self.generation_defaults.get("eos_token_id"), *configured)
+        listed = (token for value in values for token in (value if isinstance(value, (list, tuple)) else [value]))
+        return list(dict.fromkeys(token for token in listed if type(token) is int and 0 <= token < vocab_size))
 
 
 def describe_model(
@@ -194,7 +191,7 @@ def read_config(
     refused = not fuse
     if (native_fields := native_config(content, path_or_id) if native else None) is not None:
         length = _max_model_len(native_fields, max_model_len)
-        with suppress(MissingField):
+        with suppress(MissingField):  # a field whose default only transformers' class knows: it reads the file below
             structure = decoder_config_of(native_fields, length)
             if structure is not None:
                 return native_fields, with_head(structure, content), length
@@ -213,6 +210,7 @@ def _why_no_mtp(
         return "none is known of this family"
     apart = isinstance(structure.mtp, EagleConfig)
     if config.load_format == "dummy":
+        # there are no tensors to look at: config.json says whether the checkpoint has a head
         text = checkpoint.config.get("text_config") or checkpoint.config
         if not apart and not any(text.get(count) for count in ("num_nextn_predict_layers", "mtp_num_hidden_layers")):
             return "the model has none"
@@ -339,4 +337,5 @@ def _generation_defaults(
     if not isinstance(settings.get("do_sample", False), bool):
         raise ModelNotFound(f"{file}: do_sample must be true or false")
     defaults = {name: getattr(checked, name) if name in OPEN_PARAMETERS else value for name, value in settings.items()}
+    # a temperature in the engine's settings asks for sampling, whatever the file says of `do_sample`
     return {**defaults, **({"do_sample": True} if "temperature" in given else {}), **given}

@@ -69,6 +69,7 @@ class TorchSequences:
         self._kept = None
         out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
         sequences = [torch.split(tensor, self._counts) for tensor in (query, key, value, out)]
+        # each sequence alone: padded to a batch, its sums would depend on the lengths of the others
         for queries, keys, values, output in zip(*sequences, strict=True):
             heads = [tensor.transpose(0, 1)[None] for tensor in (queries, keys, values)]
             attended = scaled_dot_product_attention(

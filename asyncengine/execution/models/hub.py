@@ -56,6 +56,7 @@ def parse_name(text: str) -> HubName | None:
         of_model = page["view"] == "tree" or path.endswith(".gguf")  # of any other file, its repository is meant
         return HubName(page["repo"], path if of_model else "", unquote(page["revision"]))
     named = _NAME.fullmatch(rest)
+    # "word:word" without a user is no repository, and "NAME.gguf" a file that is missing
     if named is not None and ("/" in named["repo"] if named["choice"] else not rest.endswith(".gguf")):
         return HubName(named["repo"], named["choice"] or "")
     if site is not None or "://" in text:
@@ -93,6 +94,7 @@ def _download(repo: str, revision: str | None, choice: str, weights: bool, shown
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     wanted, first = [pattern for pattern in _FILES if weights or pattern != "*.safetensors"], "."
+    # a snapshot that is complete in the cache needs no answer from the hub, which may be down
     if choice or not _is_cached(repo, revision, wanted, weights):
         sizes = _sizes(repo, revision)
         if choice or (weights and not any(name.endswith(".safetensors") for name in sizes)):

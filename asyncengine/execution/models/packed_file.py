@@ -94,6 +94,7 @@ class PackedFile:
             with _locked(self.path.parent):
                 if [stamp_of(source) for source in self._sources] != self._stamps:
                     return False
+                # another process may have written it while this one waited for the lock
                 if not self.map():
                     self._make_room()
                     with written_whole(self.path) as file:

@@ -209,6 +209,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
         listed = [(str(each["type"]).rsplit(".", 1)[-1], str(each.get("path", ""))) for each in content]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ModelNotFound(f"{file} is no list of modules with types and paths: {first_line(error)}") from None
+    # a model's files must not make the engine read others of this machine
     for _, path in listed:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise ModelNotFound(f"{file} names {shorten(path, 80)!r}, which is not inside the folder")

@@ -219,6 +219,7 @@ def probe(module: Any, device: torch.device) -> tuple[Recorder, torch.Tensor]:
         with _recording(module.modules()) as recorder:
             output = module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
             logits: torch.Tensor = output.logits[0]
+    # without masks and caches, code of other families fails in any of these ways
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
         raise UnsupportedModel(
             f"family {family!r} does not run on flat, unpadded batches: {first_line(error)}"

@@ -171,6 +171,7 @@ def plain_whole_numbers(floats: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], N
         # a half-precision float of the same bits is a 256th of the number
         block_halves[...] = floats[first : first + count].view(np.int8)
         block_halves <<= np.int16(7)
+        # clears bit 14, into which the shift moved a copy of int8's sign bit
         block_halves &= np.int16(-16385)
         block_values.copy_(torch.from_numpy(block_halves.view(np.float16)))
         largest = torch.abs(block_values, out=sizes[:count]).view(count, -1, GROUP).amax(-1).mul_(256.0)

@@ -189,11 +189,9 @@ class ProjectedModel(CheckpointSource):
         return torch.stack(tuple(tensors), 2) if tensors[0].ndim == 4 else torch.cat(tuple(tensors))  # frames, or rows
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """Let the system reclaim the pages of a tensor from `read`. Does nothing for a copy."""
         self._model.release(tensor)
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling parameters under generation_config.json's names."""
         return self._model.generation_defaults()
 
 

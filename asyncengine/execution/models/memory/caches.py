@@ -78,6 +78,7 @@ class TwoPools:
         """(pages, window pages) in `budget` bytes, with page 0 of each; no window pages if one pool holds as much."""
         one = min(budget // (self.page_bytes + self.window_page_bytes), self.longest)
         wanted = max(one * self.span // self.usual, min(_SPANS * self.span, one // 2))
+        # page 0 of a pool is never given to a request
         windows = 1 + max(min(wanted, self.most), self.least)
         pages = min((budget - windows * self.window_page_bytes) // self.page_bytes, self.longest)
         if windows >= one or pages <= one:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,7 @@ if TYPE_CHECKING:
 
 # Image processor of LFM2-VL: transformers' own needs torchvision; this one makes the same tiles with Pillow.
 
-_DEFAULTS: Mapping[str, Any] = {
-    "downsample_factor": 2, "do_image_splitting": True, "min_tiles": 2, "max_tiles": 10, "use_thumbnail": True,
-    "min_image_tokens": 64, "max_image_tokens": 256, "encoder_patch_size": 16, "tile_size": 512,
-    "max_pixels_tolerance": 2.0, "resample": 2, "rescale_factor": 1 / 255, "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}  # fmt: skip
+_DEFAULTS: Mapping[str, Any] = tomllib.loads((resources.files(__package__) / "lfm2_processor.toml").read_text("utf-8"))
 
 
 class Lfm2ImageProcessor:

@@ -186,6 +186,7 @@ def load_tower(
     for field, value in _SMALL.items():
         if hasattr(text, field):
             setattr(text, field, value)
+    # an audio tower would be created, too, and take memory
     if getattr(config, "audio_config", None) is not None:
         config.audio_config = None
     if getattr(text, "layer_types", None):

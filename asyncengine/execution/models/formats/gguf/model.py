@@ -254,7 +254,6 @@ class GgufModel(CheckpointSource):
                 self.tensors[name] = StoredTensor("F32", shape, path)
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Sampling parameters under generation_config.json's names: the file's own, overridden by Ollama's."""
         return dict(self._defaults)
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
@@ -262,10 +261,10 @@ class GgufModel(CheckpointSource):
         return self._values[name].clone() if name in self._values else self._stored[name].read()
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """Let the system reclaim the pages of a tensor from `read`. Does nothing for a copy."""
         if not isinstance(tensor, torch.Tensor):
             tensor.release(0, tensor.shape[0])
             return
+        # a tensor that was computed lies in no file, and its pages are its own
         for file in self._opened:
             first = tensor.data_ptr() - file.bytes.ctypes.data
             if 0 <= first < len(file.bytes) and tensor.is_contiguous():

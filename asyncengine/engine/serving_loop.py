@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
@@ -75,26 +76,18 @@ class QueueLimit:
         entry = self._join_line(samples, tokens)
         if entry is None:
             return True
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle | None = None
-
-        def look() -> None:
-            nonlocal timer
-            seconds = left()
-            if seconds > 0:
-                timer = None if seconds == inf else loop.call_later(seconds, look)
-            else:
-                self._expire(entry)
-
-        look()
         try:
-            return await finished(entry.granted)
+            while not entry.granted.done():
+                seconds = left()
+                if seconds <= 0:
+                    self._expire(entry)
+                with suppress(TimeoutError):  # then `left` is asked again, by the engine's clock
+                    async with asyncio.timeout(None if seconds == inf else max(0.0, seconds)):
+                        await finished(entry.granted)
         except BaseException:
             self._give_up(entry)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
+        return entry.granted.result()
 
     def enter_blocking(self, samples: int, tokens: int, left: Left = lambda: inf) -> bool:
         """Take places as `enter_when_free` does, on a plain thread."""

@@ -45,3 +45,24 @@ def test_conservation_finds_a_table_that(name: str) -> None:
     plant(kv, table)
     with pytest.raises(InvariantViolation, match=violation):
         kv.check([] if name in [*PLANTS][-2:] else [table])
+
+
+def windowed(num_window_pages: int) -> KVCache:
+    return KVCache(65, 4, windows=[(8, 0), (0, 0)], num_window_pages=num_window_pages, most_ahead=4)
+
+
+def test_too_few_for_a_window_are_refused() -> None:
+    windowed(6)
+    with pytest.raises(ValueError, match="5 window pages of 4 tokens do not hold what a token sees"):
+        windowed(5)
+
+
+def test_conservation_finds_a_window_page_that_leaked() -> None:
+    kv, tokens = windowed(9), list(range(20))
+    table = kv.open(("", ""), tokens, len(tokens) - 1)
+    assert kv.grow(table, len(tokens))
+    kv.publish(table, tokens, len(tokens), 0)
+    kv.check([table])
+    table.window.pages = table.window.pages[:-1]  # type: ignore[union-attr]
+    with pytest.raises(InvariantViolation, match="window page"):
+        kv.check([table])

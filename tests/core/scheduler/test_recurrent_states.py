@@ -12,6 +12,7 @@ from worlds.speculation_fuzz import FuzzDrafter, free_costs
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation import DraftPlanner
+from asyncengine.testing import FakeModel
 
 PAGES = {"pages": 9000, "page_size": 16, "check_every": 50}
 COMERS = 64 if LONG else 18
@@ -45,6 +46,20 @@ def test_prefixes_of_any_length_are_found(at_once: bool, sizes: tuple[int, int])
     for num_states in (20, 2 * COMERS + 1):
         states = served(prompts, num_states, at_once=at_once).scheduler.counters
         assert_nearly_as_much(states, dense, at_once)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("shared", "own"), [(1500, 700), (1600, 600)])
+def test_prefixes_of_any_length_are_found_in_window_pages(shared: int, own: int, at_once: bool) -> None:
+    """The same in window pages of a few prompts, of a model in which some layers have windows: what a dense model would
+    find, but where the second prompt shows that ways part."""
+    chance = random.Random(1)
+    prefix = words(shared, chance)
+    prompts = [prefix + words(own, chance) for _ in range(24)]
+    model = FakeModel(windows=((512, 0), (0, 0)))
+    counters = served(prompts, 0, at_once=at_once, model=model, num_window_pages=250).scheduler.counters
+    assert counters.cached_tokens >= 0.95 * 23 * (shared // 16) * 16
+    assert counters.computed_tokens <= sum(map(len, prompts)) + 24 * 4 - counters.cached_tokens
 
 
 def assert_nearly_as_much(states: Any, dense: Any, at_once: bool) -> None:

@@ -27,12 +27,6 @@ NUMBERS = closed({"a": {"type": "number", "minimum": 950, "maximum": 1050}, "b":
 SCHEMAS: dict[str, dict[str, Any]] = table(__file__, "closing")
 
 
-@pytest.fixture(scope="module")
-def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
-    backend = LlguidanceBackend(vocabulary)
-    return {name: backend.compile(Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
-
-
 def matcher(template: LlgTemplate, budget: int) -> Matcher:
     return Matcher(template, budget, "close")
 

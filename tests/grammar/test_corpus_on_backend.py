@@ -34,11 +34,6 @@ def vocabulary() -> Vocabulary:
     return real_vocabulary(SMALL)
 
 
-@pytest.fixture(scope="module")
-def backend(vocabulary: Vocabulary) -> LlguidanceBackend:
-    return LlguidanceBackend(vocabulary)
-
-
 def takes(template: LlgTemplate, vocabulary: Vocabulary, text: str) -> bool:
     """The output may be `text`, in the tokens the tokenizer cuts it into, and end there."""
     state = template.new_state()

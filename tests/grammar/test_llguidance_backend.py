@@ -26,11 +26,6 @@ from asyncengine.grammar.vocabulary import Vocabulary
 ROWS: dict[str, Any] = cases_of(__file__)
 
 
-@pytest.fixture(scope="module")
-def backend(vocabulary: Vocabulary) -> LlguidanceBackend:
-    return LlguidanceBackend(vocabulary)
-
-
 def ids(state: LlgState, vocabulary: Vocabulary) -> set[int]:
     mask = np.full(vocabulary.mask_words, -1, dtype=np.int32)  # stale bits must be overwritten
     state.fill(mask)

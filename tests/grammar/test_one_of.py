@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import jsonschema
 import pytest
 from pydantic import BaseModel, Field, RootModel
+from support.small_grammars import closed
 from support.tables import table
 
 from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
@@ -18,11 +19,6 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.schema.members import hitting_sets
 
 from .oracle import accepts, complaint, matcher
-
-
-def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
-
 
 APART: dict[str, dict[str, Any]] = table(__file__, "branches apart")
 TOGETHER: dict[str, dict[str, Any]] = table(__file__, "branches together")
@@ -85,10 +81,8 @@ def test_a_recursive_discriminated_union_of_pydantic() -> None:
 def test_many_closed_objects_that_share_members() -> None:
     """Members of a branch that ten others lack are said in the fewest ways: all of them would be 5^10 alternatives."""
     names = "abcdefghijk"
-    branches = [
-        closed({"type": {"const": name}, "label": {}, "size": {}, name: {}}, required=["type"]) for name in names
-    ]
-    loose = [closed({"label": {}, "size": {}, name: {}}, required=["label"]) for name in names]
+    branches = [closed({"type": {"const": name}, "label": {}, "size": {}, name: {}}, ["type"]) for name in names]
+    loose = [closed({"label": {}, "size": {}, name: {}}, ["label"]) for name in names]
     for schema in ({"oneOf": branches}, {"oneOf": loose}):
         grammar = Grammar.json_schema(schema)
         for value in (

@@ -206,23 +206,23 @@ def test_a_schema_may_speak_of_the_character_nul(schema: dict[str, Any]) -> None
         assert accepts(Grammar.json_schema(schema), json.dumps(value)) == valid, value
 
 
-class ClosingTables(str):
+class Counted(str):
     """A string that counts how often it is compared."""
 
     comparisons = 0
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        ClosingTables.comparisons += 1
+        Counted.comparisons += 1
         return str.__eq__(self, other)
 
 
 def test_each_listed_value_is_looked_up_and_not_searched_for() -> None:
-    values = [ClosingTables(f"v{index}") for index in range(2000)]
+    values = [Counted(f"v{index}") for index in range(2000)]
     texts = Texts([{"enum": values}, {"enum": values[::-1]}], [{"enum": values[::2]}], "")
-    ClosingTables.comparisons = 0
+    Counted.comparisons = 0
     assert texts.listed == values[1::2]
-    assert ClosingTables.comparisons < 20 * len(values), "searching would take a thousand comparisons for each"
+    assert Counted.comparisons < 20 * len(values), "searching would take a thousand comparisons for each"
 
 
 def test_more_excluded_values_than_the_library_takes_in_time_are_refused() -> None:

@@ -52,11 +52,6 @@ class Writer:
         return text_of(self.vocabulary, tokens), matcher.steered_from is not None
 
 
-@pytest.fixture(scope="module")
-def backend(vocabulary: Vocabulary) -> LlguidanceBackend:
-    return LlguidanceBackend(vocabulary)
-
-
 def ending(vocabulary: Vocabulary) -> list[int]:
     """Tokens that end what is open."""
     return [vocabulary.by_bytes[text] for text in (b'"}', b'"]', b"]", b"}", b'"')] + [EOS]

@@ -19,6 +19,7 @@ from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar import Grammar
 
 from .oracle import accepts
+from .test_limits import nested
 
 ROWS: dict[str, Any] = cases_of(__file__)
 
@@ -246,13 +247,6 @@ def test_importing_the_package_is_light() -> None:
 def cyclic() -> dict[str, Any]:
     here: dict[str, Any] = {}
     here["items"] = here
-    return here
-
-
-def nested(depth: int) -> dict[str, Any]:
-    here: dict[str, Any] = {}
-    for _ in range(depth):
-        here = {"items": here}
     return here
 
 

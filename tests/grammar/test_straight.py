@@ -74,11 +74,6 @@ RULED: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def backend(vocabulary: Vocabulary) -> LlguidanceBackend:
-    return LlguidanceBackend(vocabulary)
-
-
 def ruled(backend: LlguidanceBackend, grammar: Grammar) -> LlgTemplate:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlgTemplate, "_go_straight", lambda *_: False)

@@ -19,3 +19,8 @@ def kind(request: pytest.FixtureRequest) -> str:
     """The way in which the engine is hosted and called."""
     name: str = request.param
     return name
+
+
+@pytest.fixture(params=[False, True], ids=["owned", "hosted"])
+def hosted(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)

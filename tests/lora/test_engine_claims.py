@@ -16,14 +16,12 @@ from asyncengine.options import RequestOptions
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
-HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
 
-
-@pytest.fixture(params=HOSTINGS)
-async def lab(request: pytest.FixtureRequest) -> AsyncIterator[Lab]:
+@pytest.fixture
+async def lab(hosted: bool) -> AsyncIterator[Lab]:
     """Two adapters in memory that holds one: using "b" needs no file, using "a" does."""
     settings: dict[str, Any] = {"max_num_seqs": 2, "max_queued_requests": 8, "max_loras": 1, "page_size": 64}
-    made = Lab(hosted=request.param, room=1, pages=400, **settings)
+    made = Lab(hosted=hosted, room=1, pages=400, **settings)
     async with made.engine:
         await made.load("a", "b")
         yield made
@@ -45,7 +43,6 @@ async def test_refused_before_anything_is_claimed(lab: Lab) -> None:
     assert lab.claims == 0
 
 
-@pytest.mark.parametrize("hosted", HOSTINGS)
 async def test_cancelled_while_waiting_at_the_gate(hosted: bool) -> None:
     lab = Lab(hosted=hosted, max_queued_requests=1, when_full="wait", max_num_seqs=1)
     async with lab.engine:

@@ -16,8 +16,6 @@ from asyncengine.options import RequestOptions
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
-HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
-
 
 # ---------------------------------------------------------------- cancellation
 
@@ -178,7 +176,6 @@ async def test_a_loop_that_ends_under_a_hosted_engine_harms_nobody() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("hosted", HOSTINGS)
 async def test_an_engine_that_dies_tells_those_who_wait_for_adapters(hosted: bool, depth: int) -> None:
     lab = Lab(hosted=hosted, room=1, max_steps_in_flight=depth, max_num_seqs=2)
     async with lab.engine:
@@ -203,7 +200,6 @@ async def test_an_engine_that_dies_tells_those_who_wait_for_adapters(hosted: boo
             await lab.engine.generate(PROMPT, greedy(3), adapter="b")
 
 
-@pytest.mark.parametrize("hosted", HOSTINGS)
 @pytest.mark.parametrize("drain", [False, True])
 async def test_closing_with_adapters_loading_and_running(hosted: bool, drain: bool) -> None:
     lab = Lab(hosted=hosted, room=1, pages=600)

@@ -1,4 +1,4 @@
-"""Tools with `ChatAsyncEngine`, on the bundled model: which call is asked for, and how it comes back."""
+"""Tools with `ChatAsyncEngine`, on the bundled model: which call is asked for, and how it comes back; and an agent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from datetime import time
 from typing import Any
 
 import pytest
+from langchain.agents import create_agent
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.tools import tool as as_langchain_tool
+from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel, NaiveDatetime
 
 from asyncengine import EngineHandle
@@ -86,3 +88,20 @@ def test_text_completion_refuses_what_is_for_chats(make_llm: Callable[..., Async
     value: Any = {"tools": TOOLS, "parallel_tool_calls": True}.get(keyword, "auto")
     with pytest.raises(InvalidParameter, match=f"^{keyword}: "):
         make_llm().invoke("Hello", **{keyword: value})
+
+
+async def test_a_thread_of_langgraph_is_a_session(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
+    """Answers of agents are tested in test_examples."""
+
+    def sessions() -> list[str]:
+        return list(demo.get().core.loop.scheduler.roster.sessions._branches)
+
+    question, thread = {"messages": [("user", WEATHER)]}, {"configurable": {"thread_id": "thread-7"}}
+    ran = create_agent(chat, [get_weather], checkpointer=InMemorySaver())
+    await ran.ainvoke(question, config=thread)
+    assert sessions()[-1] == "thread-7"
+    assert demo.get().core.tool_waits.seconds["get_weather"] > 0
+    named = create_agent(chat.model_copy(update={"session": "named"}), [get_weather], checkpointer=InMemorySaver())
+    async for _ in named.astream(question, config=thread, stream_mode="messages"):
+        pass
+    assert sessions()[-2:] == ["thread-7", "named"]

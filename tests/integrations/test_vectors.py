@@ -21,8 +21,8 @@ from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngin
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 from makers.demo_embedder.bert import PROMPTS, Served
 
-from .vector_models import EMBEDDER
-
+EMBEDDER: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
+"""Settings of the shared embedder."""
 TEXTS = list(DOCUMENTS.values())
 
 

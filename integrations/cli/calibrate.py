@@ -115,6 +115,7 @@ def calibrated(answers: list[tuple[dict[str, float], str]], before: float) -> di
     right = np.array([list(by_option).index(option) for by_option, option in answers])
     scores = np.full((len(answers), max(len(by_option) for by_option, _ in answers)), _NO_OPTION)
     for row, (by_option, _) in zip(scores, answers, strict=True):
+        # the inverse of softmax(score / before), up to a constant; a probability of 0 has no logarithm
         row[: len(by_option)] = before * np.log(np.maximum(list(by_option.values()), 1e-300))
     fold = np.arange(len(right)) % FOLDS
     of_fold = np.array([fitted(scores[fold != number], right[fold != number]) for number in range(FOLDS)])

@@ -111,7 +111,7 @@ class ReplicaManager:
         except BaseException:
             await self._end_process(process)
             raise
-        if self._ending:
+        if self._ending:  # `end` ran while this one loaded: its list of replicas lacks it
             await self._end_process(process)
         else:
             self._join(process, role)

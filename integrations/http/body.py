@@ -45,7 +45,9 @@ async def parse_json(body: bytes) -> Any:
 async def read_bytes(request: Request, most: int) -> bytes:
     """The body. Raises `Problem` for one over `most` bytes, one that comes too slowly, and a client that leaves."""
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most:
+    if (
+        length.isdecimal() and int(length[:20]) > most
+    ):  # int() raises for thousands of digits, which are too many anyway
         raise await _too_large(request, most)
     body = bytearray()
     try:

@@ -57,7 +57,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        self._data = data
+        self._data = data  # kept for `_unsupported_upgrade_warning`, which reads it once more
         super().data_received(data)
         self._head_bytes += len(data)
         self._wait()
@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield
+        yield  # uvicorn's own handlers would end the server before answers have ended
 
     def cut_connections(self, *, unfinished: bool = False) -> None:
         """Close every connection, or those whose request has not come to its end."""

@@ -216,10 +216,8 @@ async def _rerank(values: Values, target: Target) -> Result:
     shorter = {at for at, (text, original) in enumerate(zip(documents, whole, strict=True)) if text is not original}
     truncated = tuple(sorted({*ranking.truncated, *shorter}))
     if name == "texts":
-        shown = body.get("return_text")
-        rows = [
-            {"index": e.index, "score": e.score, **({"text": whole[e.index]} if shown else {})} for e in ranking.results
-        ]
+        texts = [{"text": text} if body.get("return_text") else {} for text in whole]
+        rows = [{"index": e.index, "score": e.score, **texts[e.index]} for e in ranking.results]
         return rows, truncated, ranking.usage
     texts = [{"document": {"text": text}} if body.get("return_documents", True) else {} for text in whole]
     results = [{"index": e.index, "relevance_score": e.score, **texts[e.index]} for e in ranking.results]

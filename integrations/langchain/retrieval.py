@@ -98,8 +98,5 @@ def _texts(documents: Sequence[Document]) -> list[str]:
 
 
 def _kept(documents: Sequence[Document], ranking: Ranking) -> list[Document]:
-    return [
-        document.model_copy(update={"metadata": {**document.metadata, "relevance_score": ranked.score}})
-        for ranked in ranking.results
-        for document in (documents[ranked.index],)
-    ]
+    kept = [(documents[ranked.index], ranked.score) for ranked in ranking.results]
+    return [each.model_copy(update={"metadata": {**each.metadata, "relevance_score": score}}) for each, score in kept]

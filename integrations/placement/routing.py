@@ -207,7 +207,7 @@ class Router:
         if name in self._replicas:
             raise InvalidParameter("replica", "has this name already", name)
         used = sum(replica.bit for replica in self._replicas.values())
-        bit = ~used & (used + 1)  # the lowest that is free
+        bit = ~used & (used + 1)  # the lowest that no replica has; bits are used again, so that masks stay short
         self.index.add(bit)
         self._replicas[name] = _Replica(name, bit, role)
 
@@ -218,7 +218,7 @@ class Router:
     def remove(self, name: str) -> None:
         """Forget a replica, all of whose requests have been released."""
         replica = self._replicas[name]
-        if replica.load > 1e-9:
+        if replica.load > 1e-9:  # fractional loads may not add up to exactly 0
             raise InvalidParameter("replica", f"{replica.load:g} requests have not been released", name)
         del self._replicas[name]
         self.index.remove(replica.bit)
@@ -302,6 +302,7 @@ class Router:
     def _choose(self, replicas: list[_Replica], request: RouteRequest, depths: dict[int, int]) -> _Replica:
         weights, total = self.weights, sum(replica.load for replica in replicas)
         mean = (total + request.load) / len(replicas)
+        # a rounding error of the product must not raise the bound by one request
         most = max(math.ceil(weights.bound * mean - 1e-9), mean + weights.slack)
         allowed = [replica for replica in replicas if replica.load + request.load <= most]
         if not allowed:  # one request of many samples may exceed any bound

@@ -21,9 +21,9 @@ from asyncengine.integrations.placement.nodes import Instance, Node, Share
 Int64Array = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_ROWS = 16
+_ROWS = 16  # fewest rows of a table, so that its first nodes do not each make it anew
 _NONE = -1
-_UNCOUNTED = 2**62
+_UNCOUNTED = 2**62  # CPU limit of nodes that do not count them: beyond all claims, and differences stay in int64
 _CPU_UNIT = 10_000
 """Units of one CPU: Ray's resolution. Integers add up exactly, however often they are taken and given back."""
 

@@ -18,7 +18,7 @@ from asyncengine.execution.device.shared_gather import SharedPools
 from asyncengine.execution.device.transfer import Int32Array, Int64Array
 
 _FAR = 2**40
-"""More positions than a sequence has."""
+"""A number larger than any position."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class LayerSpec:
     chunk: int | None = None
     """Position p sees none before its own chunk, which begins at p // chunk * chunk (Llama 4). None: it sees all."""
     first: int = 0
-    """No position sees one before this one; only compiled kernels know it."""
+    """No position sees positions before this one (MTP heads); only compiled kernels support it."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap) before masking (Gemma 2)."""
     both: bool = False
@@ -46,10 +46,9 @@ class LayerSpec:
     sinks: torch.Tensor | None = None
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
     divided: bool = False
-    """Its heads are the share of one of several processes; the others have as many each."""
+    """Its heads are one rank's share of the layer's; other ranks have as many each."""
     latent: bool = False
-    """Values are the last `value_dim` numbers of the keys, and nothing else is kept of them (DeepSeek V2). One kv head.
-    """
+    """Values are the last `value_dim` numbers of the keys, and are not stored themselves (DeepSeek V2). One kv head."""
 
     positions: bool = False
     """Keys hold positions (ALiBi), which are exact in the model's type alone."""
@@ -61,12 +60,12 @@ class LayerSpec:
 
     @property
     def windowed(self) -> bool:
-        """True: what is far behind is seen by no later position."""
+        """Whether later positions stop seeing a position at some distance, so that its pages can be freed."""
         return bool(self.window or self.chunk)
 
     @property
     def later(self) -> int:
-        """The number of later positions that one sees at most."""
+        """The most later positions that a position sees."""
         if not self.both:
             return 0
         return _FAR if self.window is None else self.window - 1
@@ -90,23 +89,23 @@ class StepView:
     """Page tables in the pool of the layers with windows, like `page_tables`; entries that a row's tokens do not see
     are arbitrary. None: all layers have one pool."""
     window_slots: torch.Tensor | None = None
-    """Positions in the pool of the layers with windows, like `kv_slots`."""
+    """KV slots in the pool of the layers with windows, like `kv_slots`."""
     blocks: tuple[tuple[int, int, int], ...] = ()
-    """(row, first, end): positions [first, end) of a row attend to each other both ways (pictures of Gemma 3); those
-    before the row's `start` have been. Not longer than a window, and never in graphs."""
+    """(row, first, end): positions [first, end) of a row attend to each other both ways (pictures of Gemma 3); some of
+    them may precede the row's `start`. Not longer than a window, and never in graphs."""
     near_blocks: bool = False
-    """They do so in layers with windows alone (Gemma 4)."""
+    """Blocks apply only to layers with windows (Gemma 4)."""
     slots: Int64Array | None = None
-    """[rows] which of `page_tables` each row has, where these are of more than the step's rows: in graphs."""
+    """[rows] index of each row's table in `page_tables`, if these have tables of all slots (in graphs)."""
 
     def for_windows(self) -> StepView:
-        """The view that layers with windows are given."""
+        """The view for layers with windows."""
         if self.window_tables is None or self.window_slots is None:
             return self
         return replace(self, page_tables=self.window_tables, kv_slots=self.window_slots)
 
     def for_others(self) -> StepView:
-        """The view that layers without windows are given."""
+        """The view for layers without windows."""
         return replace(self, blocks=()) if self.near_blocks else self
 
 
@@ -139,15 +138,15 @@ class PagePool(NamedTuple):
     of_windows: bool
     """Its pages are window pages."""
     divided: bool = False
-    """Other processes have as many pieces each (`LayerSpec.divided`)."""
+    """Other ranks have as many pieces each (`LayerSpec.divided`)."""
 
 
 class StepAttention(Protocol):
-    """The operations that a layer calls in a step that was planned."""
+    """The operations that layers call in a planned step."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]; of latent layers
-        the key alone."""
+        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]. Latent layers
+        store the key only."""
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """query [tokens, heads, key dim] -> [tokens, heads, value dim], over the keys and values written so far."""
@@ -158,27 +157,27 @@ class AttentionBackend(StepAttention):
 
     name: str
     shared: SharedPools | None = None
-    """Memory in which its pages lie, if that of several processes; there is room for states, too."""
+    """Memory of its pages if several ranks share it, with room for recurrent states."""
     graphs = False
-    """Whether `write` and `attend` may be captured in a CUDA graph, as `FlashInferBackend`'s."""
+    """Whether `write` and `attend` may be captured in a CUDA graph."""
     num_pages: int
     """Page 0 included."""
     page_size: int
     num_window_pages: int = 0
-    """Pages of layers with windows, page 0 included; 0: all layers have the same."""
+    """Pages of the layers with windows, page 0 included; 0: all layers share one pool."""
     kv_bytes: int
     """Bytes of the KV pool."""
 
     @abstractmethod
     def plan(self, step: StepView) -> None:
-        """Host work and uploads of one step, before the forward or the replay: once per group of equal layers.
+        """Do the host work and uploads of one step, before the forward or the replay: once per group of equal layers.
 
-        On a CPU the arrays of `step` are also those of later steps: nothing looks at them once the forward is done.
-        Never part of a graph; `write` and `attend` after it only launch work on the device.
+        On a CPU later steps reuse the arrays of `step`: none may be read after the forward. Never part of a graph;
+        `write` and `attend` after it only launch work on the device.
         """
 
     def page_pools(self) -> Sequence[PagePool]:
-        """Memory of every layer's keys and values. Nothing where it is not the host's."""
+        """Memory of every layer's keys and values; empty if it is not on the host."""
         return ()
 
     @abstractmethod
@@ -193,6 +192,6 @@ def first_seen(window: int | None, chunk: int | None, positions: Int64Array) -> 
 
 
 def page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, keys and values. In int8 both have a float32 scale for each token."""
+    """Bytes of one page's keys and values over all layers. In int8 both have a float32 scale for each token."""
     scales = 8 if dtype == torch.int8 else 0
     return sum(spec.num_kv_heads * (spec.kept_dims * dtype.itemsize + scales) for spec in layers) * page_size

@@ -1,12 +1,11 @@
 """Paged attention on the CPU by compiled kernels: bfloat16 and float32, anything a `LayerSpec` can say.
 
-The pool's layout and the kernels are those of `kernels.cpu.attention_tiles`; here is what a step needs besides: which
-thread computes which queries over which keys. Pages need no clearing: the kernels add up nothing beyond a row's own
-keys.
+The pool's layout and the kernels are those of `kernels.cpu.attention_tiles`; this file plans steps: which thread
+computes which queries over which keys. Pages need no clearing, since the kernels read no key beyond a row's own.
 
-Plans of steps say which queries of which row meet which keys, and what is joined of that. They are made item by item:
-of a few rows, each of a token or of a short chunk, every call of numpy takes longer than the arithmetic in it, and of
-many rows the step itself takes a thousand times as long as its plan.
+A plan is a list of items, each some queries of a row over a range of its keys, and of joins of partial results. It is
+made item by item in Python: with a few rows numpy's calls take longer than their arithmetic, and with many rows the
+step takes a thousand times as long as its plan.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from asyncengine.kernels.api import PagedAttention, team
 from asyncengine.kernels.api import attention_fields as fields
 
 ROWS = 64
-"""Queries times the query heads of a kv head in a piece of a prompt chunk: as many as share a load of the keys."""
+"""Queries times query heads of a kv head in one item of a prompt chunk: they share a load of the keys."""
 LOAD, START = 20, 1000
-"""Cost of loading a key, of starting an item; 1: one query head and one key that is there, about a nanosecond."""
+"""Costs of loading a key, and of starting an item; one query head times one loaded key costs 1, about a nanosecond."""
 EVEN = 8
-"""Long decode rows are split while one unit of work is more than a thread's share of the whole divided by this."""
+"""Decode rows are split if the longest is more than a thread's share of all keys divided by this."""
 
 
 class StepRows(NamedTuple):
-    """The rows that a plan is made of: of each its first position, its tokens, and its first token in the batch; and
-    positions that attend to each other both ways (`StepView.blocks`)."""
+    """The rows of a step: for each the position of its first token, its number of tokens, and the index of its first
+    token in the step; and positions that attend to each other both ways (`StepView.blocks`)."""
 
     starts: list[int]
     counts: list[int]
@@ -48,7 +47,8 @@ class StepRows(NamedTuple):
 
 
 class PlannedItems(NamedTuple):
-    """Items of a plan, `fields.ITEM_FIELDS` numbers each; their costs; and of results to be joined three each."""
+    """Items of a plan, `fields.ITEM_FIELDS` numbers each; the cost of each item; joins, three numbers each; and the
+    number of partial results."""
 
     items: list[int]
     costs: list[int]
@@ -61,16 +61,16 @@ KeptPlan = tuple[np.ndarray[Any, Any], tuple[Any, ...]]
 
 
 class StepPlan:
-    """The plan of one group of layers. What the kernels are told of a step lies at one address for all steps."""
+    """The plan of one group of layers, in a record for the kernels that has the same address in all steps."""
 
     __slots__ = ("_held", "_numbers", "step")
 
     def __init__(self) -> None:
         self._numbers = np.zeros(fields.STEP_FIELDS, dtype=np.int64)
         self.step: int = self._numbers.ctypes.data
-        """The address of what the kernels are told of a step."""
+        """Address of the kernels' record."""
         self._held: tuple[Any, ...] = ()
-        """Arrays whose addresses were written down here: kept alive."""
+        """Arrays whose addresses are in the record, to keep them alive."""
 
     def kept(self) -> KeptPlan:
         """A copy, for `resume`."""
@@ -83,8 +83,8 @@ class StepPlan:
         self, work: PlannedItems, bounds: list[int], table: np.ndarray[Any, Any], slots: Any, partials: Any,
         scratch: Any, scratch_size: int,
     ) -> None:  # fmt: skip
-        """`table` int32 [rows, pages], `slots` int64 [tokens], `partials` float32 and `scratch` bytes lie there until
-        the next step."""
+        """Write the record. `table` int32 [rows, pages], `slots` int64 [tokens], `partials` float32 and `scratch` bytes
+        must keep their addresses until the next step."""
         if not table.flags.c_contiguous or table.dtype != np.int32:
             table = np.ascontiguousarray(table, dtype=np.int32)
         lists = np.array([*work.items, *work.joins, *bounds], dtype=np.int64)
@@ -99,7 +99,7 @@ class StepPlan:
 
 
 def items_of(spec: LayerSpec, rows: StepRows, threads: int) -> PlannedItems:
-    """Items to compute for the layers of `spec`, by `threads` threads."""
+    """The items of a step for layers like `spec`, to be computed by `threads` threads."""
     work = PlannedItems([], [], [], 0)
     group = spec.num_heads // spec.num_kv_heads
     decodes = [
@@ -107,17 +107,17 @@ def items_of(spec: LayerSpec, rows: StepRows, threads: int) -> PlannedItems:
         for row, count in enumerate(rows.counts)
         if count == 1
     ]
-    split = len(decodes) == len(rows.counts) and _worth_splitting(spec, decodes, threads)
+    splits = len(decodes) == len(rows.counts) and _worth_splitting(spec, decodes, threads)
     partials = 0
     for row, token, position, begin in decodes:
         first, last = begin // fields.SPLIT, position // fields.SPLIT
-        if not split or first == last:
+        if not splits or first == last:
             work.items.extend((token, 1, position, row, begin, position + 1, -1, 0))
             work.costs.append((position + 1 - begin) * (LOAD + group) + START)
             continue
         work.joins.extend((token, partials, last - first + 1))
-        for part in range(first, last + 1):
-            low, high = max(begin, part * fields.SPLIT), min(position + 1, (part + 1) * fields.SPLIT)
+        for split_index in range(first, last + 1):
+            low, high = max(begin, split_index * fields.SPLIT), min(position + 1, (split_index + 1) * fields.SPLIT)
             work.items.extend((token, 1, position, row, low, high, partials, 0))
             work.costs.append((high - low) * (LOAD + group) + START)
             partials += 1
@@ -129,7 +129,8 @@ def items_of(spec: LayerSpec, rows: StepRows, threads: int) -> PlannedItems:
 
 
 def _worth_splitting(spec: LayerSpec, decodes: Sequence[tuple[int, ...]], threads: int) -> bool:
-    """True if whole decode rows are too few or too uneven for the threads. The results are the same."""
+    """Whether whole decode rows are too few or too uneven for the threads. The results are the same to the bit, as rows
+    are always summed in blocks of `fields.SPLIT` keys."""
     keys = [position + 1 - begin for *_, position, begin in decodes]
     return threads > 1 and max(keys) * threads * EVEN > sum(keys) * spec.num_kv_heads
 
@@ -141,8 +142,8 @@ def _first_seen(spec: LayerSpec, position: int) -> int:
 
 
 def _add_chunk(spec: LayerSpec, rows: StepRows, row: int, work: PlannedItems) -> None:
-    """One prompt chunk, cut into pieces of a few queries; all of a piece are of one chunk of the layer's attention, and
-    all or none of a block."""
+    """Add the items of one prompt chunk, a few queries each. The queries of an item lie in one chunk of chunked
+    attention, and all or none of them in a block."""
     start, count, token = rows.starts[row], rows.counts[row], rows.begins[row]
     group = spec.num_heads // spec.num_kv_heads
     size = max(ROWS * spec.num_kv_heads // spec.num_heads, 1)
@@ -164,7 +165,8 @@ def _add_chunk(spec: LayerSpec, rows: StepRows, row: int, work: PlannedItems) ->
 
 
 def even_pieces(costs: Sequence[int], heads: int, threads: int, least: int) -> list[int]:
-    """[pieces + 1] bounds of the units of each piece, which go head by head over all items; a piece costs `least`."""
+    """Divide the units of work, which are all items of head 0, then of head 1 ..., into pieces of equal cost, of at
+    least `least` each: [pieces + 1] bounds."""
     ends, whole = [], 0
     for cost in costs:
         whole += cost
@@ -179,9 +181,9 @@ def even_pieces(costs: Sequence[int], heads: int, threads: int, least: int) -> l
 
 
 _BYTES = 26
-"""That could be read for a cost of 1."""
+"""Bytes that memory delivers during a cost of 1; the team measures pieces of work in bytes."""
 _PAGE = 64
-"""Tokens of a page where sequences are attended to as a whole: each begins with one of its own."""
+"""Tokens of a page for whole sequences (`CompiledSequences`), each of which begins on a new page."""
 
 
 class CompiledBackend(base.AttentionBackend):
@@ -194,29 +196,29 @@ class CompiledBackend(base.AttentionBackend):
     def __init__(
         self, layers: Sequence[base.LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype,
         one_pool: bool = False, num_window_pages: int = 0, shared: SharedPools | None = None,
-        kept: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step.
-        `num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages; None:
-        wherever torch puts them. `kept`: the type of keys and values, `dtype` or int8."""
+        """`one_pool`: all layers of one shape use the same memory, as nothing is kept from step to step.
+        `num_window_pages`: pages of layers with windows, if these have a pool of their own. `shared`: memory for pages;
+        None: torch's. `kv_dtype`: dtype of keys and values, `dtype` or int8; None: `dtype`."""
         self.shared = shared
         self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.page_size = page_size
         self._layers = tuple(layers)
         self._dtype = dtype
-        self._kernels = PagedAttention(dtype, page_size, kept or dtype)
-        known: dict[tuple[int, ...], _Memory] = {}
+        self._kernels = PagedAttention(dtype, page_size, kv_dtype or dtype)
+        memories: dict[tuple[int, ...], _Memory] = {}
         empty = ordinary if shared is None else shared.empty
         self._pools = []
         for spec in layers:
             shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim) if one_pool else (spec.index,)
             of_windows = bool(num_window_pages) and spec.windowed
             pages = num_window_pages if of_windows else num_pages
-            if shape not in known:
-                known[shape] = _Memory(spec, pages * page_size, self._kernels.lanes, kept or dtype, empty)
-            memory = known[shape]
+            if shape not in memories:
+                memories[shape] = _Memory(spec, pages * page_size, self._kernels.lanes, kv_dtype or dtype, empty)
+            memory = memories[shape]
             self._pools.append(_LayerPool(spec, pages, page_size, self._kernels.lanes, memory, of_windows))
-        self.kv_bytes = sum(memory.bytes for memory in known.values())
+        self.kv_bytes = sum(memory.bytes for memory in memories.values())
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans = {group: StepPlan() for group in self._groups}
         self._planned = [self._plans[_group_of(spec)] for spec in layers]
@@ -247,13 +249,13 @@ class CompiledBackend(base.AttentionBackend):
             )
 
     def kept_plans(self) -> list[KeptPlan]:
-        """Copies of the plans of a step, to be planned again at no cost."""
+        """Copies of the current step's plans, for `resume`."""
         return [plan.kept() for plan in self._plans.values()]
 
     def resume(self, kept: Sequence[KeptPlan]) -> None:
-        """Plan the step of `kept_plans` again, for the same team."""
-        for plan, own in zip(self._plans.values(), kept, strict=True):
-            plan.resume(own)
+        """Plan the step of `kept_plans` again, for the same team of threads."""
+        for plan, kept_plan in zip(self._plans.values(), kept, strict=True):
+            plan.resume(kept_plan)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._kernels.write(_dense(key), _dense(value), self._pools[layer].address, self._planned[layer].step)
@@ -269,7 +271,7 @@ class CompiledBackend(base.AttentionBackend):
     def attend_merged(
         self, layer: int, qkv: torch.Tensor, heads: base.MergedHeads, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """Norms, rotation, `write` and `attend` at once. -> [tokens, heads * value dim].
+        """Norms, rotation, `write` and `attend` by two kernels. -> [tokens, heads * value dim].
 
         qkv [tokens, (heads + kv heads) * key dim + kv heads * value dim] contiguous, the layer's heads in order;
         cos and sin [tokens, rotary dim] contiguous in the model's type.
@@ -284,7 +286,7 @@ class CompiledBackend(base.AttentionBackend):
     def write_merged(
         self, layer: int, qkv: torch.Tensor, heads: base.MergedHeads, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """The first three of these. -> queries [tokens, heads * key dim]."""
+        """Norms, rotation and `write`, as for `attend_merged`. -> queries [tokens, heads * key dim]."""
         spec = self._layers[layer]
         query = qkv.new_empty((qkv.shape[0], spec.num_heads * spec.key_dim))
         self._kernels.prepare_and_write(
@@ -298,12 +300,12 @@ class CompiledBackend(base.AttentionBackend):
         self._kernels.attend(query, token_size, head_size, out, address, step)
 
     def warm_up(self) -> None:
-        """Compile what only steps with long contexts call."""
+        """Compile the kernel that only steps with long contexts call."""
         if self._pools:
             self._kernels.compile_join()
 
     def page_pools(self) -> list[base.PagePool]:
-        """Memory of every layer, keys and values: a head's pages lie one behind the other."""
+        """Memory of every layer's keys and values. The pages of one head are contiguous."""
         return [pool for layer in self._pools for pool in layer.page_pools()]
 
     def close(self) -> None:
@@ -312,7 +314,7 @@ class CompiledBackend(base.AttentionBackend):
 
 
 _KEPT = 64
-"""Tokens of sequences up to which the plan of one alone is kept."""
+"""Most tokens of a sequence whose plan is kept for steps of this sequence alone."""
 
 
 class CompiledSequences:
@@ -322,10 +324,11 @@ class CompiledSequences:
         self._layers, self._dtype = tuple(layers), dtype
         self._paged = CompiledBackend(self._layers, 1, _PAGE, dtype, one_pool=True)
         self._alone: dict[tuple[int, ...], list[KeptPlan]] = {}
-        """Plans of short sequences that were steps of their own, by their tokens and the team."""
+        """Plans of steps of one short sequence, by its length and the team of threads."""
 
     def plan(self, counts: Sequence[int]) -> CompiledBackend:
-        """The pool grows to the longest step there was: one layer's keys and values of its tokens."""
+        """Plan a step of sequences of these lengths. The pool holds one layer's keys and values of the step, and grows
+        to the longest step so far."""
         key = (*counts, *team.team_threads()) if len(counts) == 1 and counts[0] <= _KEPT else ()
         if key in self._alone:
             self._paged.resume(self._alone[key])
@@ -339,9 +342,9 @@ class CompiledSequences:
             self._alone.clear()
         table = (ends - pages)[:, None] + np.arange(pages.max())
         bounds = np.concatenate(([0], np.cumsum(lengths)))
-        places = np.arange(bounds[-1]) + np.repeat((ends - pages) * _PAGE - bounds[:-1], lengths)
+        kv_slots = np.arange(bounds[-1]) + np.repeat((ends - pages) * _PAGE - bounds[:-1], lengths)
         self._paged.plan(
-            base.StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(places))
+            base.StepView(np.zeros_like(lengths), lengths, bounds, table.astype(np.int32), torch.from_numpy(kv_slots))
         )
         if key:
             self._alone[key] = self._paged.kept_plans()
@@ -351,15 +354,15 @@ class CompiledSequences:
 class _Memory:
     """Memory for the keys and values of `tokens` tokens. Untouched memory costs nothing."""
 
-    def __init__(self, spec: base.LayerSpec, tokens: int, lanes: int, kept: torch.dtype, empty: Empty) -> None:
+    def __init__(self, spec: base.LayerSpec, tokens: int, lanes: int, kv_dtype: torch.dtype, empty: Empty) -> None:
         tiles, values = tokens * spec.num_kv_heads // lanes, spec.kept_dims - spec.key_dim
-        sizes = fields.tile_sizes(spec.key_dim, values, lanes, kept.itemsize)
+        sizes = fields.tile_sizes(spec.key_dim, values, lanes, kv_dtype.itemsize)
         self.keys, self.values = (empty([tiles * size + fields.SLACK], torch.uint8) for size in sizes)
         self.bytes = self.keys.numel() + self.values.numel() - 2 * fields.SLACK
 
 
 class _LayerPool:
-    """One layer's keys and values, and its numbers for the kernels."""
+    """One layer's keys and values, and its record for the kernels."""
 
     def __init__(
         self, spec: base.LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory, of_windows: bool
@@ -384,11 +387,11 @@ class _LayerPool:
     def page_pools(self) -> Iterator[base.PagePool]:
         """Memory of its keys, then of its values."""
         heads, memory = int(self._known[fields.KV_HEADS]), self._memory
-        for part in (memory.keys, memory.values):
-            if part.numel() == fields.SLACK:
+        for tensor in (memory.keys, memory.values):
+            if tensor.numel() == fields.SLACK:
                 continue
-            page_bytes = (part.numel() - fields.SLACK) // (self._pages * heads)
-            yield base.PagePool(part, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
+            page_bytes = (tensor.numel() - fields.SLACK) // (self._pages * heads)
+            yield base.PagePool(tensor, page_bytes, heads, self._pages * page_bytes, self._of_windows, self._divided)
 
 
 def _scratch_bytes(spec: base.LayerSpec) -> int:
@@ -402,8 +405,8 @@ def _group_of(spec: base.LayerSpec) -> tuple[int | None, ...]:
     return spec.window, spec.chunk, spec.first, spec.num_heads, spec.num_kv_heads
 
 
-def _dense(part: torch.Tensor) -> torch.Tensor:
-    return part if part.stride(-1) == 1 else part.contiguous()
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _address(values: np.ndarray[Any, Any]) -> int:

@@ -26,7 +26,7 @@ def kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_kv_dtype(config: EngineConfig, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `InvalidParameter` if keys and values of these layers cannot be kept in int8 as they are to be."""
+    """Raises `InvalidParameter` if int8 is configured, and keys and values of these layers cannot be kept in it."""
     if config.kv_cache_dtype != "int8":
         return
     missing = compiler_missing(dtype, device)
@@ -49,30 +49,30 @@ def make_backend(
     max_model_len: int | None = None, num_window_pages: int = 0, all_kernels: bool = True,
     shared: SharedPools | None = None,
 ) -> AttentionBackend:  # fmt: skip
-    """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
-    `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one. `all_kernels`: compile
-    what first steps do not call, too. `shared`: memory for pages on a CPU; None: wherever torch puts them.
+    """The backend that `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else
+    torch. `num_window_pages`: pages of a second pool for the layers with windows; 0: one pool. `all_kernels`: also
+    compile kernels that first steps do not call. `shared`: memory for pages on a CPU; None: torch's.
 
-    No row is longer than `max_model_len` tokens, nor, unless every layer has a window, than the whole pool (None: than
-    the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
-    do what is asked.
+    Rows have at most `max_model_len` tokens, and at most the pool's unless every layer has a window (None: the pool's).
+    Raises `InvalidParameter` if a backend is configured by name and cannot run, or if only FlashInfer has a configured
+    feature and it cannot run.
     """
     check_kv_dtype(config, layers, dtype, device)
-    kept = kv_dtype(config.kv_cache_dtype, dtype)
+    kv = kv_dtype(config.kv_cache_dtype, dtype)
     reason = f'attention_backend is "{config.attention_backend}"'
     if config.attention_backend in ("auto", "flashinfer"):
-        found = _flashinfer_missing(layers, dtype, device, config.page_size)
-        if found is None:
+        missing_flashinfer = _flashinfer_missing(layers, dtype, device, config.page_size)
+        if missing_flashinfer is None:
             backend = _try_flashinfer(config, layers, num_pages, dtype, device, max_model_len)
             if not isinstance(backend, str):
                 return backend
-            found = backend
-        reason = found
+            missing_flashinfer = backend
+        reason = missing_flashinfer
         if config.attention_backend == "flashinfer":
             raise InvalidParameter("attention_backend", f"flashinfer cannot be used: {reason}", "flashinfer")
         if device.type == "cuda" and layers:
             logger.warning("attention runs on the slower torch backend: %s", reason)
-    if kept == torch.float8_e4m3fn:
+    if kv == torch.float8_e4m3fn:
         raise InvalidParameter("kv_cache_dtype", f"needs the flashinfer attention backend; {reason}", "fp8")
     if config.attention_backend != "torch":
         missing = compiler_missing(dtype, device)
@@ -80,8 +80,9 @@ def make_backend(
             from asyncengine.execution.attention.cpu import CompiledBackend  # imports numba
 
             compiled = CompiledBackend(
-                layers, num_pages, config.page_size, dtype, num_window_pages=num_window_pages, shared=shared, kept=kept
-            )
+                layers, num_pages, config.page_size, dtype, num_window_pages=num_window_pages, shared=shared,
+                kv_dtype=kv,
+            )  # fmt: skip
             if all_kernels:
                 compiled.warm_up()
             return compiled
@@ -93,7 +94,7 @@ def make_backend(
 def _flashinfer_missing(
     layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int
 ) -> str | None:
-    """Why FlashInfer cannot run this model here, as far as can be told without importing it; None: it may."""
+    """Why FlashInfer cannot run this model here, judging without importing it; None: it may."""
     if not layers:
         return "the model has no attention"
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -115,9 +116,9 @@ def _try_flashinfer(
     except Exception as error:  # it touches compilers, drivers and the home directory on import
         return f"importing flashinfer failed: {type(error).__name__}: {error}"
     longest = num_pages
-    if max_model_len is not None:  # and one page for a step that was launched before the end was known
+    if max_model_len is not None:  # plus one page, since a step may be launched before a row's end is known
         longest = -(-max_model_len // config.page_size) + 1
-        if not all(spec.windowed for spec in layers):  # else a row may be longer than the pool: it gives pages back
+        if not all(spec.windowed for spec in layers):  # with windows alone, rows free pages and may exceed the pool
             longest = min(num_pages, longest)
     backend = FlashInferBackend(
         layers, num_pages, config.page_size, dtype, device, max_rows=config.max_num_seqs, max_pages_per_row=longest,
@@ -128,7 +129,7 @@ def _try_flashinfer(
         backend.warm_up()
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # no compiler, no such kernel: each comes with its own exception
+    except Exception as error:  # a missing compiler or kernel may raise any exception
         backend.close()
         return f"its kernels do not run: {type(error).__name__}: {error}"
     return backend

@@ -61,26 +61,26 @@ _LARGEST_FP8 = 448.0
 
 
 def load_flashinfer() -> Any:
-    """The `flashinfer` module. Slow, and it may fail in many ways: it writes to the home directory, for one.
+    """Import the `flashinfer` module. It is slow, and may fail in many ways: it writes to the home directory, for one.
 
-    It compiles by running `ninja`, which it depends on, and which lies beside this Python's own program: a folder that
-    is not on the path where the environment is not activated. It is put at the path's end then.
+    It compiles by running `ninja`, which is installed beside this Python's executable. If the environment is not
+    activated, that folder is not on PATH, and is appended to it.
     """
     scripts = sysconfig.get_path("scripts")
     if shutil.which("ninja") is None and shutil.which("ninja", path=scripts) is not None:
-        os.environ["PATH"] = os.pathsep.join(part for part in (os.environ.get("PATH"), scripts) if part)
+        os.environ["PATH"] = os.pathsep.join(folder for folder in (os.environ.get("PATH"), scripts) if folder)
     return importlib.import_module("flashinfer")
 
 
 class _Planned:
     """A FlashInfer wrapper that is not planned again before the copy its last plan queued has run.
 
-    In a CUDA graph it is planned when a row's number of pages changes, which is all that its plan depends on: that of
-    a lone row stands for as many steps as a page has places.
+    In a CUDA graph it is planned only when a row's number of pages changes, which is all that its plan depends on: a
+    single row needs a plan once per page.
     """
 
     def __init__(self, wrapper: Any, memory: CudaMemory, again: Any = None) -> None:
-        """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to its caller."""
+        """`again`: in a graph, `flashinfer.fast_decode_plan`, for plans after the first: it fills no device buffers."""
         self.wrapper, self._again = wrapper, again
         self._event = memory.event()
         self._divided: bytes | None = None
@@ -88,13 +88,13 @@ class _Planned:
         self.run = wrapper.run
 
     def stands(self, divided: bytes) -> bool:
-        """Whether the last plan is right for these row pointers."""
+        """Whether the last plan is valid for these row pointers."""
         return self._again is not None and divided == self._divided
 
     def plan(self, divided: bytes, *arrays: torch.Tensor | int, **options: Any) -> None:
         if self._divided is not None:
             self._event.synchronize()
-        if self._again is None or self._divided is None:  # it is the first plan that finds a kernel
+        if self._again is None or self._divided is None:  # the first plan chooses the kernel, which `again` needs
             self.wrapper.plan(*arrays, **options)
         else:
             options = {name: value for name, value in options.items() if name not in ("seq_lens", "o_data_type")}
@@ -108,11 +108,11 @@ class _DecodeGraph:
     """The inputs of the CUDA graph of one number of decode rows: the same addresses at every replay."""
 
     arrays: dict[int | None, tuple[int, DeviceArrays]]
-    """The first index of each chunk's arrays among the graph's inputs, and these. Those of whole rows are last: only of
-    them, the unused end is not sent."""
+    """Chunk length -> (offset of its arrays in the graph's inputs, the arrays). Those of whole rows (None) are last, so
+    that their unused end need not be sent."""
     wrappers: dict[LayerGroup, _Planned]
     growing: list[int]
-    """The first index of each of the arrays that grow by one from step to step."""
+    """Offsets of the arrays whose numbers grow by one from step to step."""
 
 
 class FlashInferBackend(AttentionBackend):
@@ -148,7 +148,7 @@ class FlashInferBackend(AttentionBackend):
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self._prefill = {group: self._prefill_wrapper("fa2") for group in self._groups}
         self._long = self._prefill
-        """The wrappers of long prompts (`_is_long`); those of others where nothing is faster."""
+        """The wrappers of long prompts (`_is_long`); the same as `_prefill` if nothing is faster."""
         self._processors = self.memory.processors()
         faster = [group for group in self._groups if group.hopper(dtype, self._kv_dtype)]
         if faster and self.memory.hopper():
@@ -159,7 +159,7 @@ class FlashInferBackend(AttentionBackend):
         self._arrays: DeviceArrays | None = None
         self.kv_slots = torch.empty(0, dtype=torch.int64)
         self.attend_merged: Callable[..., torch.Tensor] | None = None
-        """Norms, rotation, `write` and `attend` at once, as the compiled backend's; None: there is no kernel."""
+        """Norms, rotation, `write` and `attend`, as of `CompiledBackend`; None: there is no kernel."""
         if triton_missing(device) is None:
             from asyncengine.kernels.api import gpu
 
@@ -179,14 +179,15 @@ class FlashInferBackend(AttentionBackend):
             self._plan_groups(chunk, packed, decode)
 
     def _is_long(self, step: StepView) -> bool:
-        """Whether the kernels for long prompts are the faster ones: they divide queries among processors, not keys."""
+        """Whether the kernels for long prompts are faster here. They divide queries among processors, not keys, and so
+        need many queries, or keys that are few."""
         rows, tokens = len(step.counts), int(step.qo_indptr[-1])
         tiles = tokens // LONG * min((group.num_heads for group in self._groups), default=0)
         return tokens >= LONG * rows and (2 * tiles >= self._processors or int(step.starts.sum()) <= tokens)
 
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
-        """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
-        how many elements of `host`, which is pinned and as large as the inputs, are to be copied there."""
+        """`plan` for the graph of as many rows. Padding rows are ordinary rows of start 0 and page table [0]. `host`: a
+        pinned array as large as the graph's inputs. Returns how many of its elements are to be copied to these."""
         used, graph = 0, self.decode_graphs[len(step.counts)]
         self._wrappers, self.kv_slots = graph.wrappers, step.kv_slots
         for chunk, (begin, self._arrays) in graph.arrays.items():
@@ -197,13 +198,13 @@ class FlashInferBackend(AttentionBackend):
         return used
 
     def advance_graph(self, size: int, rows: int, host: Int32Array) -> None:
-        """Make of what `plan_graph` put into `host` the step after, whose first `rows` rows are one position further on
-        the same pages: its plans stand."""
+        """Turn the inputs that `plan_graph` put into `host` into those of the next step, whose first `rows` rows are
+        one position further on the same pages. The plans stay valid."""
         for begin in self.decode_graphs[size].growing:
             host[begin : begin + rows] += 1
 
     def graph_inputs(self, size: int) -> int:
-        """int32 elements that a graph of `size` decode rows reads at most."""
+        """The most int32 elements of inputs of a graph of `size` decode rows."""
         return sum(self._input_size(size, chunk) for chunk in self._chunks)
 
     def _input_size(self, size: int, chunk: int | None) -> int:
@@ -211,27 +212,28 @@ class FlashInferBackend(AttentionBackend):
         return -(-(host_only(size) + uploaded_size(size, size, size * pages)) // 4) * 4
 
     def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
-        """Before one is captured. It reads `inputs`, int32 on the device at a multiple of 16 bytes, as others may."""
+        """Make the wrappers of a graph before it is captured. It reads `inputs`, int32 on the device, aligned to 16
+        bytes; other graphs may read the same memory."""
         arrays, growing, begin = {}, [], 0
         with torch.inference_mode(False):
             for chunk in reversed(self._chunks):
-                made = DeviceArrays.over(inputs[begin + host_only(size) :], size, size)
-                arrays[chunk] = begin, made
-                front, *places = (int(part.storage_offset()) for part in (inputs, made.last_page_len, made.positions))
-                growing += [place - front for place in places]
+                views = DeviceArrays.over(inputs[begin + host_only(size) :], size, size)
+                arrays[chunk] = begin, views
+                front = int(inputs.storage_offset())
+                growing += [int(array.storage_offset()) - front for array in (views.last_page_len, views.positions)]
                 begin += self._input_size(size, chunk)
             wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk][1]) for group in self._groups}
         self.decode_graphs[size] = _DecodeGraph(arrays, wrappers, growing)
 
     def warm_up(self) -> None:
-        """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run. Others
-        do the work of kernels for long prompts that do not run."""
+        """Run each kernel once on page 0, and wait: kernels are compiled, and errors show. If kernels for long prompts
+        fail, the ordinary ones take their prompts."""
         if self._long is not self._prefill:
             try:
                 self._warm_up(LONG)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # no compiler, or one that is too old: each comes with its own exception
+            except Exception as error:  # a missing or outdated compiler may raise any exception
                 logger.warning("long prompts do without FlashAttention-3's kernels: %s", error)
                 self._long = self._prefill
         self._warm_up(2)
@@ -280,21 +282,22 @@ class FlashInferBackend(AttentionBackend):
         return self.attend(layer, query).view(len(qkv), -1)
 
     def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Do what `attend` does, into memory that is there, of the same shape as `query`."""
+        """The same as `attend`, into `out` of the same shape as `query`."""
         self._run(layer, query, out)
 
     def _run(self, layer: int, query: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A sink is one more term of the softmax's denominator: of its logarithm (to base 2), which kernels give."""
+        """Run the kernel. A sink is one more term of the softmax's denominator, whose base-2 logarithm the kernel
+        returns: results are scaled by denominator / (denominator + exp(sink))."""
         run, pool, sinks = self._wrappers[self._group_of[layer]].run, self.pools[layer], self._sinks[layer]
         if sinks is None:
             return run(query, pool, out=out)
-        found, logs = run(query, pool, out=out, return_lse=True)
-        return found.mul_(torch.sub(logs, sinks, alpha=_LOG2E).mul_(1 / _LOG2E).sigmoid_().unsqueeze(-1))
+        attended, logs = run(query, pool, out=out, return_lse=True)
+        return attended.mul_(torch.sub(logs, sinks, alpha=_LOG2E).mul_(1 / _LOG2E).sigmoid_().unsqueeze(-1))
 
     @contextmanager
     def cut_at(self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor) -> Iterator[None]:
-        """Inside, nothing attends: `cut(layer, query [T, heads, key dim])` is called instead, and what it returns is
-        taken for the result. Keys and values are written by `kv_slots`, int64 [T] at a fixed address of the device."""
+        """Context in which `cut(layer, query [T, heads, key dim])` is called instead of attention, and returns its
+        result. Keys and values are written by `kv_slots`, int64 [T] at a fixed device address."""
         self._cut, self.kv_slots = cut, kv_slots
         try:
             yield
@@ -309,25 +312,25 @@ class FlashInferBackend(AttentionBackend):
     # -- plans and wrappers --------------------------------------------------------------------------------------
 
     def _plan_groups(self, chunk: int | None, host: HostArrays, decode: bool) -> None:
-        """Plan for the layers that attend to such chunks. `host`: what was sent to the arrays on the device."""
+        """Plan for the layers of chunk length `chunk`. `host`: the arrays that were sent to the device."""
         assert self._arrays is not None
         for group, wrapper in self._wrappers.items():
             if group.chunk != chunk or wrapper.stands(host.divided):
                 continue
             begins, lens, pages, last = host.for_plans()
             arrays: tuple[torch.Tensor, ...] = (pages, self._arrays.kv_indices[: host.num_pages], last)
-            own: dict[str, Any] = {}
+            extra: dict[str, Any] = {}
             if not decode:
                 arrays = (begins, *arrays)
-                # else releases before 0.7.2 find it by a loop over the rows, as they do the most keys, here and for
-                # decodes on tensor cores: half a millisecond at 256 rows for each group of layers. max_sequence_kv
-                # would spare that here, but is broken in 0.6
-                own = {"causal": True, "max_token_per_sequence": host.longest_query}
+                # without max_token_per_sequence, releases before 0.7.2 compute it by a Python loop over the rows, half
+                # a millisecond at 256 rows for each group of layers. They do the same for the most keys, here and for
+                # decodes on tensor cores; max_sequence_kv would spare that here, but is broken in 0.6
+                extra = {"causal": True, "max_token_per_sequence": host.longest_query}
             wrapper.plan(
                 host.divided, *arrays, group.num_heads, group.num_kv_heads, group.head_dim, self.page_size,
                 seq_lens=lens, pos_encoding_mode="NONE", window_left=group.window_left, logits_soft_cap=group.softcap,
                 sm_scale=group.scale, q_data_type=self._dtype, kv_data_type=self._kv_dtype, o_data_type=self._dtype,
-                non_blocking=True, **own,
+                non_blocking=True, **extra,
             )  # fmt: skip
 
     def _prefill_wrapper(self, backend: str) -> _Planned:

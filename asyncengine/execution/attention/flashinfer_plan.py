@@ -1,4 +1,4 @@
-"""The host half of the FlashInfer backend: what its plans are given, and how much memory they need. No device here.
+"""The host half of the FlashInfer backend: the arrays for its plans, and the memory that these need. It needs no GPU.
 
 All index arrays of a step lie in one pinned int32 array. Its front is read by FlashInfer's plan on the host; the rest
 goes to the device in one copy:
@@ -22,14 +22,14 @@ import torch
 from asyncengine.execution.attention.base import LayerSpec, StepView
 
 _ALIGN = 4
-"""Parts begin at multiples of this many int32: 16 bytes."""
+"""Alignment of each array in int32 elements: 16 bytes."""
 _HEAD_DIMS = (64, 128, 256, 512)
 _LEAST_FLOAT_WORKSPACE = 128 * 2**20
 _CUDA_CORE_GROUPS = (1, 2, 3)
 """Query heads per kv head for which FlashInfer's CUDA-core decode kernel exists and beats the tensor-core one."""
 LONG = 128
-"""Mean number of a step's tokens per row from which prompts go to `LayerGroup.hopper`'s kernels, and queries in one of
-their tiles. 1.2 to 3.5 times as fast at 256 to 2,048 tokens, 0.8 times at 16 rows of 64 (H200)."""
+"""Mean number of tokens per row from which a step goes to `LayerGroup.hopper`'s kernels; also the queries of one of
+their tiles. They are 1.2 to 3.5 times as fast at 256 to 2,048 tokens, and 0.8 times at 16 rows of 64 (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LayerGroup:
 
     @property
     def window_left(self) -> int:
-        """Keys before the query's own that it sees, FlashInfer's way to give a window; -1: all."""
+        """Keys before the query's own position that it sees, as FlashInfer declares windows; -1: all."""
         return -1 if self.window is None else self.window - 1
 
     @property
@@ -64,8 +64,9 @@ class LayerGroup:
     def hopper(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         """Whether FlashAttention-3's kernels (Shah et al. 2024), for compute capability 9 alone, may take these layers.
 
-        FlashInfer has them for 64 to 256 dimensions, windows and caps too, though not for 8-bit keys beside 16-bit
-        queries. Each kind takes 100 seconds of 16 cores to compile: only what is common, and was measured, is named.
+        FlashInfer has them for 64 to 256 dimensions, also with windows and caps, but not for 8-bit keys with 16-bit
+        queries. Each variant takes 100 seconds of 16 cores to compile, so only the common one, which was measured, is
+        used.
         """
         plain = self.window is None and self.softcap is None
         return plain and self.head_dim == 128 and dtype == kv_dtype == torch.bfloat16
@@ -91,21 +92,22 @@ def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostArrays:
-    """One step as FlashInfer's plans want it: int32 arrays in one host array, R rows."""
+    """One step as FlashInfer's plans take it: int32 arrays in one host array, R rows."""
 
     memory: torch.Tensor
     sizes: list[int]
-    """Sizes of its parts: of `for_plans`, then the rest of `DeviceArrays`. Behind the first two, all is uploaded."""
+    """Sizes of the arrays: those of `for_plans`, then the rest of `DeviceArrays`. All but the first two are uploaded.
+    """
     begins: list[int]
-    """First elements of these parts."""
+    """Offsets of these arrays."""
     divided: bytes
-    """The row pointers (`for_plans`): as long as they are the same, pages are divided alike."""
+    """Bytes of the page pointers (`for_plans`). As long as they are equal, a plan divides the work alike."""
     longest_query: int
     """Most tokens of a row."""
 
     @property
     def uploaded(self) -> torch.Tensor:
-        """The part that the device needs, in the order of `DeviceArrays`."""
+        """The arrays for the device, in the order of `DeviceArrays`."""
         return self.memory[self.begins[2] :]
 
     @property
@@ -114,8 +116,8 @@ class HostArrays:
         return self.sizes[-1]
 
     def for_plans(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bounds of each row's tokens [R + 1]; its keys, this step's included [R]; bounds of its pages among all pages
-        listed [R + 1]; tokens in its last page [R], 1 to page_size."""
+        """(bounds of each row's tokens [R + 1]; its number of keys, this step's included [R]; bounds of its pages among
+        all pages listed [R + 1]; tokens in its last page [R], 1 to page_size)."""
         tokens, lens, pages, last = (
             self.memory[at : at + size] for at, size in zip(self.begins[:4], self.sizes, strict=False)
         )
@@ -124,7 +126,7 @@ class HostArrays:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceArrays:
-    """The uploaded part on the device. Views of one int32 array, R rows and T tokens."""
+    """The uploaded arrays on the device: views of one int32 array, R rows and T tokens."""
 
     kv_indptr: torch.Tensor
     """[R + 1]"""
@@ -135,7 +137,7 @@ class DeviceArrays:
     positions: torch.Tensor
     """[T] position of each token in its sequence."""
     kv_indices: torch.Tensor
-    """[pages listed] or more: in a graph's fixed array, all there is room for."""
+    """[pages listed]; in a graph, as many as its fixed array has room for."""
 
     @classmethod
     def over(cls, memory: torch.Tensor, rows: int, tokens: int) -> DeviceArrays:
@@ -147,17 +149,17 @@ class DeviceArrays:
 
 
 def uploaded_size(rows: int, tokens: int, pages: int) -> int:
-    """int32 elements of the uploaded part."""
+    """int32 elements of the uploaded arrays."""
     return _begins((rows + 1, rows, tokens, tokens))[-1] + pages
 
 
 def host_only(rows: int) -> int:
-    """int32 elements before the uploaded part, of what only plans read."""
+    """int32 elements of the arrays before the uploaded ones, which only plans read."""
     return _begins((rows + 1, rows))[-1]
 
 
 def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Tensor]) -> HostArrays:
-    """Fill one array of `allocate` (int32 elements -> host tensor) with everything a step's plans need."""
+    """Fill one host tensor of `allocate(int32 elements)` with all arrays of a step's plans."""
     rows, tokens = len(step.counts), int(step.qo_indptr[-1])
     every = row_of_token = np.arange(rows)
     positions, longest = step.starts, 1
@@ -172,23 +174,23 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
     num_pages = int(kv_indptr[-1])
     first = (every if step.slots is None else step.slots) * step.page_tables.shape[1] - kv_indptr[:-1]
     listed = step.page_tables.reshape(-1)[np.repeat(first, full + 1) + np.arange(num_pages)]
-    parts: tuple[Any, ...] = (
+    arrays: tuple[Any, ...] = (
         step.qo_indptr, ends, kv_indptr, ends - full * page_size, row_of_token, positions, listed,
     )  # fmt: skip
-    sizes = [len(part) for part in parts]
+    sizes = [len(array) for array in arrays]
     begins = _begins(sizes[:-1])
     memory = allocate(begins[-1] + num_pages)
     numbers = memory.numpy()
-    for begin, part in zip(begins, parts, strict=True):
-        numbers[begin : begin + len(part)] = part
+    for begin, array in zip(begins, arrays, strict=True):
+        numbers[begin : begin + len(array)] = array
     return HostArrays(memory, sizes, begins, kv_indptr.tobytes(), longest)
 
 
 def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
-    """The step as layers see it that attend to chunks: a row for each chunk that a row's tokens lie in.
+    """The step for layers with chunked attention: one row for each chunk that a row's tokens lie in.
 
-    Such a row begins where its chunk does: its positions count from there, and its pages are those of the chunk. What
-    is left is plain causal attention, and a row of one token stays one row. `chunk` is a multiple of `page_size`.
+    Such a row begins where its chunk does: its positions count from there, and its pages are those of the chunk. That
+    makes it plain causal attention; a row of one token stays one row. `chunk` is a multiple of `page_size`.
     """
     if chunk is None:
         return step
@@ -210,10 +212,10 @@ def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
 def float_workspace_bytes(groups: Sequence[LayerGroup], max_rows: int, processors: int) -> int:
     """Bytes of the workspace in which FlashInfer keeps partial results when it splits long sequences.
 
-    Its recommended 128 MiB are too little for wide models: a plan that needs more raises. What a plan can ask for is
-    bounded as in `PrefillPlan` of FlashInfer's scheduler.cuh: per tile of queries one float32 output and one weight
-    for each head; splitting prompts makes at most two tiles per processor and kv head, a decode graph of `max_rows`
-    rows reserves one tile and a bit per row.
+    The recommended 128 MiB are too little for wide models: a plan that needs more raises. Its need is bounded as in
+    `PrefillPlan` of FlashInfer's scheduler.cuh: per tile of queries one float32 output and one weight for each head;
+    splitting prompts makes at most two tiles per processor and kv head, a decode graph of `max_rows` rows reserves one
+    tile and a bit per row.
     """
     most = _LEAST_FLOAT_WORKSPACE
     for group in groups:
@@ -237,7 +239,7 @@ def graph_int_workspace_bytes(size: int, heads_per_kv_head: int, processors: int
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Offsets of parts of these sizes laid end to end, and the offset after the last."""
+    """Aligned offsets of arrays of these sizes laid end to end, and the offset after the last."""
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + -(-size // _ALIGN) * _ALIGN)

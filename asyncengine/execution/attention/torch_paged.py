@@ -117,7 +117,8 @@ class TorchPagedBackend(AttentionBackend):
         self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device,
         num_window_pages: int = 0, shared: SharedPools | None = None,
     ) -> None:  # fmt: skip
-        """`num_window_pages`: of layers with windows, if they have pages of their own. `shared`: memory for pages."""
+        """`num_window_pages`: pages of layers with windows, if these have a pool of their own. `shared`: memory for
+        pages on a CPU; None: torch's."""
         self.shared = shared
         self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.page_size = page_size
@@ -130,7 +131,7 @@ class TorchPagedBackend(AttentionBackend):
         self._device = device
 
         def pool(heads: int, pages: int, dim: int) -> torch.Tensor:
-            # Not zeroed: a page is cleared when a request opens it, and untouched memory costs a CPU nothing.
+            # not zeroed: a page is cleared when a request opens it, and untouched memory costs nothing on a CPU
             shape = heads, pages, page_size, dim
             memory = torch.empty(shape, dtype=dtype, device=device) if shared is None else shared.empty(shape, dtype)
             memory[:, 0] = 0
@@ -143,15 +144,15 @@ class TorchPagedBackend(AttentionBackend):
         ]
         self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
         self._scratch_bytes = _SCRATCH_BYTES
-        if device.type != "cpu":  # and a small pool leaves little room beside it
+        if device.type != "cpu":  # bounded by the pool's size: a small pool means that memory is short
             share = max(keys.nbytes for keys in self._keys) // 4
             self._scratch_bytes = max(min(_DEVICE_SCRATCH_BYTES, share), _SCRATCH_BYTES)
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[tuple[int | None, ...], _GroupPlan] = {}
         self._kv_slots: dict[bool, torch.Tensor] = {}
-        """Positions in the pool, by whether a layer has a window."""
+        """KV slots of the step's tokens, by whether a layer has a window."""
         self._opened: dict[bool, torch.Tensor] = {}
-        """Pages that a layer clears before it writes, alike."""
+        """Pages that a layer clears before it writes, by whether it has a window."""
 
     def plan(self, step: StepView) -> None:
         views = {False: step.for_others(), True: step.for_windows()}
@@ -181,7 +182,7 @@ class TorchPagedBackend(AttentionBackend):
         return out
 
     def page_pools(self) -> list[PagePool]:
-        """Memory of every layer, keys and values: a head's pages lie one behind the other."""
+        """Memory of every layer's keys and values. The pages of one head are contiguous."""
         pools = []
         for spec, pages in zip(self._layers, self._pages, strict=True):
             for memory in (self._keys[spec.index], self._values[spec.index]):
@@ -198,11 +199,11 @@ class TorchPagedBackend(AttentionBackend):
     # -- planning (host) -----------------------------------------------------------------------------------------
 
     def _opened_pages(self, views: dict[bool, StepView]) -> dict[bool, torch.Tensor]:
-        """The pages that this step begins but does not fill, if any. Each layer clears its own when it writes: what
-        another process computes in shared memory (pipeline parallelism) may have been written by then.
+        """The pages that this step begins but does not fill, if any. Each layer clears its own when it writes, not all
+        at once here: other layers' pages may have been written by another process (pipeline parallelism).
 
-        Attention reads whole pages and masks what is not written yet; a former owner's NaN there would survive the
-        mask (0 * NaN) and one bad request would spoil another.
+        Attention reads whole pages and masks positions that are not written yet. A former owner's NaN there would
+        survive the mask (0 * NaN), and one bad request would spoil another.
         """
         step = views[False]
         ends = step.starts + step.counts
@@ -301,7 +302,7 @@ class TorchPagedBackend(AttentionBackend):
 
     def _attend_chunk(self, spec: LayerSpec, query: torch.Tensor, chunk: _PromptChunk) -> torch.Tensor:
         """[queries, heads, value dim] of one row."""
-        key, value = (part[:, : chunk.num_keys] for part in self._gather(spec.index, chunk.pages))
+        key, value = (queries[:, : chunk.num_keys] for queries in self._gather(spec.index, chunk.pages))
         if not _needs_scores(spec):
             out = scaled_dot_product_attention(
                 query.transpose(0, 1)[None], key[None], value[None], attn_mask=chunk.bias, is_causal=chunk.bias is None,
@@ -313,11 +314,11 @@ class TorchPagedBackend(AttentionBackend):
         block = max(_SCORE_ELEMENTS // (spec.num_heads * chunk.num_keys), 1)
         outs = []
         for begin in range(0, query.shape[0], block):
-            part = query[begin : begin + block].transpose(0, 1)
-            part = part.reshape(spec.num_kv_heads, groups, -1, spec.key_dim)
+            queries = query[begin : begin + block].transpose(0, 1)
+            queries = queries.reshape(spec.num_kv_heads, groups, -1, spec.key_dim)
             sinks = None if spec.sinks is None else spec.sinks.view(spec.num_kv_heads, groups, 1, 1)
             bias = chunk.bias[begin : begin + block]
-            outs.append(masked_attention(spec, part, key[:, None], value[:, None], bias, sinks).flatten(0, 1))
+            outs.append(masked_attention(spec, queries, key[:, None], value[:, None], bias, sinks).flatten(0, 1))
         return torch.cat(outs, dim=1).transpose(0, 1)
 
 

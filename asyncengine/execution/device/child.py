@@ -1,8 +1,8 @@
-"""Child processes that run a module of this package: started, told to end, and gone when this process is.
+"""Child processes that run a module of this package, and that never outlive this process.
 
-They are programs of their own, not forks and not `multiprocessing`'s, which would run the caller's main module again. A
-socket joins each to its parent, which carries nothing but a child's last words: its end tells either side that the
-other is gone, however it died. A child inherits the cores and the memory policy of the thread that starts it.
+They are new programs, not forks, and not `multiprocessing`'s, which would run the caller's main module again. A socket
+joins each to its parent. It carries nothing but a failing child's error: its end tells either side that the other is
+gone, however it died. A child inherits the CPU affinity and the memory policy of the thread that starts it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _START = (
     "importlib.import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))"
 )
 _MOMENT = 5.0
-"""Seconds in which a process that was told to end should be gone."""
+"""Seconds that a process gets to end by itself before it is killed."""
 _LAST_WORDS = 4000
-"""Characters of an error that the parent is told."""
+"""Most characters of an error that are sent to the parent."""
 
 
 class Child(NamedTuple):
@@ -37,10 +37,10 @@ class Child(NamedTuple):
     """None: it runs on another machine."""
     life: socket.socket
     name: str = ""
-    """Words for it where it is no process of this machine."""
+    """Its name in messages if it runs on another machine."""
 
     def last_words(self) -> str:
-        """The error with which it ends, if it can say so; "" otherwise, and after a second if it lives."""
+        """The error that ended it, if it sent one; "" otherwise, and after a second if it is alive."""
         with suppress(OSError):
             self.life.settimeout(1.0)
             return self.life.recv(2**16).decode(errors="replace")
@@ -50,17 +50,17 @@ class Child(NamedTuple):
 def start_child(
     module: str, numbers: Sequence[int], descriptors: Sequence[int], env: Mapping[str, str] | None = None
 ) -> Child:
-    """Start `main(parent, life, *numbers, *descriptors)` of a module, whose work `run` does. It inherits the
-    descriptors, and `env` instead of this process's environment. Raises `OSError`."""
+    """Start a process that calls `main(parent, life, *numbers, *descriptors)` of a module, which calls `run`. It
+    inherits the descriptors, and `env` instead of this process's environment. Raises `OSError`."""
     life, its_life = socket.socketpair()
     with its_life:
-        given = its_life.fileno(), *descriptors
+        passed = its_life.fileno(), *descriptors
         arguments = os.getpid(), its_life.fileno(), *numbers, *descriptors
         paths = json.dumps([os.path.abspath(path) for path in sys.path])
         try:
             program = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, paths, module, *map(str, arguments)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=given, env=env,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=passed, env=env,
             )  # fmt: skip
         except BaseException:
             life.close()
@@ -69,7 +69,7 @@ def start_child(
 
 
 def end_children(children: Sequence[Child]) -> None:
-    """End them at once, whatever they are doing, and wait until they are gone. Idempotent."""
+    """End these processes at once, whatever they are doing, and wait until they are gone. Idempotent."""
     for child in children:
         with suppress(OSError):
             child.life.shutdown(socket.SHUT_RDWR)
@@ -84,24 +84,25 @@ def end_children(children: Sequence[Child]) -> None:
 
 
 def run(work: Callable[[], object], parent: int, life: int) -> NoReturn:
-    """In the child: do `work` until the parent closes `life`, or is gone. Nothing of this process is worth being
-    tidied up."""
+    """In the child: do `work` until the parent closes `life` or is gone. The process ends without cleaning up, since
+    the system frees all that it has."""
     alive = socket.socket(fileno=life)
     threading.Thread(target=_end_with, args=(alive, parent), daemon=True).start()
     try:
         work()
     except BaseException as error:
-        gone = BaseExceptionGroup("", [error]).subgroup((EOFError, ConnectionError))  # of a group's errors any
+        gone = BaseExceptionGroup("", [error]).subgroup((EOFError, ConnectionError))  # also within a group of errors
         if gone is None:
             text = f"{error!r}\n{traceback.format_exc()}"
             with suppress(OSError):
                 alive.sendall(text[:_LAST_WORDS].encode())
             os._exit(1)
-    os._exit(0)  # else the parent is gone, and so are we
+    os._exit(0)  # the work is done, or the parent is gone
 
 
 def _end_with(alive: socket.socket, parent: int) -> None:
-    """Wait until the parent ends us, or until it is gone: a fork of it may hold its end of the socket."""
+    """Exit when the parent closes its end of the socket, or is gone. The latter is watched by itself, since a fork of
+    the parent may keep that end open."""
     poll = select.poll()
     poll.register(alive, select.POLLIN)
     with suppress(OSError, AttributeError):  # an old kernel, another system than Linux

@@ -1,13 +1,13 @@
-"""The carrier of results between the processes of one model on GPUs: collective operations of `torch.distributed`.
+"""The exchange of results between the processes of one model on GPUs, by collective operations of `torch.distributed`.
 
-Rank r computes on `cuda:r`, and NCCL adds up what the ranks have written into zeros. An addition rather than a gather,
-since what a rank writes are columns, rows of an embedding, or pairs of a mixture, in parts that need not be equal: a
-gather would want equal parts that each lie in one piece, and a copy behind it. It moves twice the bytes of a gather;
-steps that decode move so few that they wait for the links' latency alike. Numbers are added as int32, so that x + 0 has
-the bits of x in every type. Nothing of it waits for the host, and its sizes follow from the step's alone: a CUDA graph
-could hold it. Between processes of a CPU gloo stands in for NCCL, for tests.
+Rank r computes on `cuda:r`, writes its results into zeros, and NCCL adds up the ranks' buffers. It is an addition
+rather than a gather, since a rank writes columns, rows of an embedding, or pairs of a mixture, and ranks may write
+unequal amounts: a gather needs equal contiguous slices, and a copy after it. An all-reduce moves twice the bytes of a
+gather; decode steps move so few that latency dominates either way. Numbers are added as int32, so that x + 0 has the
+bits of x in every type. The exchange does not wait for the host, and its sizes follow from the step's, so that a CUDA
+graph could hold it. In tests, gloo stands in for NCCL between processes of a CPU.
 
-Groups are this model's own: `torch.distributed`'s default group is the program's.
+The process group is the model's own; `torch.distributed`'s default group is left to the program.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from asyncengine.execution.device import shared_gather
 from asyncengine.execution.device.shared_gather import SharedGather
 
 BACKENDS = ("", "gloo", "nccl")
-"""Carriers by the number that a process is told: shared memory, and backends of `torch.distributed`."""
-_PLACE = 2**25
-"""Bytes that are exchanged at once; a longer result goes through in several parts."""
+"""Means of exchange: shared memory (""), and backends of `torch.distributed`. Processes are given an index."""
+_BUFFER_BYTES = 2**25
+"""Bytes that are exchanged at once; a longer result is exchanged in several pieces."""
 _MEETING = timedelta(seconds=60)
-"""Time in which ranks that are there find each other."""
+"""Timeout of connecting all ranks."""
 _PATIENCE = timedelta(days=1)
-"""Time of an exchange: slow steps are the engine's to end, and dead ranks its watcher's to tell."""
+"""Timeout of an exchange. It never applies: the engine's watchdog ends slow steps, and `Ranks` reports dead ranks."""
 _WATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Variables that keep torch's watchdogs from ending the whole program where a rank is gone."""
+"""Variables that keep torch's own watchdogs from ending the whole program when a rank is gone."""
 
 
 def missing(backend: str) -> str | None:
-    """The reason for which a carrier cannot be had; None: it can."""
+    """Why this exchange is not available here; None: it is."""
     if not backend:
         return shared_gather.missing()
     if not hasattr(os, "memfd_create") or not dist.is_available() or not dist.is_backend_available(backend):
@@ -53,15 +53,15 @@ def missing(backend: str) -> str | None:
 
 
 def make_memory(backend: str, stages: int = 1) -> int:
-    """A descriptor of new memory, which its processes inherit, and by which they find each other. Raises `OSError`."""
+    """The descriptor of new memory, which the ranks inherit, and by which they connect. Raises `OSError`."""
     return os.memfd_create("asyncengine-ranks") if backend else shared_gather.make_memory(stages)
 
 
 def open_gather(
     memory: int, rank: int, size: int, backend: str, stages: int = 1, links: Sequence[Connection] = ()
 ) -> Gather:
-    """One process's end of a carrier; `memory`: what `make_memory` gave, which may be closed afterwards. `links`: see
-    `SharedGather`."""
+    """One process's end of the exchange. `memory`: the descriptor of `make_memory`, which may be closed afterwards.
+    `links`: see `SharedGather`."""
     if backend:
         return CollectiveGather(memory, rank, size, backend)
     return SharedGather(memory, rank, size, stages, links)
@@ -91,18 +91,18 @@ class CollectiveGather:
 
     def rows_at_once(self, row_bytes: int) -> int:
         """Number of rows of `row_bytes` each that are exchanged at once, one at least."""
-        return max(1, _PLACE // row_bytes)
+        return max(1, _BUFFER_BYTES // row_bytes)
 
-    def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix [rows, columns] of zeros on this rank's device, of which no two ranks write the same number before
-        `meet`; behind it all have all."""
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros [rows, columns] on this rank's device. Each number is written by at most one rank before `meet`, and is
+        there in all ranks after it."""
         nbytes = rows * columns * dtype.itemsize
         self._flat = torch.zeros(-(-nbytes // 4), dtype=torch.int32, device=self._device)
         return self._flat.view(torch.uint8)[:nbytes].view(dtype).view(rows, columns)
 
     def meet(self) -> None:
-        """Exchange what was written: on a GPU, in the order of its stream, without waiting for it. Raises
-        `RuntimeError` if another rank is known to be gone."""
+        """Exchange the buffer's numbers: on a GPU in stream order, without waiting for it. Raises `RuntimeError` if
+        another rank is known to be gone."""
         if self.lost is not None:
             raise RuntimeError(self.lost)
         try:
@@ -110,32 +110,32 @@ class CollectiveGather:
                 self._group = self._connect()
             self._add_up(self._group, self._flat)
         except RuntimeError as error:
-            # rank 0 watches processes, and knows better which of them is gone, and how; it hears of the first one first
+            # rank 0's watcher reports which process ended, and why; it gets a moment to do so, for a better message
             self._ended.wait(1.0 if self.rank == 0 else 0.2)
             raise RuntimeError(self.lost or f"another rank of the model is gone: {error}") from error
 
     def _connect(self) -> Any:
-        """A group of all ranks, once they have come here."""
-        made: Future[Any] = Future()
-        place = self._meeting_place()
+        """The group of all ranks, once all of them have called this."""
+        future: Future[Any] = Future()
+        store_path = self._store_path()
 
         def make() -> None:
             try:
-                made.set_result(self._make_group(place))
+                future.set_result(self._make_group(store_path))
             except BaseException as error:
-                made.set_exception(error)
+                future.set_exception(error)
 
-        threading.Thread(target=make, daemon=True).start()  # one that is gone by now would be waited for
-        while not wait([made], 0.02).done:
+        threading.Thread(target=make, daemon=True).start()  # connecting cannot be interrupted if a rank is gone by now
+        while not wait([future], 0.02).done:
             if self.lost is not None:
                 raise RuntimeError(self.lost)
-        self._leave_place()
-        return made.result()
+        self._remove_store()
+        return future.result()
 
-    def _meeting_place(self) -> str:
-        """The name of a file by which ranks find each other. Rank 0 makes its folder, and says so in the memory that
-        all have inherited. That would be no file for it: a store goes back to its file by name when it ends, and by
-        then a descriptor may be of another one."""
+    def _store_path(self) -> str:
+        """Path of the file store by which ranks connect. Rank 0 makes its folder, and writes the path into the memory
+        that all have inherited. The memory itself cannot be the store: a `FileStore` opens its file by name again when
+        it ends, and the descriptor may belong to another file by then."""
         if self.rank == 0:
             self._folder = tempfile.mkdtemp(prefix="asyncengine-ranks-")
             os.pwrite(self._file, self._folder.encode(), 0)
@@ -145,21 +145,21 @@ class CollectiveGather:
             time.sleep(0.005)
         return os.path.join(folder.decode(), "store")
 
-    def _leave_place(self) -> None:
+    def _remove_store(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _make_group(self, place: str) -> Any:
-        """The group, which has exchanged something once: NCCL connects no sooner."""
-        store: Any = dist.FileStore(place, -1)  # type: ignore[attr-defined]
+    def _make_group(self, store_path: str) -> Any:
+        """The group, after a first exchange: NCCL connects only then."""
+        store: Any = dist.FileStore(store_path, -1)  # type: ignore[attr-defined]
         store.set_timeout(_MEETING)
-        kind: Any = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
-        options = kind.Options() if self._backend == "nccl" else kind._Options()
+        group_type: Any = dist.ProcessGroupNCCL if self._backend == "nccl" else dist.ProcessGroupGloo
+        options = group_type.Options() if self._backend == "nccl" else group_type._Options()
         options._timeout = _MEETING
         if self._backend == "gloo":
-            options._devices, options._threads = [kind.create_device(hostname="127.0.0.1")], 1
-        with _environment(_WATCHED):  # which is read while a group is made, and nowhere else
-            group = kind(store, self.rank, self.size, options)
+            options._devices, options._threads = [group_type.create_device(hostname="127.0.0.1")], 1
+        with _environment(_WATCHED):  # torch reads these variables only while a group is made
+            group = group_type(store, self.rank, self.size, options)
         self._add_up(group, torch.zeros(1, dtype=torch.int32, device=self._device))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -170,8 +170,8 @@ class CollectiveGather:
             work.wait()
 
     def break_off(self, reason: str) -> None:
-        """Let this process not wait any more: another one is gone. From any thread; the first reason stands. A kernel
-        of NCCL that waits for the other ends then, and what it leaves is not to be read."""
+        """End all waiting in this process, as another rank is gone. From any thread; the first reason is kept. A
+        waiting NCCL kernel ends, and its result is garbage."""
         self.lost = self.lost or reason
         self._ended.set()
         if (group := self._group) is not None:
@@ -179,19 +179,19 @@ class CollectiveGather:
                 group.abort()
 
     def pools(self, nbytes: int) -> None:
-        """No memory for caches: each rank has its own on its device."""
+        """None: each rank keeps its caches on its own device."""
 
     def close(self) -> None:
         """Let go of the group, after the last exchange. Idempotent."""
         self.break_off("the model is closed")
-        self._leave_place()
+        self._remove_store()
         self._close_file()
         self._group = self._flat = None
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables in the environment within; it is put back."""
+    """Context with these environment variables, which are restored afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -199,7 +199,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name, None)  # ranks that are threads of one process put it back, each of them
+                os.environ.pop(name, None)  # in tests, ranks are threads of one process, and each of them restores it
             else:
                 os.environ[name] = value
 

@@ -1,9 +1,9 @@
-"""The number of threads that compute the next step: all that the engine may use, unless they stand in each other's way.
+"""The number of threads that compute the next step: all that the engine may use, unless they slow each other down.
 
 Engines of one process share its cores: while two of them run steps, each uses half of its threads, and a long step
-over documents gives them up in its midst when a chat's short one comes. And a step may take far longer than its work,
-because the machine is busy with something else: where threads lose more to waiting for one another than they win, an
-engine uses half as many, and tries more again later, at growing intervals.
+over documents gives up threads midway when another engine's short step begins. When the machine is busy with other
+programs, threads of a step wait for one another; if that costs more than they gain, an engine uses half as many, and
+tries more again later, at growing intervals.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from asyncengine.kernels.api import team as teams
 
 _WINDOW = 0.05
-"""Seconds of steps from which a judgement is made."""
+"""Seconds of steps after which the number of threads is reconsidered."""
 _POOR = 0.4
-"""Share of the threads' work that is worth the name: below it, half of them would do as well."""
+"""Efficiency (share of the threads' time spent computing) below which half of the threads would do as well."""
 _PREEMPTED = 100.0
-"""Preemptions of this process's threads per second, and two in a step: OpenMP's threads wait for one another then."""
+"""Preemptions of this process's threads per second, and two in each step, from which OpenMP's threads, which all wait
+for the slowest one, count as disturbed."""
 _FIRST_REST, _LONGEST_REST = 0.5, 16.0
-"""Seconds until more threads are tried again; doubled each time that fails."""
+"""First and longest interval in seconds until more threads are tried again; it doubles each time that fails."""
 
 
 class Sharing:
@@ -43,7 +44,7 @@ class Sharing:
         self._running: list[Cores] = []
 
     def enter(self, step: Cores) -> int:
-        """Give the number of threads for a step that begins now. It and the others are limited to their shares."""
+        """Begin a step: the number of threads that it may use. All running steps are limited to their shares."""
         with self._lock:
             self._running.append(step)
             self._limit()
@@ -64,7 +65,7 @@ class Sharing:
 
 _CPU = torch.device("cpu")
 _PROCESS = Sharing()
-"""The cores of this process: its engines know nothing of each other, and share them."""
+"""The running steps of this process; its engines share nothing else."""
 
 
 def threads_for(threads: int | None, device: torch.device) -> int:
@@ -79,9 +80,9 @@ class Cores:
         self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS,
         team: teams.Team | None = None,
     ) -> None:  # fmt: skip
-        """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch. `team`:
-        the threads that share kernels' loops; None: they are started when first needed, as a first load has its kernels
-        compiled until then."""
+        """`threads` None: as many as torch uses in this program. On a GPU there is one, which launches. `team`: the
+        threads that share kernels' loops; None: they are started when first needed, since a first load is busy
+        compiling until then."""
         self.most = threads_for(threads, device)
         self._here = device.type == "cpu"
         self._sharing = sharing
@@ -92,8 +93,8 @@ class Cores:
 
     @contextmanager
     def step(self, *, torch_alone: bool = False, small: bool = False) -> Iterator[None]:
-        """Within, one step is computed. `torch_alone`: torch's own operators do so little that one thread is best.
-        `small`: so does the whole step."""
+        """Context in which one step is computed. `torch_alone`: torch's own operators do so little that one thread is
+        best for them. `small`: one thread is best for the whole step."""
         if not self._here:
             yield
             return
@@ -115,13 +116,13 @@ class Cores:
                     self._sharing.leave(self)
 
     def limit(self, threads: int) -> None:
-        """Limit the threads of the running step, for another that shares the cores with it. Torch's own operators
-        keep theirs."""
+        """Limit the threads of the running step's kernels, as another step shares the cores. Torch's operators keep
+        their number."""
         if self._team is not None:
             self._team.limit(min(threads, self._company.threads))
 
     def loading(self) -> AbstractContextManager[None]:
-        """Within, a model's weights are prepared: by all threads."""
+        """Context in which a model's weights are prepared, by all threads."""
         return self._joined(None)
 
     def _joined(self, threads: int | None) -> AbstractContextManager[None]:
@@ -134,7 +135,7 @@ class Cores:
         return self._team.joined(threads)
 
     def forget(self) -> None:
-        """Forget the durations so far: those of the first steps say nothing of later ones."""
+        """Forget the durations so far: those of first steps, which compile, would mislead."""
         self._company = Company(self.most)
 
     @property
@@ -148,7 +149,7 @@ class Cores:
 
 
 class Company:
-    """From what steps took to how many threads the next should use."""
+    """Decides from the durations of steps how many threads the next ones use."""
 
     def __init__(self, most: int) -> None:
         self.threads = most
@@ -156,7 +157,7 @@ class Company:
         self._most = most
         self._rest = _FIRST_REST
         self._until = 0.0
-        """When more threads are tried, by the sum of all steps' seconds: idle time is no evidence."""
+        """Time at which more threads are tried, on a clock of seconds spent in steps: idle time is no evidence."""
         self._clock = 0.0
         self._clear(most)
 
@@ -167,10 +168,10 @@ class Company:
         self._preempted = 0
 
     def note(self, threads: int, seconds: float, loops: teams.Account | None, preempted: int) -> None:
-        """Note a step of `threads` threads: its seconds, the loops they shared, and how often a thread that torch's
-        operators may have waited for lost its core."""
+        """Note a step of `threads` threads: its seconds, the account of its shared loops, and the preemptions of
+        threads that torch's operators may have waited for."""
         self._clock += seconds
-        if threads != self._used:  # other engines took some, or gave them back
+        if threads != self._used:  # another engine's step took some threads, or ended: measurements do not mix
             self._clear(threads)
         self._steps += 1
         self._seconds += seconds
@@ -208,7 +209,8 @@ _NAMES = ("*gomp*", "*iomp5*", "*omp.*", "*omp140*")
 
 @functools.cache
 def _setter() -> Callable[[int], None] | None:
-    """`omp_set_num_threads` of the library that torch uses; None: not found. Tried on the thread that calls first."""
+    """`omp_set_num_threads` of the OpenMP library that torch uses; None: not found. It is tried out on the first
+    calling thread: several such libraries may be loaded, and only one changes torch's number."""
     before = torch.get_num_threads()
     for pattern in _NAMES:
         for path in sorted((Path(torch.__file__).parent / "lib").glob(pattern)):
@@ -217,18 +219,18 @@ def _setter() -> Callable[[int], None] | None:
             except (OSError, AttributeError):
                 continue
             setter(before + 1)
-            found = torch.get_num_threads()
+            now = torch.get_num_threads()
             setter(before)
-            if found == before + 1:
+            if now == before + 1:
                 return setter
     return None
 
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Within, torch's operators on this thread use `threads` threads; on others, and afterwards, as many as before.
+    """Context in which torch's operators on this thread use `threads` threads. Other threads are not affected.
 
-    Does nothing where torch is built with another library than the OpenMP it comes with.
+    Does nothing if torch was built with another library than the OpenMP that it ships with.
     """
     before = torch.get_num_threads()  # also makes torch read its own setting before ours
     setter = _setter() if before != threads else None

@@ -1,4 +1,4 @@
-"""The amount of free memory: the machine's, the container's or the accelerator's."""
+"""Free memory of the machine, the container or the accelerator, and errors for want of it."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _GROUPS = (
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be taken on `device` without swapping, being refused or being killed."""
+    """Bytes that can still be allocated on `device` without swapping, an error or being killed."""
     return _least_free(device)[0]
 
 
 def limited_by(device: torch.device) -> str:
-    """The limit under which less is free than the machine has, in words to follow a number of bytes; else nothing."""
+    """The limit that leaves less free than the machine has, as text to follow a number of bytes; "" if none does."""
     return _least_free(device)[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did an allocation fail, on whatever device and in whichever library?"""
+    """Whether the error is a failed allocation, on any device and in any library."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_WITHOUT_MEMORY)
 
 
 def release_cached(device: torch.device) -> None:
-    """Give back what allocators keep for later: torch's on an accelerator, the C library's (glibc) elsewhere."""
+    """Give back the free memory that allocators cache: torch's on a GPU, the C library's (glibc) elsewhere."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif sys.platform.startswith("linux"):
@@ -61,10 +61,10 @@ def release_cached(device: torch.device) -> None:
             trim(0)
 
 
-def in_words(work: Callable[[], _Made], device: torch.device, what: str, helps: str) -> _Made:
-    """`work()`. Where memory does not suffice for it, `OutOfMemory` says that `what` does not fit, and what `helps`.
+def in_words(work: Callable[[], _Made], device: torch.device, subject: str, helps: str) -> _Made:
+    """`work()`. If it runs out of memory, `OutOfMemory` says that `subject` does not fit, and what `helps`.
 
-    What `work` had taken by then is free again when the error arrives: it does not carry the frames that held it.
+    The original error is not chained: its frames would keep the memory that `work` had allocated.
     """
     try:
         return work()
@@ -75,16 +75,17 @@ def in_words(work: Callable[[], _Made], device: torch.device, what: str, helps: 
     release_cached(device)
     free, limit = _least_free(device)
     raise OutOfMemory(
-        f"{what} does not fit on {device}, where {free / 2**20:.0f} MiB are free now{limit}: {reason} {helps}"
+        f"{subject} does not fit on {device}, where {free / 2**20:.0f} MiB are free now{limit}: {reason} {helps}"
     )
 
 
 def bound_kernel_caches() -> None:
-    """Keep fewer compiled CPU kernels than torch's default of 1,024 in each of two caches, unless the environment says.
+    """Keep fewer compiled oneDNN kernels than torch's default of 1,024 in each of two caches, unless the environment
+    sets the sizes.
 
-    There is a kernel for every layer shape and number of tokens, a continuous batch has another number of tokens in
-    every step, and each takes up to a megabyte: on mixed requests a nine-megabyte model grew by a gigabyte. With 128 it
-    grows by 0.25 and is no slower. Read by torch at its first product; later changes have no effect.
+    There is a kernel for every layer shape and number of tokens, continuous batching changes the number of tokens in
+    every step, and a kernel takes up to a megabyte: on mixed requests a nine-megabyte model grew by a gigabyte. With
+    128 it grows by 0.25 GB and is no slower. Torch reads the sizes at its first product; later changes do nothing.
     """
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, str(_KERNELS))
@@ -106,13 +107,13 @@ def _machine_free() -> int:
 
 
 def _process_limits() -> Iterator[tuple[int, str]]:
-    """Bytes that each set limit of a process leaves this one: of its address space, of its private memory."""
+    """Bytes that each set limit (`ulimit -v`, `-d`) leaves this process, with words for the limit."""
     try:
         import resource
     except ImportError:  # Windows
         return
-    for kind, flag, field in ((resource.RLIMIT_AS, "v", "vms"), (resource.RLIMIT_DATA, "d", "data")):
-        most = resource.getrlimit(kind)[0]
+    for limit, flag, field in ((resource.RLIMIT_AS, "v", "vms"), (resource.RLIMIT_DATA, "d", "data")):
+        most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
             try:
                 used = getattr(psutil.Process().memory_info(), field, 0)
@@ -122,19 +123,19 @@ def _process_limits() -> Iterator[tuple[int, str]]:
 
 
 def _control_groups() -> Iterator[int]:
-    """Bytes that each limit of this process's control groups leaves (v2 and v1): its own and those above it, of which a
-    container sees the first. Page cache that can be reclaimed counts as free."""
+    """Bytes that each limit of this process's control groups leaves (v2 and v1): of its own group and of those above
+    it, as far as a container sees them. Page cache that can be reclaimed counts as free."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
-    except OSError:  # those of a container's own root may be there all the same
+    except OSError:  # without /proc, the limits of the container's root group may still be readable
         lines = ["0::/", "0:memory:/"]
     for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
             continue
-        root, limit, usage, cache = _GROUPS[1 if kinds else 0]
-        own = root / path.lstrip("/")
-        for group in [own, *own.parents][: len(own.parts) - len(root.parts) + 1]:
+        root, limit, usage, cache = _GROUPS[1 if controllers else 0]
+        own_group = root / path.lstrip("/")
+        for group in [own_group, *own_group.parents][: len(own_group.parts) - len(root.parts) + 1]:
             try:
                 stat = dict(entry.split() for entry in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
                 used = int((group / usage).read_text(encoding="utf-8")) - int(stat.get(cache, 0))

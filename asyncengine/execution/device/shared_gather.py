@@ -1,10 +1,10 @@
 """Shared memory through which the processes of one model exchange results on a CPU.
 
-It is an anonymous file (`memfd_create`, Linux): no name, and nothing to remove afterwards. Each process
-writes its columns of a result into the one matrix, waits at a barrier until all have, and copies what it needs. There
-are two such places, used in turns: a process that writes into one has passed the barrier behind the last use of the
-other, by which all have read the first. Each stage of a pipeline has two of its own; stages wait for each other by
-counts.
+It is an anonymous file (`memfd_create`, Linux): no name, and nothing to remove afterwards. Each process writes its
+columns of a result into one shared matrix, waits at a barrier until all have, and copies what it needs. There are two
+such buffers, used alternately: a process that writes into one has passed the barrier of the other's last use, and by
+then every process has read the first. Each pipeline stage has two buffers of its own; stages wait for each other by
+counts of arrivals.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ import torch
 
 from asyncengine.kernels.api import compiler_missing
 
-_PLACE = 2**25
-"""Bytes of each place. Untouched bytes take no memory; a longer result goes through in several parts."""
+_BUFFER_BYTES = 2**25
+"""Bytes of each buffer. Untouched pages take no memory; a longer result is exchanged in several pieces."""
 _PAGE = mmap.PAGESIZE
 _MOST = 64
 """Processes of a model, at most."""
 _WORDS = 192
-"""Bytes of the words that one count of arrivals takes (`kernels.cpu.atomics`); each process has one."""
+"""Bytes of one counter of arrivals (`kernels.cpu.atomics`), of which each process has one."""
 _HEAD = -(-2 * _MOST * _WORDS // _PAGE) * _PAGE
-"""Bytes before the places: the words of all processes, and then of all stages."""
+"""Bytes before the buffers: the counters of all processes, then those of all stages' barriers."""
 _VIEWS = 256
 """Views that are kept for the next step of the same shape."""
 
 
 def missing() -> str | None:
-    """The reason for which there is no such memory here; None: there is."""
+    """Why there is no such memory here; None: there is."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return "needs Linux, whose processes share memory without a name"
     return compiler_missing(torch.float32, torch.device("cpu"))
 
 
 def make_memory(stages: int = 1) -> int:
-    """A descriptor of new memory, which its processes inherit. Raises `OSError`."""
+    """The descriptor of new memory, which the ranks inherit. Raises `OSError`."""
     made = os.memfd_create("asyncengine-ranks")
-    os.ftruncate(made, _HEAD + 2 * _PLACE * stages)
+    os.ftruncate(made, _HEAD + 2 * _BUFFER_BYTES * stages)
     return made
 
 
@@ -58,9 +58,9 @@ class SharedGather:
     def __init__(
         self, memory: int, rank: int, size: int, stages: int = 1, links: Sequence[Connection] = ()
     ) -> None:  # fmt: skip
-        """`memory`: the descriptor of `make_memory`, which may be closed afterwards. `rank`: of `size` processes of all
-        `stages`, of which each has as many, one behind the other. `links`: where the stages have a machine each, the
-        connections of rank 0 to all stages behind the first, and of a later stage's first rank to rank 0."""
+        """`memory`: the descriptor of `make_memory`, which may be closed afterwards. `rank`: among `size` processes,
+        which `stages` divide evenly in order. `links`: if each stage has a machine, rank 0's connections to the other
+        stages, or the connection of a later stage's first rank to rank 0; otherwise none."""
         from asyncengine.kernels.api import atomics
 
         self.size, self.stages = size // stages, stages
@@ -69,14 +69,14 @@ class SharedGather:
         """The reason that `break_off` was given."""
         self.links, self.shares_pages = links, not links
         self.readers: list[threading.Thread] = []
-        """Threads that read links, and end when these and all waiting do."""
-        self._end = _HEAD + 2 * _PLACE * stages
+        """Threads that read links; they end when the links are closed and waiting is broken off."""
+        self._end = _HEAD + 2 * _BUFFER_BYTES * stages
         whole = torch.frombuffer(mmap.mmap(memory, self._end), dtype=torch.uint8)
         self._memory: torch.Tensor | None = whole
         self._file = os.dup(memory)
         self._close_file = weakref.finalize(self, os.close, self._file)
         self._address: int = whole.data_ptr()
-        self._places: Sequence[torch.Tensor] = whole[_HEAD:].view(stages, 2, _PLACE)[self.stage].unbind()
+        self._buffers: Sequence[torch.Tensor] = whole[_HEAD:].view(stages, 2, _BUFFER_BYTES)[self.stage].unbind()
         self._meet: Any = atomics.meet
         self._arrive: Any = atomics.arrive
         self._reach: Any = atomics.reach
@@ -85,58 +85,57 @@ class SharedGather:
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def rows_at_once(self, row_bytes: int) -> int:
-        """Number of rows of `row_bytes` each that a place holds. Raises `ValueError` where it does not hold one."""
-        if row_bytes > _PLACE:
-            raise ValueError(f"a row of {row_bytes} bytes is larger than the shared memory, {_PLACE}")
-        return _PLACE // row_bytes
+        """Number of rows of `row_bytes` each that a buffer holds. Raises `ValueError` if it does not hold one."""
+        if row_bytes > _BUFFER_BYTES:
+            raise ValueError(f"a row of {row_bytes} bytes is larger than the shared memory, {_BUFFER_BYTES}")
+        return _BUFFER_BYTES // row_bytes
 
-    def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
-        it until the one after. Nothing in particular is in it at first."""
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix [rows, columns] that all ranks write before the next `meet`, and read after it until the `meet`
+        after that. It is uninitialised."""
         key = self._turn, rows, columns, dtype
-        found = self._views.get(key)
-        if found is None:
+        view = self._views.get(key)
+        if view is None:
             if len(self._views) == _VIEWS:
                 self._views.clear()
             nbytes = rows * columns * dtype.itemsize
-            found = self._places[self._turn][:nbytes].view(dtype).view(rows, columns)
-            self._views[key] = found
-        return found
+            view = self._buffers[self._turn][:nbytes].view(dtype).view(rows, columns)
+            self._views[key] = view
+        return view
 
     def meet(self) -> None:
-        """Wait until all ranks have called this as often as this one. Raises `RuntimeError` if one of them is gone."""
+        """Wait until all ranks have called this as often as this one. Raises `RuntimeError` if a rank is gone."""
         self._target += self.size
         self._turn = 1 - self._turn
         if not self._meet(self._address + (_MOST + self.stage) * _WORDS, self._target):
             raise RuntimeError(self.lost or "another rank of the model is gone")
 
     def arrive(self, stage: int | None = None, rank: int | None = None) -> None:
-        """Count one more arrival of this process, or in the name of another."""
+        """Increment the counter of this process, or that of another, whose results this one has received."""
         self._arrive(self._words(stage, rank))
 
     def reach(self, stage: int, count: int, rank: int | None = None) -> None:
-        """Wait until this rank, or another, of a stage has called `arrive` so often. Raises `RuntimeError` if one of
-        the processes is gone."""
+        """Wait until the counter of a rank (None: this one's number) of a stage is at least `count`. Raises
+        `RuntimeError` if a process is gone."""
         if not self._reach(self._words(stage, rank), count):
             raise RuntimeError(self.lost or "another rank of the model is gone")
 
     def _words(self, stage: int | None, rank: int | None) -> int:
-        """Address of the count of a process; None: this one's stage, or rank."""
+        """Address of the counter of a process; None: this process's stage, or rank."""
         of_stage = (self.stage if stage is None else stage) * self.size
         return self._address + (of_stage + (self.rank if rank is None else rank)) * _WORDS
 
     def break_off(self, reason: str) -> None:
-        """End all waiting, in all processes: one of them is gone. From any thread; the first reason
-        stands."""
+        """End all waiting in all processes, as one of them is gone. From any thread; the first reason is kept."""
         self.lost = self.lost or reason
         for words in range(2 * _MOST):
             self._break_off(self._address + words * _WORDS)
 
     def pools(self, nbytes: int) -> SharedPools:
-        """Memory of at least `nbytes` for what each rank keeps, together with the same rank of other stages: all
-        processes call this once, with the same number. Raises `OSError` where the system does not give it."""
+        """Memory of at least `nbytes` for the caches of each rank; the same ranks of all stages share it. All processes
+        call this once, with the same number. Raises `OSError` if there is no memory."""
         region = -(-nbytes // _PAGE) * _PAGE
-        os.ftruncate(self._file, self._end + self.size * region)  # to the same size, whoever comes first
+        os.ftruncate(self._file, self._end + self.size * region)  # all processes set the same size, in any order
         return SharedPools(self._file, self._end, self.rank, self.size, region)
 
     def close(self) -> None:
@@ -148,11 +147,11 @@ class SharedGather:
         self._close_file()
         self._meet = self._reach = self._arrive = self._break_off = _gone
         self._views.clear()
-        self._places, self._memory = (), None
+        self._buffers, self._memory = (), None
 
 
 def _gone(*arguments: int) -> int:
-    """The answer of `meet` where another rank is gone."""
+    """Stand in for the barrier after `close`: 0 means that a rank is gone."""
     return 0
 
 
@@ -160,15 +159,14 @@ def _gone(*arguments: int) -> int:
 # the engine's process copies prefixes from and into all of them.
 
 _ALIGNED = mmap.PAGESIZE
-"""Bytes between two places where something may begin."""
+"""Alignment of allocations in bytes."""
 
 
 class SharedPools:
-    """One process's view of the regions, which all of them cut in the same way."""
+    """One process's view of the regions of all ranks, which all allocate from theirs in the same order."""
 
     def __init__(self, descriptor: int, first: int, rank: int, size: int, nbytes: int) -> None:
-        """`first`: the byte of the file where the regions of `size` processes begin, of `nbytes` each; whole pages of
-        memory both."""
+        """`first`: offset in the file of the regions of `size` processes, of `nbytes` each; both are whole pages."""
         self._region = nbytes
         self._first, self.size = rank * self._region, size
         self._used = 0
@@ -176,22 +174,22 @@ class SharedPools:
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An `Empty` of this process's region, all zeros. Raises `MemoryError` where the region has no room."""
+        """An `Empty` in this process's region, all zeros. Raises `MemoryError` if the region is full."""
         nbytes, begin = math.prod(shape) * dtype.itemsize, self._used
         if begin + nbytes > self._region:
             raise MemoryError(f"{nbytes} bytes are more than is left of {self._region} shared ones")
         self._used += -(-nbytes // _ALIGNED) * _ALIGNED
-        place = self._first + begin
-        return self._memory[place : place + nbytes].view(dtype).view(tuple(shape))
+        offset = self._first + begin
+        return self._memory[offset : offset + nbytes].view(dtype).view(tuple(shape))
 
-    def of_all(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of what `empty` gave each of the processes when it gave `own` to this one, by rank."""
-        begin = own.data_ptr() - self._memory.data_ptr() - self._first
+    def of_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """For each rank the bytes of its tensor that corresponds to `tensor`, one that `empty` returned here."""
+        begin = tensor.data_ptr() - self._memory.data_ptr() - self._first
         regions = range(begin, self.size * self._region, self._region)
-        return [self._memory[place : place + own.nbytes] for place in regions]
+        return [self._memory[offset : offset + tensor.nbytes] for offset in regions]
 
     def give_back(self) -> None:
-        """Let the system have the memory of this process's region: it is zeros until it is written to again."""
+        """Give the memory of this process's region back to the system: it is zeros until it is written to again."""
         used = min(self._used, self._region)
         if used:
             self._mapped.madvise(mmap.MADV_REMOVE, self._first, used)

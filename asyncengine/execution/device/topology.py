@@ -1,7 +1,7 @@
-"""Cores and memory nodes of this machine, and shares of them to which threads and processes are bound.
+"""Cores and NUMA nodes of this machine, and shares of them to which threads and processes are bound.
 
-Linux tells both under /sys/devices/system (its documentation: admin-guide/cputopology, ABI/stable/sysfs-devices-node).
-Elsewhere there is one node with all cores, and nothing is bound.
+Linux lists both under /sys/devices/system (its documentation: admin-guide/cputopology, ABI/stable/sysfs-devices-node).
+On other systems there is one node with all cores, and nothing is bound.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Core = tuple[int, ...]
 
 
 class MemoryNode(NamedTuple):
-    """Memory, and the cores for which it is near."""
+    """A NUMA node: memory, and the cores that are near it."""
 
     number: int | None
-    """Number by which the kernel knows it; None where there is but one."""
+    """The kernel's number of the node; None if the machine has one node."""
     cores: tuple[Core, ...]
     memory: int = 0
-    """Bytes of it, used or free; 0: it has none, or the system does not tell."""
+    """Bytes of its memory, used or free; 0: it has none, or the size is unknown."""
 
 
 class Share(NamedTuple):
@@ -44,7 +44,7 @@ class Share(NamedTuple):
 
     cores: tuple[Core, ...]
     nodes: tuple[int, ...] = ()
-    """Memory nodes of these cores; none where there is but one, or none with memory."""
+    """Numbers of these cores' nodes that have memory; empty if the machine has one node."""
     memory: int = 0
     """Bytes of these nodes."""
 
@@ -54,26 +54,26 @@ class Share(NamedTuple):
 
 
 def memory_nodes(system: Path = _SYSTEM, usable: Collection[int] | None = None) -> list[MemoryNode]:
-    """Memory nodes with cores that this thread may use, by number. `usable`: its logical CPUs, if not as the kernel
-    says (control groups and `taskset` restrict them)."""
+    """Nodes with cores that this thread may use, by number. `usable`: logical CPUs; None: those of the thread's
+    affinity, which control groups and `taskset` restrict."""
     if usable is None:
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    here = set(usable)
+    usable_cpus = set(usable)
     with suppress(OSError):
-        here &= _listed(system / "cpu/online")
+        usable_cpus &= _listed(system / "cpu/online")
     folders = {int(path.name[4:]): path for path in (system / "node").glob("node[0-9]*")}
-    found = []
+    nodes = []
     for number, folder in sorted(folders.items()):
         with suppress(OSError):
-            if cpus := here & _listed(folder / "cpulist"):
-                known = number if len(folders) > 1 else None
-                found.append(MemoryNode(known, _cores(system, cpus), _memory(folder)))
-    return found or [MemoryNode(None, _cores(system, here))]
+            if cpus := usable_cpus & _listed(folder / "cpulist"):
+                node_number = number if len(folders) > 1 else None
+                nodes.append(MemoryNode(node_number, _cores(system, cpus), _memory(folder)))
+    return nodes or [MemoryNode(None, _cores(system, usable_cpus))]
 
 
 def divide(nodes: Sequence[MemoryNode], shares: int | None) -> list[Share]:
-    """Cores in `shares` equal parts, neighbours together; None: a share for each node. Of more shares than cores, each
-    has one core that others have as well."""
+    """Divide the cores into `shares` equal shares of neighbours; None: one share for each node. With more shares than
+    cores, each share has one core, and some have the same."""
     if shares is None:
         return [_share([(node, core) for core in node.cores]) for node in nodes]
     cores = [(node, core) for node in nodes for core in node.cores]
@@ -84,9 +84,9 @@ def divide(nodes: Sequence[MemoryNode], shares: int | None) -> list[Share]:
 
 
 def bind(share: Share) -> None:
-    """Bind this thread to the share: its steps to these cores, and what it allocates to their memory. So are all
-    threads and processes that it starts from now on. What the kernel denies is logged, and left out: memory that a
-    bound thread writes to first is on its node anyway, as long as that has room."""
+    """Bind this thread to the share's cores, and its allocations to their memory; threads and processes that it starts
+    from now on inherit both. If the kernel denies one, that is logged and skipped: memory that a bound thread writes to
+    first comes from its node anyway, as long as that has room."""
     if hasattr(os, "sched_setaffinity"):
         try:
             os.sched_setaffinity(0, share.cpus)
@@ -97,7 +97,7 @@ def bind(share: Share) -> None:
 
 
 def bind_memory(nodes: Collection[int]) -> str | None:
-    """Have what this thread allocates come from these nodes alone. The reason for which it does not; None: it does."""
+    """Restrict this thread's allocations to these nodes. Returns why that failed; None: it is done."""
     call = _SET_MEMPOLICY.get(platform.machine()) if sys.platform == "linux" else None
     if call is None:
         return "this system has no such call"
@@ -105,7 +105,7 @@ def bind_memory(nodes: Collection[int]) -> str | None:
     mask = (ctypes.c_ulong * (max(nodes) // bits + 1))()
     for node in nodes:
         mask[node // bits] |= 1 << node % bits
-    length = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel takes off one
+    length = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel reads one bit less than this length
     refused = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(call), ctypes.c_long(_MPOL_BIND), mask, length)
     return os.strerror(ctypes.get_errno()) if refused else None
 
@@ -117,25 +117,25 @@ def _share(cores: Sequence[tuple[MemoryNode, Core]]) -> Share:
 
 
 def _cores(system: Path, cpus: set[int]) -> tuple[Core, ...]:
-    """The logical CPUs by cores, in order."""
-    found: dict[Core, None] = {}
+    """The logical CPUs `cpus` grouped by core, in order."""
+    cores: dict[Core, None] = {}
     for cpu in sorted(cpus):
-        core = {cpu}
-        for name in ("thread_siblings_list", "core_cpus_list"):  # the newer name says the same
+        siblings = {cpu}
+        for name in ("thread_siblings_list", "core_cpus_list"):  # old and new name of the same file
             with suppress(OSError):
-                core |= _listed(system / f"cpu/cpu{cpu}/topology/{name}") & cpus
-        found[tuple(sorted(core))] = None
-    return tuple(found)
+                siblings |= _listed(system / f"cpu/cpu{cpu}/topology/{name}") & cpus
+        cores[tuple(sorted(siblings))] = None
+    return tuple(cores)
 
 
 def _listed(path: Path) -> set[int]:
     """Numbers in a file of the form "0-3,8". Raises `OSError`."""
-    ranges = [part.split("-") for part in path.read_text(encoding="ascii").strip().split(",") if part]
+    ranges = [interval.split("-") for interval in path.read_text(encoding="ascii").strip().split(",") if interval]
     return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def _memory(folder: Path) -> int:
     with suppress(OSError):
-        if found := re.search(r"MemTotal:\s*(\d+) kB", (folder / "meminfo").read_text(encoding="ascii")):
-            return int(found[1]) * 1024
+        if match := re.search(r"MemTotal:\s*(\d+) kB", (folder / "meminfo").read_text(encoding="ascii")):
+            return int(match[1]) * 1024
     return 0

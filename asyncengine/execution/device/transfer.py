@@ -13,23 +13,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Pinned host arrays, their copies to the device, and events. What a plan needs is one small object, so that the host
-# half of a GPU backend can be tested where there is no GPU.
+# Pinned host arrays, their copies to the device, and events. `CudaMemory` is all that a GPU backend's planning uses of
+# CUDA, so that it can be tested without a GPU.
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Whatever names no device, streams and graphs above all, means this one. Each thread has a current one."""
+    """Context in which this is the thread's current CUDA device, which streams and graphs use implicitly."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`host` on `device`, behind what is queued there and without waiting for it; on CPU the same memory.
+    """A copy of `host` on `device`, queued in the current stream without waiting; on a CPU the same memory.
 
-    It goes through pinned memory of torch's caching allocator, which does not reuse it before the copy is done:
-    `host` may change at once. From pageable memory a copy would wait for the device.
+    It goes through pinned memory of torch's caching allocator, which does not reuse that before the copy is done, so
+    `host` may change at once. A copy from pageable memory would wait for the device.
     """
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
@@ -40,7 +40,7 @@ def upload(array: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.devi
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether this is a GPU of compute capability 9: some kernels are compiled for that alone."""
+    """Whether this is a GPU of compute capability 9, for which some kernels are compiled."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -48,8 +48,8 @@ class Event:
     """A mark in the current stream of its device, whichever device is current."""
 
     def __init__(self, device: torch.device) -> None:
-        kind: Any = torch.cuda.Event  # untyped in torch
-        self._event = kind()
+        event_type: Any = torch.cuda.Event  # untyped in torch
+        self._event = event_type()
         self._device = device
 
     def record(self) -> None:
@@ -62,11 +62,11 @@ class Event:
 
 
 class CudaMemory:
-    """The operations on the memory of a CUDA device that a plan needs. Copies are queued in the current stream; nothing
-    here waits for them. Tests have a stand-in on a CPU.
+    """Memory operations of a CUDA device for plans. Copies are queued in the current stream without waiting. Tests have
+    a stand-in on a CPU.
 
-    Host arrays come from torch's pinned allocator, which hands memory out again only after the copies that read it
-    have run; so arrays are made anew each time instead of being reused, and no copy can race with the next step.
+    Host arrays come from torch's pinned allocator, which reuses memory only after the copies that read it have run:
+    every step takes a fresh array, and no copy can race with the next step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,29 +101,29 @@ class CudaMemory:
 
 
 _TURNS = 3
-"""Pinned arrays that are used in turns."""
+"""Number of pinned arrays that are used in turn."""
 
 
 class FixedInputs:
-    """Device memory at a fixed address that one copy a step fills anew, from pinned arrays used in turns.
+    """Device memory at a fixed address that one copy fills in each step, from pinned arrays used in turn.
 
-    A pinned array is written again once the copy that read it has run: an event behind each copy says when.
+    A pinned array is written again only after the event behind the copy that read it.
     """
 
     def __init__(self, memory: CudaMemory, count: int, kept: int = 0) -> None:
-        """`count`: int32 elements sent at most. `kept`: those before them in `device`, which no copy touches."""
+        """`count`: most int32 elements of a copy. `kept`: elements of `device` before these, which no copy touches."""
         self._memory = memory
         with torch.inference_mode(False):  # written in place inside of inference mode and outside
             self.device = memory.reserve(kept + count)
             """int32 [kept + count]"""
             self.sent = self.device[kept:]
-            """The part that is sent: int32 [count]."""
+            """int32 [count], the elements that copies fill."""
             self._hosts = [memory.host(count) for _ in range(_TURNS)]
         self._copied: list[Event | None] = [None] * _TURNS
         self._turn = 0
 
     def take(self) -> torch.Tensor:
-        """The pinned int32 array that `send` will copy next; what it holds is arbitrary."""
+        """The pinned int32 array that `send` will copy next, uninitialised."""
         self._turn = (self._turn + 1) % len(self._hosts)
         copied = self._copied[self._turn]
         if copied is not None:
@@ -131,7 +131,7 @@ class FixedInputs:
         return self._hosts[self._turn]
 
     def send(self, count: int) -> None:
-        """Queue the copy of the first `count` elements of what was taken last."""
+        """Queue the copy of the first `count` elements of the array that was taken last."""
         self._memory.upload(self._hosts[self._turn][:count], into=self.sent)
         copied = self._copied[self._turn] or self._memory.event()
         copied.record()
@@ -143,33 +143,32 @@ _C: Any = torch._C
 
 
 def is_plain_thread(device: torch.device) -> bool:
-    """Are torch's settings for this thread those of a new one? A caller's coroutine may await within a stream, a
-    default device, autocast or a mode that traces operators, and all else that its event loop runs is in it, too."""
+    """Whether torch's settings of this thread are those of a new thread. If a caller's coroutine awaits within a
+    stream, a default device, autocast or a mode that traces operators, everything else on its event loop runs in it."""
     if _C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or torch.is_autocast_enabled(device.type):
         return False
     return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for results; None where the device is the host.
+    """A stream for results; None if the device is the host.
 
-    torch hands out the same 32 streams of a priority in turns. Graphs are captured on streams of the default priority:
-    with this one, no copy of another engine can land in a stream that is being captured.
+    torch reuses 32 streams of each priority. Graphs are captured on streams of the default priority: with a high one
+    here, no copy of another engine can land in a stream that is being captured.
     """
     stream: Any = torch.cuda.Stream
     return None if device.type == "cpu" else stream(device, priority=-1)
 
 
 class Readback:
-    """The results of one step on their way to the host. `fetch` each, `send` once, `wait` before reading any.
+    """The results of one step on their way to the host: `fetch` each, `send` once, `wait` before reading any.
 
-    What is copied is kept until it has arrived: only then may its memory be reused, by a stream that
-    knows nothing of this one.
+    Device tensors are referenced until they have been copied: another stream could reuse their memory before.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None, used: list[torch.Tensor] | None = None) -> None:
-        """`stream`: where copies run; None: the device is the host. `used`: pinned arrays of `fetch_now` that are read
-        no more; a runner's results share them."""
+        """`stream`: where copies run; None: the device is the host. `used`: free pinned arrays for `fetch_now`, which a
+        runner's steps share."""
         self._stream = stream
         self._arrived: Any = None  # untyped in torch
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -190,15 +189,15 @@ class Readback:
         return host
 
     def fetch_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same for memory that the next step overwrites, always of this size: it is copied in the stream of the
-        steps, into host memory that is used again after `release`."""
+        """The same for memory that the next step overwrites, and that always has this size: it is copied in the steps'
+        own stream, into host memory that is reused after `release`."""
         if self._stream is None:
             return tensor.clone()
         self._host = self._used.pop() if self._used else torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True)
         return self._host.copy_(tensor, non_blocking=True)
 
     def release(self) -> None:
-        """Give back the memory that `fetch_now` returned, once it has been read."""
+        """Free the memory that `fetch_now` returned, once it has been read."""
         if self._host is not None:
             self._used.append(self._host)
         self._host = None
@@ -218,7 +217,7 @@ class Readback:
         self._arrived = stream.record_event(event(blocking=True))  # else waiting burns a core
 
     def wait(self) -> None:
-        """Block, without the interpreter lock, until all is here."""
+        """Block, without the interpreter lock, until all results have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._copies.clear()

@@ -50,7 +50,7 @@ class Ranks(Protocol):
     def rows_at_once(self, row_bytes: int) -> int:
         """Number of rows of `row_bytes` each that can be exchanged at once."""
 
-    def place(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
         it until the one after. Each number is written by one rank."""
 
@@ -79,7 +79,7 @@ def _exchanged(
     most = ranks.rows_at_once(columns * dtype.itemsize)
     for first in range(0, rows, most):
         some = slice(first, min(first + most, rows))
-        place = ranks.place(some.stop - first, columns, dtype)
+        place = ranks.buffer(some.stop - first, columns, dtype)
         fill(some, place)
         ranks.meet()
         yield some, place

@@ -81,7 +81,7 @@ def _run(decoder: Decoder, page_size: int, kept: torch.dtype, start: int, count:
     """Run a step of `count` tokens from position `start` on, and if that is not 0, the kernels of long contexts."""
     from asyncengine.execution.attention.cpu import CompiledBackend
 
-    backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True, kept=kept)
+    backend = CompiledBackend(decoder.specs, 1, page_size, decoder.dtype, one_pool=True, kv_dtype=kept)
     starts, counts, bounds = (np.array(values, dtype=np.int64) for values in ([start], [count], [0, count]))
     tables = np.zeros((1, -(-(start + count) // page_size)), dtype=np.int32)
     positions, ids = torch.arange(start, start + count), torch.zeros(count, dtype=torch.int64)

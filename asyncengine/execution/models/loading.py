@@ -25,7 +25,7 @@ from asyncengine.execution.attention.base import LayerSpec
 from asyncengine.execution.attention.factory import check_kv_dtype, kv_dtype
 from asyncengine.execution.attention.flashinfer import load_flashinfer
 from asyncengine.execution.attention.flashinfer_plan import LayerGroup, why_not
-from asyncengine.execution.device.arena import find_memory
+from asyncengine.execution.device.arena import populate_memory
 from asyncengine.execution.device.cores import threads_for
 from asyncengine.execution.device.memory import bound_kernel_caches
 from asyncengine.execution.device.transfer import is_hopper
@@ -343,11 +343,11 @@ def _fill(
     folder, most = None if described.dummy else config.weight_cache_dir, int(config.weight_cache_disk)
     file, others = packed_file(described, slots, weights.names, options, folder, most)
     mapped = file is not None and file.map()
-    regions = options.memory.parts()
+    regions = options.memory.regions()
     if regions:
         # packing into memory whose pages the system must still allocate takes several times as long
         bar.stage("mapping weights" if mapped else "making room for weights", len(regions))
-        find_memory(regions, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
+        populate_memory(regions, threads_for(config.num_threads, options.device), bar.advance, of_file=mapped)
     if described.dummy:
         bar.stage("making up weights")
         fill_randomly(slots, described.dtype, described.device)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from asyncengine.execution.device.arena import MappedPart
+from asyncengine.execution.device.arena import MappedRegion
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.stored import TensorSlot
 from asyncengine.execution.models.description import ModelDescription
@@ -46,7 +46,7 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 class PackedFile:
     """The cache file of one model's weights, which need not exist yet."""
 
-    def __init__(self, path: Path, regions: list[MappedPart], most: int, sources: Sequence[Path]) -> None:
+    def __init__(self, path: Path, regions: list[MappedRegion], most: int, sources: Sequence[Path]) -> None:
         """`regions`: the memory that the file is mapped to. `most`: limit in bytes of all files in its folder.
         `sources`: the checkpoint's files."""
         self.path, self._most, self._sources = path, most, sources
@@ -130,7 +130,7 @@ def packed_file(
     """The cache file for the weights of `slots`, and those of `names` that it does not hold. `names`: the slot of each
     of the checkpoint's tensors. The file is None if settings, size, device or folder do not allow one.
     `kept_in`: the setting `weight_cache_dir`. `most`: limit in bytes of all files there."""
-    regions = options.memory.parts()
+    regions = options.memory.regions()
     if kept_in is None or not _LEAST <= sum(region.size for region in regions) <= most - _ALIGNED:
         return None, dict(names)
     folder = Path()
@@ -191,7 +191,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _map(file: int, begin: int, region: MappedPart) -> bool:
+def _map(file: int, begin: int, region: MappedRegion) -> bool:
     """Map the file from offset `begin` on over a region of memory. False if the system refuses."""
     call = ctypes.CDLL(None).mmap
     address, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long

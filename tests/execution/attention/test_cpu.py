@@ -61,7 +61,7 @@ class BytesPair(Pair):
 
 def make_pair(spec: LayerSpec, dtype: torch.dtype, page_size: int = 16, kept: torch.dtype | None = None) -> Pair:
     """A pair whose compiled backend's pages hold NaN before they are written."""
-    backend = CompiledBackend([spec], 1 + 5 * -(-201 // page_size), page_size, dtype, kept=kept)
+    backend = CompiledBackend([spec], 1 + 5 * -(-201 // page_size), page_size, dtype, kv_dtype=kept)
     for pool in backend.page_pools():
         pool.memory.fill_(0xFF)
     if kept is None:
@@ -189,7 +189,7 @@ class Lengths:
         generator = torch.Generator().manual_seed(5)
         pages = [-(-length // 16) for length in lengths]
         self.spec, self.lengths, self.first = spec, lengths, np.cumsum([1, *pages])
-        self.backend = CompiledBackend([spec], int(self.first[-1]), 16, torch.float32, kept=kept)
+        self.backend = CompiledBackend([spec], int(self.first[-1]), 16, torch.float32, kv_dtype=kept)
         for pool in self.backend.page_pools():
             pool.memory.fill_(0xFF)
         self.query = torch.randn(sum(lengths), spec.num_heads, spec.key_dim, generator=generator)
@@ -344,6 +344,6 @@ def test_bytes_are_refused_by_name(
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8])
 def test_the_pool_is_as_large_as_counted(kept: torch.dtype) -> None:
-    backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16, kept=kept)
+    backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16, kv_dtype=kept)
     assert backend.kv_bytes == 7 * page_bytes([BASE, BASE], 16, kept)
     backend.close()

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from asyncengine.execution.device.arena import Arena, find_memory
+from asyncengine.execution.device.arena import Arena, populate_memory
 
 _LINE = 64
 _ON_LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux")
@@ -53,10 +53,10 @@ def test_memory_is_found_before_anybody_writes(threads: int) -> None:
     arena = Arena()
     pieces = [arena.empty((size,), torch.uint8) for size in (2**16, 7 * 2**20 + 5, 2**26)]
     pieces[1].fill_(7)
-    parts = arena.parts()
+    parts = arena.regions()
     assert resident(pieces[2]) == 0.0
     told: list[None] = []
-    find_memory(parts, threads, lambda: told.append(None))
+    populate_memory(parts, threads, lambda: told.append(None))
     assert len(told) == len(parts)
     if min(map(resident, pieces)) < 1.0:
         pytest.skip("this kernel finds no memory ahead (Linux 5.14)")
@@ -67,14 +67,14 @@ def test_memory_is_found_before_anybody_writes(threads: int) -> None:
 @_ON_LINUX
 def test_what_is_not_given_out_or_gone_is_not_found() -> None:
     arena = Arena()
-    assert arena.parts() == []
+    assert arena.regions() == []
     gone = arena.empty((2**26,), torch.uint8)
     small = arena.empty((2**20,), torch.uint8)
     del gone
     gc.collect()
-    parts = arena.parts()
+    parts = arena.regions()
     assert [(part.address, part.size) for part in parts] == [(small.data_ptr(), small.nbytes)]
-    find_memory([], 2, lambda: None)
+    populate_memory([], 2, lambda: None)
 
 
 @_ON_LINUX
@@ -88,10 +88,10 @@ def test_who_is_told_may_end_it() -> None:
         told.append(None)
         raise KeyboardInterrupt
 
-    parts, before = arena.parts(), set(threading.enumerate())
+    parts, before = arena.regions(), set(threading.enumerate())
     assert len(parts) > 1
     with pytest.raises(KeyboardInterrupt):
-        find_memory(parts, 1, given_up)
+        populate_memory(parts, 1, given_up)
     assert len(told) == 1
     assert held.nbytes == sum(part.size for part in parts)
     assert set(threading.enumerate()) <= before  # those of other tests may end meanwhile

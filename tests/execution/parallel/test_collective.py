@@ -50,10 +50,10 @@ def test_what_each_has_written_is_what_all_have(dtype: torch.dtype) -> None:
     def work(one: Any) -> list[torch.Tensor]:
         found = []
         for _ in range(3):
-            place = one.place(3, 5, dtype)
-            place[one.rank :: 3] = whole[one.rank :: 3]
+            buffer = one.buffer(3, 5, dtype)
+            buffer[one.rank :: 3] = whole[one.rank :: 3]
             one.meet()
-            found.append(place.clone())
+            found.append(buffer.clone())
         one.close()
         return found
 
@@ -65,7 +65,7 @@ def test_one_that_is_gone_before_they_have_met_is_not_waited_for() -> None:
     first, other = gathers(2)
     told = threading.Timer(0.3, first.break_off, ["rank 1 was killed"])
     told.start()
-    first.place(2, 2, torch.float32)
+    first.buffer(2, 2, torch.float32)
     with pytest.raises(RuntimeError, match="rank 1 was killed"):
         first.meet()
     told.join()
@@ -80,7 +80,7 @@ def test_the_reason_of_another_s_end_is_what_a_meeting_says(told: str) -> None:
     first, other = gathers(2)
 
     def meet(one: Any) -> None:
-        one.place(2, 2, torch.float32)
+        one.buffer(2, 2, torch.float32)
         one.meet()
 
     in_ranks(2, meet, [first, other])

@@ -133,14 +133,14 @@ class ModelBuilder:
 
     def _load(self) -> LoadedModel | LoadedEncoder:
         files, threads = self.files, self._cores.loading
-        given = files.path, self.config, self._progress, files.checkpoint, self._ahead
+        arguments = files.path, self.config, self._progress, files.checkpoint, self._ahead
         if self.is_encoder:
-            return load_encoder(*given, threads)
+            return load_encoder(*arguments, threads)
         headless = is_headless(self.pooling)
         if self._ranks is None:
-            return load_model(*given, headless, threads, draft=files.draft)
+            return load_model(*arguments, headless, threads, draft=files.draft)
         loading = partial(self._ranks.loading, Order(files.path, self.config, headless), threads)
-        return load_model(*given, headless, loading, draft=files.draft, ranks=self._ranks.gather)
+        return load_model(*arguments, headless, loading, draft=files.draft, ranks=self._ranks.gather)
 
     @property
     def own_config(self) -> ModelConfig | None:

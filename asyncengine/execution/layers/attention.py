@@ -1,6 +1,6 @@
-"""Self-attention: projections, norms of heads, rotation; keys, values and scores are the attention backend's.
+"""Self-attention: projections, norms of heads, and rotation. Keys, values and scores belong to the attention backend.
 
-Which steps lie between a layer's merged projection and attention, and who does them, is its `HeadPlan`.
+A layer's `HeadPlan` says which steps lie between its merged projection and attention, and which kernel does each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig,
 from asyncengine.execution.layers.kernels import Activation
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.rotary import Angles, RotaryConfig, rotate
-from asyncengine.execution.layers.sharded import even_cuts, gathered, part_of, share_of
+from asyncengine.execution.layers.sharded import even_cuts, gathered, local_slice, share_of
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import TensorSlot
 
@@ -67,13 +67,13 @@ class AttentionConfig:
     inputs: int | None = None
     """Numbers of what it reads, if not those of the model's stream (EAGLE-3)."""
     lone_gate: str | None = None
-    """A further matrix gives each head a number whose sigmoid is multiplied with what it attends to (LFM3)."""
+    """Name of a further matrix that gives each head a gate: its sigmoid multiplies the head's output (LFM3)."""
     alibi: tuple[float, ...] | None = None
     """A slope of each head: scores grow by it with each position of the key (Press et al. 2022). `rotary` is then one
     in the style "alibi"."""
     output_gate: bool = False
-    """The query projection gives each head's queries and, behind them, as many numbers whose sigmoid is multiplied with
-    what that head attends to (Qwen3-Next)."""
+    """The query projection gives each head's queries, followed by equally many gates, whose sigmoid multiplies the
+    head's output (Qwen3-Next)."""
 
     def build(
         self, options: LayerOptions, rotaries: Sequence[RotaryConfig], prefix: str, width: int, index: int
@@ -89,10 +89,10 @@ class AttentionConfig:
 
 
 class HeadGate:
-    """Gates of heads: what each attends to is multiplied by the sigmoid of as many further projections.
+    """Gates of heads: attention's output is multiplied by the sigmoid of gates from the same projection.
 
-    It takes a projection apart whose first part is, head by head, queries [dim] and gates [dim]; all [T, ...]. `lone`:
-    its last part is a gate for each head.
+    The projection [T, ...] begins with queries [dim] and gates [dim] of each head in turn; with `lone`, it ends with
+    one gate for each head instead.
     """
 
     def __init__(self, options: LayerOptions, heads: int, dim: int, lone: bool) -> None:
@@ -105,7 +105,7 @@ class HeadGate:
             self.kernels = operations
 
     def split(self, projected: torch.Tensor) -> torch.Tensor:
-        """The projection without the gates: queries, and what stands behind them."""
+        """The projection without the gates: queries, keys and values."""
         if self._lone:
             return self._joined(projected[:, : -self.heads])
         if self.kernels is not None:
@@ -127,31 +127,32 @@ class HeadGate:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """The consequences of a layer's configuration, the number of ranks and the kernels; no tensor is asked."""
+    """The computation of a layer's heads, as it follows from its configuration, the number of ranks and the kernels
+    alone; no tensor is looked at."""
 
     form: Literal["own", "by_head", "all_norms", "queries"]
     """The layer's class, by its name in `FORMS`."""
     config: AttentionConfig
     """The layer's, with the heads that one rank has."""
-    parts: tuple[Matrix, ...]
-    """Matrices of the merged projection, named behind the layer's prefix, with the outputs that all ranks have."""
+    matrices: tuple[Matrix, ...]
+    """Matrices of the merged projection, named without the layer's prefix, with the outputs of all ranks together."""
     rows: tuple[int, ...]
     """Rows of the merged projection for each kv head, block by block: queries (and gates), keys, values."""
     gate: Literal["", "number", "head"]
-    """Gates of each number, or of each head, that attention gives; "": there are none."""
+    """Whether each number, or each head, of attention's output has a gate; "": there are no gates."""
     changes: tuple[str, ...]
     """Changes of the projection without its gates, in this order, by their names in `Attention.CHANGES`."""
     apart: tuple[str, ...]
-    """Steps of queries and keys ("norm", "rotate"), in this order, by kernels of their own before attention ..."""
+    """Steps of queries and keys ("norm", "rotate") that separate kernels do, in this order, before ..."""
     fused: tuple[str, ...]
-    """... and those behind them, which are the attention backend's if one kernel prepares the merged projection."""
+    """... these steps, which the attention backend's kernel does if `merges`."""
     merges: bool
-    """One kernel of the attention backend prepares the merged projection."""
+    """Whether one kernel of the attention backend prepares the merged projection."""
     interleaved: bool
-    """That kernel rotates pairs (2 i, 2 i + 1)."""
+    """Whether that kernel rotates pairs (2 i, 2 i + 1)."""
     norms: tuple[tuple[NormConfig, str, int, int], ...]
-    """Norms of queries and of keys, or of queries alone: (form, name behind the layer's prefix, width, rows: one for
-    each head of all ranks, or 0 where one serves all heads)."""
+    """Norms of queries and of keys, or of queries alone: (configuration, name without the layer's prefix, width, rows:
+    the heads of all ranks if each has a weight, 0 if one weight serves all heads)."""
     value_norm: NormConfig | None
     key_dim: int
     """Numbers of a head's key, with its positions (ALiBi)."""
@@ -180,7 +181,7 @@ def plan_heads(
     all_norms = ranks > 1 and norm is not None and config.norm_scope == "whole"
     interleaved = rotary is not None and rotary.style == "interleaved"
     exact = rotary is not None and rotary.exact and not float32
-    # compiled attention rotates halves, by cosines in the model's type, and its norms come before
+    # compiled attention can only rotate halves, by cosines in the model's dtype, and only after norms
     rotates_apart = config.norm_after_rotation or ((interleaved or exact) and kernels != "cuda")
     fusable = norm is not None and config.norm_scope == "head" and norm.kind == "rms" and float32_norms
     turns = ("rotate", "norm") if config.norm_after_rotation else ("norm", "rotate")
@@ -193,12 +194,12 @@ def plan_heads(
         "make_values": value_norm is not None or len(config.qkv) == 2,
         "add_positions": alibi,
     }
-    own = replace(config, num_heads=config.num_heads // ranks, num_kv_heads=config.num_kv_heads // ranks)
-    rows, parts = _projection(config)
+    local = replace(config, num_heads=config.num_heads // ranks, num_kv_heads=config.num_kv_heads // ranks)
+    rows, matrices = _projection(config)
     return HeadPlan(
         form="queries" if queries_alone else "by_head" if config.qkv_by_head else "all_norms" if all_norms else "own",
-        config=config if ranks == 1 else own,
-        parts=parts,
+        config=config if ranks == 1 else local,
+        matrices=matrices,
         rows=rows,
         gate="number" if config.output_gate else "" if config.lone_gate is None else "head",
         changes=tuple(change for change, wanted in changes.items() if wanted),
@@ -220,8 +221,8 @@ def _projection(config: AttentionConfig) -> tuple[tuple[int, ...], tuple[Matrix,
     rows = (sum(rows),) if config.qkv_by_head else rows
     lone = () if config.lone_gate is None else (config.lone_gate,)
     sizes = (*([sum(rows)] if len(config.qkv) == 1 else rows), *(group for _ in lone))
-    parts = (Matrix(name, config.num_kv_heads * size) for name, size in zip((*config.qkv, *lone), sizes, strict=True))
-    return (*rows, *(group for _ in lone)), tuple(parts)
+    named = zip((*config.qkv, *lone), sizes, strict=True)
+    return (*rows, *(group for _ in lone)), tuple(Matrix(name, config.num_kv_heads * size) for name, size in named)
 
 
 def _norms(config: AttentionConfig, norm: NormConfig) -> Iterator[tuple[NormConfig, str, int, int]]:
@@ -231,23 +232,23 @@ def _norms(config: AttentionConfig, norm: NormConfig) -> Iterator[tuple[NormConf
 
 
 class Attention:
-    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
+    """x [T, width] -> [T, width]. `index`: number of its keys and values in the attention backend."""
 
     def __init__(
         self, options: LayerOptions, config: AttentionConfig, plan: HeadPlan, prefix: str, width: int, index: int
     ) -> None:
-        """`config`: with the heads of all ranks, of which `plan` is."""
+        """`config`: with the heads of all ranks; `plan` was made of it."""
         self.index, self.plan = index, plan
         self._kernels: Any = options.kernels
-        dim, own, heads = config.head_dim, plan.config, config.num_heads
+        dim, local, heads = config.head_dim, plan.config, config.num_heads
         columns = heads // config.num_kv_heads * dim
         self.share = share_of(options.ranks, even_cuts(options.ranks, config.num_kv_heads), plan.rows, columns)
-        """This rank's heads, whose keys and values it keeps; None: it has all of them."""
-        self.config = own
-        """With the heads that are here."""
-        parts = [Matrix(prefix + part.path, part.outputs) for part in plan.parts]
+        """This rank's heads, whose keys and values it stores; None: it has all of them."""
+        self.config = local
+        """The configuration with this rank's heads."""
+        matrices = [Matrix(prefix + matrix.path, matrix.outputs) for matrix in plan.matrices]
         self.qkv = Linear(
-            options, parts, config.inputs or width, bias=config.qkv_bias, transposed=config.transposed,
+            options, matrices, config.inputs or width, bias=config.qkv_bias, transposed=config.transposed,
             share=None if plan.form == "all_norms" else self.share,
         )  # fmt: skip
         self.out = Linear(
@@ -260,16 +261,17 @@ class Attention:
         self.value_norm = named_norm(options, plan.value_norm, f"{prefix}self_attn.v_norm", dim)
         self._slopes = None if config.alibi is None else self._slope_columns(options, config.alibi)
         self.merged = self._merged() if plan.merges else None
-        """Description of how one kernel prepares the merged projection for attention; None: none can."""
+        """Description of the merged projection for the backend's kernel that prepares it; None: no kernel can."""
         self._sinks_path = f"{prefix}{config.sinks}"
         self._sinks = None if config.sinks is None else options.zeros(heads, dtype=torch.float32)
         self.spec = LayerSpec(
-            index=index, num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, key_dim=plan.key_dim, value_dim=dim,
-            scale=config.scale, window=config.window, chunk=config.chunk, first=config.first, softcap=config.softcap,
-            both=config.both, sinks=None if self._sinks is None else self._sinks[part_of(self.share, heads)],
+            index=index, num_heads=local.num_heads, num_kv_heads=local.num_kv_heads, key_dim=plan.key_dim,
+            value_dim=dim, scale=config.scale, window=config.window, chunk=config.chunk, first=config.first,
+            softcap=config.softcap,
+            both=config.both, sinks=None if self._sinks is None else self._sinks[local_slice(self.share, heads)],
             divided=self.share is not None, positions=self._slopes is not None,
         )  # fmt: skip
-        self.gate = HeadGate(options, own.num_heads, dim, plan.gate == "head") if plan.gate else None
+        self.gate = HeadGate(options, local.num_heads, dim, plan.gate == "head") if plan.gate else None
         self.clip: Activation | None = None
         if config.clip is not None:
             limit = options.zeros(1, dtype=torch.float32).fill_(config.clip)
@@ -277,23 +279,24 @@ class Attention:
         self._changes = [self.CHANGES[change] for change in plan.changes]
 
     def _slope_columns(self, options: LayerOptions, slopes: tuple[float, ...]) -> torch.Tensor:
-        """[heads, 4] that further columns of queries hold, so that their products with those of keys, which "alibi"
-        angles are, make slope * position: of each slope and of what rounding it leaves, for 256 positions and one."""
+        """[heads, 4] numbers appended to queries, whose product with the "alibi" angles appended to keys is slope *
+        position. Each slope is split into its rounded value and the remainder, each for whole 256s of positions and for
+        the rest, so that the product is exact in any dtype."""
         exact = torch.tensor(slopes, dtype=torch.float64, device=options.device) / self.config.scale
         first = exact.to(options.dtype)
-        parts = [part for each in (first, (exact - first).to(options.dtype)) for part in (256 * each, each)]
-        return torch.stack(parts, dim=1)[part_of(self.share, len(slopes))].contiguous()
+        columns = [column for slope in (first, (exact - first).to(options.dtype)) for column in (256 * slope, slope)]
+        return torch.stack(columns, dim=1)[local_slice(self.share, len(slopes))].contiguous()
 
     def _merged(self) -> MergedHeads:
-        own, plan = self.config, self.plan
-        counts = (own.num_heads, own.num_kv_heads, plan.key_dim, own.head_dim)
+        local, plan = self.config, self.plan
+        counts = (local.num_heads, local.num_kv_heads, plan.key_dim, local.head_dim)
         if "norm" not in plan.fused:
             return MergedHeads(*counts, interleaved=plan.interleaved)
         query, key = self.norms
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, plan.interleaved)
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
-        """`angles`: those of this layer's rotation."""
+        """[T, width] of x [T, width]. `angles`: of this layer's rotation."""
         projected = self._projected(x, step)
         if self.gate is None:
             attended = self._attended(projected, step, angles)
@@ -303,11 +306,11 @@ class Attention:
         return self.out(gathered(self.share, attended), step.adapters)
 
     def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The merged projection of the heads that are here."""
-        return self.qkv.own(x, step.adapters)
+        """The merged projection of this rank's heads."""
+        return self.qkv.local_outputs(x, step.adapters)
 
     def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
-        """[T, heads * dim] of the merged projection without gates."""
+        """Attention's output [T, heads * dim] of the merged projection without gates."""
         qkv, angles = self._changed(qkv, angles)
         attend_merged: Any = None if self.merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
@@ -317,7 +320,7 @@ class Attention:
         return step.backend.attend(self.index, query).flatten(1)
 
     def write(self, x: torch.Tensor, step: StepContext, angles: Angles) -> None:
-        """Keep the keys and values of x, to which others attend later; of layers without adapters, in one process."""
+        """Store the keys and values of x without attending. Only for layers without adapters, in one process."""
         qkv = x.new_zeros(len(x), self.qkv.outputs)
         self.qkv.weight.multiply_from(self.qkv.outputs - 2 * self.plan.kv_size, x, self.qkv.bias, qkv)
         qkv, angles = self._changed(qkv if self.gate is None else self.gate.split(qkv), angles)
@@ -329,19 +332,19 @@ class Attention:
         step.backend.write(self.index, key, value)
 
     def _changed(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
-        """The projection after the plan's changes, and the angles that are left for its rotation."""
+        """The projection after the plan's changes, and the angles for its rotation."""
         for change in self._changes:
             qkv, angles = change(self, qkv, angles)
         return qkv, angles
 
     def _scale_queries(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
-        """Queries times the factors of their positions: rotation is linear."""
+        """Multiply queries by the factors of their positions; before rotation, which is linear."""
         if angles.query_scale is not None:
             qkv = self._kernels.scale_rows(qkv, angles.query_scale, self.plan.query_size)
         return qkv, angles
 
     def _make_values(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
-        """Values as they are written: normed, and those of the keys before norm and rotation where it has none."""
+        """Norm the values. A layer without value projection uses its keys before norm and rotation as values."""
         if len(self.config.qkv) == 2:
             qkv = self._kernels.joined(qkv, qkv[:, self.plan.query_size :])
         if self.value_norm is not None:
@@ -349,43 +352,43 @@ class Attention:
         return qkv, angles
 
     def _add_positions(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, Angles]:
-        """Slopes [heads, 4] behind each query and positions [T, 4], which these angles are, behind each key."""
+        """Append slopes [heads, 4] to each query, and positions [T, 4], which are the "alibi" angles, to each key."""
         assert self._slopes is not None
         config, joined, size = self.config, self._kernels.joined, self.plan.query_size
         query, key, value = torch.split(qkv, [size, self.plan.kv_size, self.plan.kv_size], dim=-1)
         query = joined(torch.unflatten(query, 1, (config.num_heads, -1)), self._slopes.expand(len(qkv), -1, -1))
-        own = angles.cos[:, None].expand(-1, config.num_kv_heads, -1)
-        key = joined(torch.unflatten(key, 1, (config.num_kv_heads, -1)), own)
+        positions = angles.cos[:, None].expand(-1, config.num_kv_heads, -1)
+        key = joined(torch.unflatten(key, 1, (config.num_kv_heads, -1)), positions)
         unrotated = angles._replace(cos=angles.cos[:, :0], sin=angles.sin[:, :0])
         return joined(query.flatten(1), key.flatten(1), value), unrotated
 
     CHANGES: ClassVar[Mapping[str, Any]] = {
-        "clip": lambda own, qkv, angles: (own.clip(qkv), angles),
+        "clip": lambda self, qkv, angles: (self.clip(qkv), angles),
         "scale_queries": _scale_queries, "make_values": _make_values, "add_positions": _add_positions,
     }  # fmt: skip
 
     def _prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
-        own, plan = self.config, self.plan
-        sizes = [own.num_heads * plan.key_dim, own.num_kv_heads * plan.key_dim, plan.kv_size]
+        local, plan = self.config, self.plan
+        sizes = [local.num_heads * plan.key_dim, local.num_kv_heads * plan.key_dim, plan.kv_size]
         query, key, value = torch.split(qkv, sizes, dim=-1)
-        query, key = (part.reshape(len(part), -1, plan.key_dim) for part in (query, key))
+        query, key = (x.reshape(len(x), -1, plan.key_dim) for x in (query, key))
         for turn in (*plan.apart, *plan.fused):
             if turn == "norm":
-                query, key = (norm.of_heads(part) for norm, part in zip(self.norms, (query, key), strict=True))
+                query, key = (norm.of_heads(x) for norm, x in zip(self.norms, (query, key), strict=True))
             else:
                 query, key = rotate(query, angles), rotate(key, angles)
-        return query, key, value.reshape(len(value), -1, own.head_dim)
+        return query, key, value.reshape(len(value), -1, local.head_dim)
 
     def _prepare_in_place(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do what `attend_merged` does not have in it, and give the cosines and sines that it rotates by."""
-        own, plan = self.config, self.plan
+        """Do the steps that `attend_merged` does not do. Returns the cosines and sines for its rotation."""
+        local, plan = self.config, self.plan
         for turn in plan.apart:
             if turn == "norm":
                 self._norm_columns(qkv, plan.query_size, plan.kv_size)
             else:
-                heads, interleaved = own.num_heads + own.num_kv_heads, angles.style == "interleaved"
-                self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, own.head_dim, interleaved)
+                heads, interleaved = local.num_heads + local.num_kv_heads, angles.style == "interleaved"
+                self._kernels.rotate_heads(qkv, angles.cos, angles.sin, heads, local.head_dim, interleaved)
                 angles = angles._replace(cos=angles.cos[:, :0], sin=angles.sin[:, :0])
         return angles.cos, angles.sin
 
@@ -399,9 +402,9 @@ class Attention:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
-        parts: list[Linear | Norm] = [self.qkv, self.out, *self.norms]
-        for part in parts:
-            yield from part.slots()
+        layers: list[Linear | Norm] = [self.qkv, self.out, *self.norms]
+        for layer in layers:
+            yield from layer.slots()
         if self._sinks is not None:
             yield self._sinks_path, TensorSlot.into(self._sinks)
 
@@ -412,12 +415,12 @@ class ByHeadAttention(Attention):
     def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         heads = torch.unflatten(super()._projected(x, step), 1, (self.config.num_kv_heads, -1))
         sizes = [self.plan.query_size // self.config.num_kv_heads, self.config.head_dim, self.config.head_dim]
-        parts = (self._kernels.joined(part).flatten(1) for part in torch.split(heads, sizes, dim=-1))
-        return self._kernels.joined(*parts)
+        blocks = (self._kernels.joined(block).flatten(1) for block in torch.split(heads, sizes, dim=-1))
+        return self._kernels.joined(*blocks)
 
 
 class AllNormsAttention(Attention):
-    """Attention whose norms go over the heads of all ranks: each makes the whole projection, and takes its own."""
+    """Attention whose norms cover all ranks' heads: each rank computes the whole projection, and takes its heads."""
 
     def _projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         assert self.share is not None
@@ -428,7 +431,7 @@ class AllNormsAttention(Attention):
 
 
 class QueryAttention(Attention):
-    """Attention of a layer without keys: those of an earlier one are attended to."""
+    """Attention of a layer without keys: it attends to those of an earlier layer."""
 
     def _attended(self, qkv: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         query, angles = self._changed(qkv, angles)

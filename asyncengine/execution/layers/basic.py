@@ -1,6 +1,6 @@
-"""Linear layers, norms and embeddings: what all other layers are made of.
+"""Linear layers, norms and embeddings, from which all other layers are built.
 
-A linear layer may be several matrices of the checkpoint side by side. A norm may have the residual sum before it.
+A linear layer may merge several matrices of the checkpoint. A norm may add a branch to the residual stream first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import LocalWeight, Share, own_rows
 from asyncengine.execution.layers.step import RowAdapters
 from asyncengine.execution.layers.stored import Layer, StoredMatrix, TensorSlot, plain
-from asyncengine.execution.layers.weight_forms import WeightForm, parts_of
+from asyncengine.execution.layers.weight_forms import WeightForm, row_chunks
 
 
 class Matrix(NamedTuple):
@@ -32,10 +32,10 @@ class Matrix(NamedTuple):
 
 
 class Linear(Layer):
-    """y = x W^T + b. Matrices that multiply the same x are one product: queries, keys and values; gate and up.
+    """y = x W^T + b. Matrices that multiply the same x are merged: queries, keys and values; gate and up.
 
-    `transposed`: the checkpoint keeps [inputs, outputs] (GPT-2). `share`: the outputs that this rank goes on with; if
-    it can, it makes those alone (`local`).
+    `transposed`: the checkpoint has [inputs, outputs] (GPT-2). `share`: the outputs that this rank needs; it computes
+    only those if the weight's form allows it (`local`).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Linear(Layer):
         bounds = self._firsts[1:-1]
         local = None if share is None else options.local_weight(share, inputs, bounds, paths)
         self._share, self.local = share, local is not None
-        """Whether it gives this rank's outputs alone."""
+        """Whether it computes this rank's outputs only."""
         self.weight: WeightForm = local or options.weight(self.outputs, inputs, bounds, paths)
         self.outputs = self.weight.outputs
         self.bias = options.zeros(self.outputs, dtype=self.weight.bias_dtype) if bias else None
@@ -63,8 +63,8 @@ class Linear(Layer):
             adapters.add(self.path, x, y)
         return y
 
-    def own(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
-        """[rows, inputs] -> [rows, the outputs that this rank goes on with]; without `share`, all."""
+    def local_outputs(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
+        """[rows, inputs] -> [rows, this rank's outputs]; all outputs without `share`."""
         y = self(x, adapters)
         return y if self._share is None or self.local else self._share.columns(y)
 
@@ -101,7 +101,7 @@ class NormConfig:
     kind: Literal["rms", "layer"] = "rms"
     epsilon: float = 1e-6
     offset: float = 0.0
-    """A number added to the checkpoint's weight: 1 in Gemma's, in float32."""
+    """A number that is added to the checkpoint's weight in float32: 1 in Gemma."""
     weight: bool = True
     """False: normalisation only (OLMo 1)."""
     bias: bool = False
@@ -111,7 +111,7 @@ class Norm(Layer):
     """x / rms(x) * weight, or layer normalisation, over the last dimension; rounded once, to x's dtype.
 
     `heads`: the weight is [heads, width], one row for each head of x [T, heads, width] (Cohere); with "{}" in the path,
-    the checkpoint has a tensor [width] for each (StableLM). `share`: x has this rank's heads of them only.
+    the checkpoint has a tensor [width] for each head (StableLM). `share`: x has this rank's heads only.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class Norm(Layer):
         self._bias = options.zeros(*shape, dtype=torch.float32) if config.bias else None
         self.weight, self.bias = self._weight, self._bias
         if heads and share is not None:
-            kept = share.part(heads)
+            kept = share.local_slice(heads)
             self.weight, self.bias = self._weight[kept], None if self._bias is None else self._bias[kept]
         self._by_kernel = by_kernel
         self._plain = config.kind == "layer" and not heads
-        """A layer norm with one weight for all."""
+        """Whether it is a layer norm with one weight for all heads."""
         self._shift = torch.zeros_like(self.weight) if self._plain and self.bias is None else self.bias
         self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
-        """The part of the offset that is added to the stored weight: in a narrower type it would be rounded."""
+        """The offset that is added to the stored weight; 0 for a weight of a narrower dtype, which would round it."""
         self._offset = config.offset - self._folded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Norm(Layer):
         return self._normed(x.float()).to(x.dtype)
 
     def _normed(self, wide: torch.Tensor) -> torch.Tensor:
-        """In float32, without a kernel of ours."""
+        """The norm in float32, by torch's operators."""
         config = self.config
         if config.kind == "layer":
             wide = functional.layer_norm(wide, (self.width,), None, None, config.epsilon)
@@ -160,7 +160,7 @@ class Norm(Layer):
     def add(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, kept: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual + branch * scale, its norm). Not `kept`: anything may stand in the sum's place."""
+        """(residual + branch * scale, its norm). Not `kept`: the first result may be arbitrary."""
         if self._by_kernel:
             return self._kernels.add_rms_norm(residual, branch, scale, self.weight, self.config.epsilon, self._offset)
         if self._plain:
@@ -171,18 +171,18 @@ class Norm(Layer):
         return total.to(residual.dtype), self._normed(total).to(residual.dtype)
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x [T, heads, dim], over each head or, where it is as wide as they are together, over all."""
+        """The norm of x [T, heads, dim], over each head, or over all heads if it is as wide as they are together."""
         return self(x.reshape(len(x), -1, self.width)).reshape(x.shape)
 
     def norm_columns(self, x: torch.Tensor, first: int, size: int) -> None:
-        """Norm columns of x [T, all] in place, as `of_heads` does: `size` of them, from `first` on."""
+        """Norm the columns [first, first + size) of x [T, all] in place, as `of_heads` does."""
         groups, kernels = size // self.width, self._kernels
         if isinstance(kernels, CompiledKernels):
             centred = self.config.kind == "layer"
             kernels.norm_heads(x, self.weight, self.bias, first, groups, self.config.epsilon, centred)
         else:
-            part = x[:, first : first + size]
-            part.copy_(self(part.reshape(len(part), groups, -1)).flatten(1))
+            columns = x[:, first : first + size]
+            columns.copy_(self(columns.reshape(len(columns), groups, -1)).flatten(1))
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         if "{}" in self.path:
@@ -195,14 +195,14 @@ class Norm(Layer):
 
 
 def named_norm(options: LayerOptions, config: NormConfig | None, path: str | None, width: int) -> Norm | None:
-    """The norm of that name; without a form or a name, there is none."""
+    """The norm of that name; None without a configuration or a name."""
     return None if config is None or path is None else Norm(options, config, path, width)
 
 
 # Token embeddings and the output layer (LM head), which are often one matrix.
 
 _FEW = 64
-"""Token ids up to which each is looked at by itself."""
+"""Token ids up to which they are checked in Python; numpy is faster beyond."""
 
 
 class Embedding(Layer):
@@ -236,18 +236,18 @@ class Embedding(Layer):
             form.read_rows(ids.contiguous(), out)
         if self.scale != 1.0:
             out.mul_(self.scale)
-        if adapters is not None:  # their factors have the scale in them already
+        if adapters is not None:  # adapters' factors include the scale
             adapters.add(self.path, ids, out)
         return out
 
     def first_rows(self, count: int) -> torch.Tensor:
-        """[count, width] of the ids 0 to `count` - 1: part of the table where that is kept as plain numbers."""
+        """Embeddings [count, width] of the ids 0 to `count` - 1; a view of the table if that is a plain tensor."""
         if self._table is not None and self.scale == 1.0:
             return self._table[:count]
         return self(torch.arange(count, device=self._device))
 
     def _check(self, ids: torch.Tensor) -> None:
-        # torch's operators let go of the interpreter's lock, and numpy's take longer to call than a few ids to look at
+        # torch's operators release the interpreter lock, and numpy's take longer to call than a loop over a few ids
         if ids.shape[0] <= _FEW:
             known = ids.tolist()
             low, high = min(known, default=0), max(known, default=0)
@@ -268,8 +268,8 @@ class Embedding(Layer):
             self.stored.load(0, table)
             return
         assert self._table is not None
-        for first, part in parts_of(table, self._release):
-            self._table[first : first + len(part)].copy_(part)
+        for first, rows in row_chunks(table, self._release):
+            self._table[first : first + len(rows)].copy_(rows)
 
 
 class LMHead(Layer):

@@ -27,8 +27,8 @@ class CausalConv(Layer):
         self, options: LayerOptions, path: str, channels: int, taps: int, *, bias: bool = False,
         activation: ConvActivation | None = None, spans: Spans | None = None,
     ) -> None:  # fmt: skip
-        """`path`: of the checkpoint's tensors "weight" [channels, 1, taps] and "bias" [channels]. `spans`: the channels
-        that are here; None: all."""
+        """`path`: of the checkpoint's tensors "weight" [channels, 1, taps] and "bias" [channels]. `spans`: this rank's
+        channels; None: all."""
         self.path, self._whole, self.taps = path, channels, taps
         self._spans = [(0, channels)] if spans is None else spans
         self.channels = channels = sum(last - first for first, last in self._spans)
@@ -36,9 +36,9 @@ class CausalConv(Layer):
         self.weight = options.zeros(taps, channels, dtype=torch.float32)
         self.bias = options.zeros(channels, dtype=torch.float32) if bias else None
         self.window = (taps - 1, channels)
-        """Shape of the inputs that it remembers of a sequence."""
+        """Shape of a sequence's window, the inputs before the next token."""
         self.on_device: Any = None
-        """The module of kernels in Triton, of which layers of this kind need others as well; None: none run here."""
+        """The module of Triton kernels, some of which the layers around need as well; None: none run here."""
         if triton_missing(options.device) is None:
             from asyncengine.kernels.api import gpu
 
@@ -51,13 +51,13 @@ class CausalConv(Layer):
             self.kernel = convolve_segments
 
     def __call__(self, x: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
-        """[T, channels] of a step's inputs x [T, channels], whose rows may be part of longer ones, with the windows of
-        state layer `index`, which has no other state."""
+        """[T, channels] of a step's inputs x [T, channels], whose rows may be strided, with the windows of state layer
+        `index`, which has no other state."""
         if self.kernel is not None:
-            made: torch.Tensor = self.kernel(
+            convolved: torch.Tensor = self.kernel(
                 x, self.weight, self.bias, self.activation is not None, step.pools.windows[index], step.segments
             )
-            return made
+            return convolved
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
         def advance(
@@ -70,14 +70,14 @@ class CausalConv(Layer):
         return out
 
     def advance(self, x: torch.Tensor, windows: torch.Tensor, slots: Slots | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(results [tokens, channels], the windows after them) of the next inputs x alike of some sequences, of which
-        each has equally many, by other means than kernels of a CPU. `windows` [sequences, taps - 1, channels]; with
-        `slots` there is one token of each, and they are moved where they lie, in a pool."""
+        """(results [tokens, channels], windows after them) for inputs x [tokens, channels] of sequences with equally
+        many tokens each, by Triton or torch. `windows` [sequences, taps - 1, channels]; with `slots` it is a pool, in
+        which the windows of sequences of one token each are advanced in place."""
         if self.on_device is not None:
-            found: tuple[torch.Tensor, torch.Tensor] = self.on_device.convolve(
+            result: tuple[torch.Tensor, torch.Tensor] = self.on_device.convolve(
                 x, windows, slots, self.weight, self.bias, self.activation is not None
             )
-            return found
+            return result
         if slots is not None:
             out, moved = self.advance(x, windows.index_select(0, slots[0]), None)
             return out, windows.index_copy_(0, slots[1], moved)
@@ -94,16 +94,17 @@ class CausalConv(Layer):
         return total.to(x.dtype), inputs[:, tokens:]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        yield f"{self.path}.weight", self.part(0, self._whole)
+        yield f"{self.path}.weight", self.weight_slot(0, self._whole)
         if self.bias is not None:
             rows = own_rows(self._spans, 0, self._whole)
             yield f"{self.path}.bias", TensorSlot.some(self.bias, self._whole, rows, 0.0)
 
-    def part(self, first: int, channels: int) -> TensorSlot:
-        """The door for the weight of some of all channels, where a checkpoint has them apart."""
+    def weight_slot(self, first: int, channels: int) -> TensorSlot:
+        """The slot of a weight of `channels` channels from `first` on, if a checkpoint has the channels in several
+        tensors."""
 
         def load(tensor: Any) -> None:
-            for given, own in own_rows(self._spans, first, channels):
-                self.weight[:, own].copy_(tensor[given, 0].T)
+            for rows, local_channels in own_rows(self._spans, first, channels):
+                self.weight[:, local_channels].copy_(tensor[rows, 0].T)
 
         return TensorSlot((channels, 1, self.taps), load)

@@ -22,7 +22,7 @@ from asyncengine.execution.layers import states
 from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
+from asyncengine.execution.layers.sharded import even_cuts, local_slice, share_of
 from asyncengine.execution.layers.stored import TensorSlot
 
 _TINY = 1e-6
@@ -30,7 +30,7 @@ _TINY = 1e-6
 
 
 class Columns(NamedTuple):
-    """The place of one kind of numbers in a projection: those of key head h begin at first + h * step."""
+    """The columns of one projection in all of them side by side: those of key head h begin at first + h * step."""
 
     first: int
     step: int
@@ -50,11 +50,11 @@ class GatedDeltaConfig:
     epsilon: float
     """Epsilon of the output norm."""
     interleaved: bool = False
-    """The projections go key head by key head (Qwen3-Next), not kind by kind (Qwen3.5)."""
+    """The projections' outputs are ordered by key head (Qwen3-Next), not by projection (Qwen3.5)."""
     apart: bool = False
-    """Each kind has a matrix, and a convolution, of its own (OLMo Hybrid)."""
+    """Each projection has a matrix, and a convolution, of its own (OLMo Hybrid)."""
     most_rate: int = 1
-    """The largest rate of learning. 2: a state may turn what it knows around (OLMo Hybrid)."""
+    """The largest learning rate (beta). 2 allows negative eigenvalues of the state's transition (OLMo Hybrid)."""
     prefix: str = "linear_attn."
 
     @property
@@ -86,14 +86,14 @@ class GatedDeltaConfig:
         """Columns of "q", "k", "v", "z", "b", "a" in the projections side by side."""
         group = self.value_heads // self.key_heads
         widths = {"q": self.key_dim, "k": self.key_dim, "v": group * self.value_dim, "z": group * self.value_dim}
-        found, first = {}, 0
-        for kinds in (widths, dict.fromkeys("ba", group)):
-            step = sum(kinds.values())
-            for kind, width in kinds.items():
-                found[kind] = Columns(first, step if self.interleaved else width)
+        columns, first = {}, 0
+        for widths_of_block in (widths, dict.fromkeys("ba", group)):
+            step = sum(widths_of_block.values())
+            for name, width in widths_of_block.items():
+                columns[name] = Columns(first, step if self.interleaved else width)
                 first += width if self.interleaved else width * self.key_heads
             first += (self.key_heads - 1) * step if self.interleaved else 0
-        return found
+        return columns
 
     def build(self, options: LayerOptions, norm: Any, prefix: str, width: int, index: int) -> GatedDelta:
         return GatedDelta(options, self, prefix + self.prefix, width, index)
@@ -106,20 +106,20 @@ class GatedDelta(states.StateLayer):
         self.index, units, rows, mixed = index, config.key_heads, config.rows, config.mixed
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, mixed[2])
         matrices = [Matrix(prefix + name, size) for name, size in config.projections]
-        own = ("o_norm", "o_proj") if config.apart else ("norm", "out_proj")
+        names = ("o_norm", "o_proj") if config.apart else ("norm", "out_proj")
         self.inputs = Linear(options, matrices, width, share=self.share)
         self.conv = CausalConv(
             options, f"{prefix}conv1d", units * sum(mixed), config.taps, activation="silu",
             spans=None if self.share is None else self.share.rows(mixed),
         )  # fmt: skip
-        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), prefix + own[0], config.value_dim)
-        self.out = Linear(options, [Matrix(prefix + own[1], width)], units * mixed[2])
-        self._heads = part_of(self.share, config.value_heads)
+        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), prefix + names[0], config.value_dim)
+        self.out = Linear(options, [Matrix(prefix + names[1], width)], units * mixed[2])
+        self._heads = local_slice(self.share, config.value_heads)
         if self.share is not None:
             size = self.share.ranks.size
             config = replace(config, key_heads=units // size, value_heads=config.value_heads // size)
         self.config = config
-        """With the heads that are here."""
+        """The configuration with this rank's heads."""
         self.rate = options.zeros(config.value_heads, dtype=torch.float32)
         """exp(A_log)."""
         self.dt_bias = options.zeros(config.value_heads, dtype=torch.float32)
@@ -133,11 +133,11 @@ class GatedDelta(states.StateLayer):
         if options.compiled:
             from asyncengine.kernels.api import GatedDeltaKernel
 
-            columns = [number for own in config.columns.values() for number in own]
+            columns = [number for names in config.columns.values() for number in names]
             sizes = [config.key_heads, config.value_heads // config.key_heads, config.key_dim, config.value_dim]
-            parts = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
+            vectors = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
             self.kernel = GatedDeltaKernel(
-                columns, [*sizes, config.taps, config.key_heads * sum(rows)], *parts, config.epsilon,
+                columns, [*sizes, config.taps, config.key_heads * sum(rows)], *vectors, config.epsilon,
                 most_rate=config.most_rate,
             )  # fmt: skip
 
@@ -145,7 +145,7 @@ class GatedDelta(states.StateLayer):
         if self.kernel is not None:
             return states.by_kernel(self.kernel, projected, step, self.index)
         if self.config.interleaved:
-            q, k, v, z, b, a = self._by_kind(projected)
+            q, k, v, z, b, a = self._by_head(projected)
             inputs = torch.cat((q, k, v), dim=1)
         else:
             heads = self.config.value_heads
@@ -158,24 +158,24 @@ class GatedDelta(states.StateLayer):
             return made
         return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
 
-    def _by_kind(self, projected: torch.Tensor) -> list[torch.Tensor]:
+    def _by_head(self, projected: torch.Tensor) -> list[torch.Tensor]:
         """Queries, keys, values, z, b and a of all heads, of a projection that goes key head by key head."""
         heads, (first, second), mixed = self.config.key_heads, self.config.rows, self.config.mixed
         blocks = torch.split(projected[:, : heads * (first + second)], [heads * first, heads * second], dim=1)
-        kinds = zip(blocks, ([*mixed, mixed[2]], [second // 2, second // 2]), strict=True)
-        parts = [torch.split(torch.unflatten(block, 1, (heads, -1)), widths, dim=2) for block, widths in kinds]
-        return [part.flatten(1) for block in parts for part in block]
+        split = zip(blocks, ([*mixed, mixed[2]], [second // 2, second // 2]), strict=True)
+        by_block = [torch.split(torch.unflatten(block, 1, (heads, -1)), widths, dim=2) for block, widths in split]
+        return [projection.flatten(1) for block in by_block for projection in block]
 
     def _token(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is read [sequences, value heads, value dim], the states after) of a token of each sequence, float32."""
+        """(outputs [sequences, value heads, value dim], states after) of one token of each sequence, float32."""
         config = self.config
         keys = config.key_heads * config.key_dim
         query, key, value = torch.split(qkv.float(), [keys, keys, qkv.shape[1] - 2 * keys], dim=1)
-        query, key = (unit(torch.unflatten(part, 1, (config.key_heads, config.key_dim))) for part in (query, key))
+        query, key = (unit(torch.unflatten(vectors, 1, (config.key_heads, config.key_dim))) for vectors in (query, key))
         group = config.value_heads // config.key_heads
-        query, key = (part.repeat_interleave(group, 1) for part in (query * config.key_dim**-0.5, key))
+        query, key = (vectors.repeat_interleave(group, 1) for vectors in (query * config.key_dim**-0.5, key))
         decay = torch.exp(-self.rate * functional.softplus(a.float() + self.dt_bias))
         value = torch.unflatten(value, 1, (-1, config.value_dim))
         return learn(state * decay[:, :, None, None], query, key, value, config.most_rate * b.float().sigmoid())
@@ -193,31 +193,32 @@ class GatedDelta(states.StateLayer):
         def load(tensor: Any) -> None:
             self.rate.copy_(tensor.float().exp()[self._heads])
 
-        for part in (self.inputs, self.norm, self.out):
-            yield from part.slots()
+        for layer in (self.inputs, self.norm, self.out):
+            yield from layer.slots()
         yield from self._conv_slots() if self.config.apart else self.conv.slots()
         count = self.out.inputs // self.config.value_dim
         yield f"{self._prefix}A_log", TensorSlot((count,), load, 0.0)
         yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, count, [(self._heads, slice(None))], 1.0)
 
     def _conv_slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Three tensors with the channels of each kind; transformers saves thirds of all channels instead."""
-        sizes = [part.outputs for part in self.inputs.matrices[:3]]
+        """Slots of three tensors, with the channels of queries, keys and values, or, as transformers saves them, with
+        thirds of all channels."""
+        sizes = [matrix.outputs for matrix in self.inputs.matrices[:3]]
         third = -(-sum(sizes) // 3)
         for index, name in enumerate("qkv"):
-            own = self.conv.part(sum(sizes[:index]), sizes[index])
-            other = self.conv.part(index * third, min(third, sum(sizes) - index * third))
+            separate = self.conv.weight_slot(sum(sizes[:index]), sizes[index])
+            other = self.conv.weight_slot(index * third, min(third, sum(sizes) - index * third))
 
-            def load(tensor: Any, own: TensorSlot = own, other: TensorSlot = other) -> None:
-                (own if tuple(tensor.shape) == own.shape else other).load(tensor)
+            def load(tensor: Any, separate: TensorSlot = separate, other: TensorSlot = other) -> None:
+                (separate if tuple(tensor.shape) == separate.shape else other).load(tensor)
 
-            yield f"{self._prefix}{name}_conv1d.weight", replace(own, load=load, other_shape=other.shape)
+            yield f"{self._prefix}{name}_conv1d.weight", replace(separate, load=load, other_shape=other.shape)
 
 
 def delta_rule(
     kernels: Any, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor, most_rate: int = 1
 ) -> Any:
-    """The rule in Triton, of (key heads, value heads, key dim, value dim); None: there are no such kernels."""
+    """The rule's Triton kernels for `heads` (key heads, value heads, key dim, value dim); None: there are none here."""
     if kernels is None:
         return None
     keys, count, key_dim, value_dim = heads
@@ -228,10 +229,10 @@ def delta_rule(
 def learn(
     state: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The delta rule for a token, behind the gate: (what is read [..., heads, value dim], the state after).
+    """The delta rule for a token, after the gate: (output [..., heads, value dim], state after).
 
-    `state` [..., heads, key dim, value dim] learns `value` [..., heads, value dim] under `key` [..., heads, key dim] by
-    `rate` [..., heads] as far as it does not know it, and is read at `query` [..., heads, key dim].
+    `state` [..., heads, key dim, value dim] moves its value for `key` [..., heads, key dim] towards `value`
+    [..., heads, value dim] by the learning rate `rate` [..., heads], and is read at `query` [..., heads, key dim].
     """
     known = (state * key[..., None]).sum(-2)
     delta = (value - known) * rate[..., None]

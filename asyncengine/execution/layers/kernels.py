@@ -1,7 +1,7 @@
-"""Norms and gated activations, by whichever kernels do them best on a device.
+"""Norms and gated activations by the best kernels for a device.
 
-Compiled kernels on the CPU, Triton's and FlashInfer's on CUDA, torch's operations everywhere else; each gives the same
-numbers up to rounding.
+These are compiled kernels on the CPU, Triton's and FlashInfer's on CUDA, and torch's operations everywhere else; all
+give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ PARAMETRIC: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
     "clip": lambda limit, x: torch.clamp(x, -limit.to(x.dtype), limit.to(x.dtype)),
     "xielu": _xielu,
 }
-"""Activations with parameters, float32: a limit of numbers' sizes; slopes above and below 0, beta and eps (`xielu`)."""
+"""Activations with float32 parameters: clip: the largest absolute value; xielu: slopes above and below 0, beta, eps."""
 
 
 class LayerKernels:
-    """The operations of layers between their products, by torch's own on any device; subclasses have faster ones.
+    """The operations of layers between their products, by torch's operators on any device; subclasses have faster ones.
 
-    Rows are independent: no result depends on the rows beside it.
+    A row's result never depends on the rows beside it.
     """
 
     name = "torch"
@@ -87,7 +87,7 @@ class LayerKernels:
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
         bias: torch.Tensor, epsilon: float, kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(residual + branch * scale, its layer norm). Not `kept`: anything may stand in the sum's place."""
+        """(residual + branch * scale, its layer norm). Not `kept`: the first result may be arbitrary."""
         total = torch.add(residual.float(), branch, alpha=scale)
         normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, epsilon)
         return total.to(residual.dtype), normed.to(residual.dtype)
@@ -140,7 +140,8 @@ class LayerKernels:
         return ACTIVATIONS[name] if parameters is None else partial(PARAMETRIC[name], parameters)
 
     def gated(self, activation: str) -> Activation | None:
-        """[..., 2 * width] -> [..., width]: the activation of the first half times the second, if there is one."""
+        """Kernel [..., 2 * width] -> [..., width], the activation of the first half times the second; None: there is
+        none."""
         return None
 
 
@@ -153,11 +154,12 @@ class CompiledKernels(LayerKernels):
     def __init__(self) -> None:
         from asyncengine.kernels.api import operations
 
-        own: Any = self  # no call of a method lies between a layer and its kernel
-        own.add, own.add_gated = operations.add, operations.add_gated
-        own.add_both, own.add_scaled = operations.add_both, operations.add_scaled
-        own.scale_each, own.widened = operations.scale_each, operations.widened
-        own.scale_rows, own.scaled_rows, own.joined = operations.scale_rows, operations.scaled_rows, operations.joined
+        methods: Any = self  # no call of a method lies between a layer and its kernel
+        methods.add, methods.add_gated = operations.add, operations.add_gated
+        methods.add_both, methods.add_scaled = operations.add_both, operations.add_scaled
+        methods.scale_each, methods.widened = operations.scale_each, operations.widened
+        methods.scale_rows, methods.scaled_rows = operations.scale_rows, operations.scaled_rows
+        methods.joined = operations.joined
         self.rotate_heads, self.norm_heads = operations.rotate_heads, operations.norm_heads
         self._operations = operations
 
@@ -167,7 +169,7 @@ class CompiledKernels(LayerKernels):
         return x
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
-        assert offset == 0.0  # a float32 weight has it in it
+        assert offset == 0.0  # `Norm` adds it to a float32 weight when loading
         return self._operations.rms_norm(x, weight, epsilon)
 
     def add_rms_norm(
@@ -208,8 +210,8 @@ class CudaKernels(LayerKernels):
         if triton_missing(device) is None:
             from asyncengine.kernels.api import gpu
 
-            own: Any = self  # no call of a method lies between a layer and its kernel
-            own.rms_norm, own.add_rms_norm = gpu.rms_norm, gpu.add_rms_norm
+            methods: Any = self  # no call of a method lies between a layer and its kernel
+            methods.rms_norm, methods.add_rms_norm = gpu.rms_norm, gpu.add_rms_norm
 
     def gated(self, activation: str) -> Activation | None:
         names = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
@@ -224,7 +226,7 @@ def layer_kernels(attention_backend: str, dtype: torch.dtype, device: torch.devi
     if compiler_missing(dtype, device) is None:
         try:
             return CompiledKernels()
-        except Exception as error:  # a compiler that cannot be imported
+        except Exception as error:  # importing the compiler (numba) may fail with any exception
             logger.warning("layers run on torch's own operations: importing numba failed: %s", error)
     elif attention_backend != "torch" and device.type == "cuda" and dtype != torch.float32:
         served = torch.cuda.get_device_capability(device) >= (8, 0)

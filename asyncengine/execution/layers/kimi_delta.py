@@ -13,7 +13,7 @@ from asyncengine.execution.layers.basic import Linear, Matrix, Norm, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
+from asyncengine.execution.layers.sharded import even_cuts, local_slice, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import TensorSlot
@@ -38,7 +38,7 @@ class KimiDeltaConfig:
 
     @property
     def projections(self) -> dict[str, int]:
-        """(name, outputs) of those of the input: "f_a" and "g_a" are read again, by "f_b" and "g_b"."""
+        """Name -> outputs of the projections of the input; "f_a" and "g_a" are the inputs of "f_b" and "g_b"."""
         return {"q": self.size, "k": self.size, "v": self.size, "b": self.heads, "f_a": self.head_dim,
                 "g_a": self.head_dim}  # fmt: skip
 
@@ -48,14 +48,14 @@ class KimiDeltaConfig:
         "f_b"."""
         dim, behind = self.head_dim, sum(self.projections.values())
         firsts = {"q": 0, "k": self.size, "v": 2 * self.size, "z": behind, "b": 3 * self.size, "a": behind + self.size}
-        return {kind: Columns(first, 1 if kind == "b" else dim) for kind, first in firsts.items()}
+        return {name: Columns(first, 1 if name == "b" else dim) for name, first in firsts.items()}
 
     def build(self, options: LayerOptions, norm: Any, prefix: str, width: int, index: int) -> KimiDelta:
         return KimiDelta(options, self, prefix + self.prefix, width, index)
 
 
 class KimiDelta(StateLayer):
-    """Many heads of the rule, of one projection of the input and two small ones behind it."""
+    """A Kimi Delta Attention layer: a merged projection, two low-rank gates, and the delta rule for each head."""
 
     def __init__(self, options: LayerOptions, config: KimiDeltaConfig, prefix: str, width: int, index: int) -> None:
         self._whole, self.index, self._prefix, self._kernels = config, index, prefix, options.kernels
@@ -76,7 +76,7 @@ class KimiDelta(StateLayer):
         if self.share is not None:
             config = replace(config, heads=config.heads // self.share.ranks.size)
         self.config = config
-        """With the heads that are here."""
+        """The configuration with this rank's heads."""
         self.rate = options.zeros(config.heads, dtype=torch.float32)
         """exp(A_log)."""
         self.dt_bias = options.zeros(config.size, dtype=torch.float32)
@@ -95,11 +95,11 @@ class KimiDelta(StateLayer):
             self.kernel = GatedDeltaKernel(columns, sizes, *vectors, config.epsilon, by_channel=True)
 
     def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        first = self.inputs.own(x, step.adapters)
+        first = self.inputs.local_outputs(x, step.adapters)
         dim, end = self.config.head_dim, sum(self.config.projections.values())
         joined = self._kernels.joined
-        forget = self.forget.own(joined(first[:, end - 2 * dim : end - dim]), step.adapters)
-        gate = self.gate.own(joined(first[:, end - dim : end]), step.adapters)
+        forget = self.forget.local_outputs(joined(first[:, end - 2 * dim : end - dim]), step.adapters)
+        gate = self.gate.local_outputs(joined(first[:, end - dim : end]), step.adapters)
         return joined(first[:, :end], gate, forget)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
@@ -108,14 +108,14 @@ class KimiDelta(StateLayer):
         config, columns = self.config, self.config.columns
         inputs = projected[:, : 3 * config.size]
         rates, gates, forgets = (
-            projected[:, columns[kind].first :][:, : columns[kind].step * config.heads] for kind in ("b", "z", "a")
+            projected[:, columns[name].first :][:, : columns[name].step * config.heads] for name in ("b", "z", "a")
         )
         read = recur(step, self.index, self.conv.advance, inputs, (rates, forgets), self._token, self.rule)
         if self.conv.on_device is not None:
-            made: torch.Tensor = self.conv.on_device.gated_norm(
+            normed: torch.Tensor = self.conv.on_device.gated_norm(
                 read.flatten(1), gates, self.norm.weight, config.epsilon, config.head_dim, activation="sigmoid"
             )
-            return made
+            return normed
         normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon) * self.norm.weight.float()
         gate = each_token(torch.sigmoid, gates.float()).view_as(normed)
         return (normed * gate).flatten(1).to(inputs.dtype)
@@ -143,13 +143,13 @@ class KimiDelta(StateLayer):
         whole = self._whole
 
         def load(tensor: Any) -> None:
-            self.rate.copy_(tensor.float().exp().view(-1)[part_of(self.share, whole.heads)])
+            self.rate.copy_(tensor.float().exp().view(-1)[local_slice(self.share, whole.heads)])
 
-        parts: list[Linear | Norm] = [*self.linears(), self.norm]
-        for part in parts:
-            yield from part.slots()
-        for place, name in enumerate("qkv"):
-            yield f"{self._prefix}{name}_conv1d.weight", self.conv.part(place * whole.size, whole.size)
+        layers: list[Linear | Norm] = [*self.linears(), self.norm]
+        for layer in layers:
+            yield from layer.slots()
+        for index, name in enumerate("qkv"):
+            yield f"{self._prefix}{name}_conv1d.weight", self.conv.weight_slot(index * whole.size, whole.size)
         yield f"{self._prefix}A_log", TensorSlot((1, 1, whole.heads, 1), load, 0.0)
-        numbers = [(part_of(self.share, whole.size), slice(None))]
+        numbers = [(local_slice(self.share, whole.size), slice(None))]
         yield f"{self._prefix}dt_bias", TensorSlot.some(self.dt_bias, whole.size, numbers, 1.0)

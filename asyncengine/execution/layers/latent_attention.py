@@ -117,7 +117,7 @@ class LatentAttention:
             self.norms = (self.norm, Norm(options, config.norm, f"{path}q_a_layernorm", rank))
             self.queries = Linear(options, [Matrix(f"{path}q_b_proj", heads * key_dim)], rank, share=self.share)
         self.out = Linear(options, [Matrix(f"{path}o_proj", width)], heads * config.value_dim)
-        self._heads = slice(0, heads) if self.share is None else self.share.part(heads)
+        self._heads = slice(0, heads) if self.share is None else self.share.local_slice(heads)
         heads = self._heads.stop - self._heads.start
         self.products = (
             HeadProducts(options, heads, config.rank, config.own_dim),
@@ -131,13 +131,13 @@ class LatentAttention:
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor:
         projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
-        given, latent, shared = torch.split(projected, self._sizes, dim=-1)
+        query_input, latent, shared = torch.split(projected, self._sizes, dim=-1)
         joined, heads, key_dim = self._kernels.joined, self.spec.num_heads, self.config.own_dim + self.config.shared_dim
         self._keep(latent, shared, step, angles)
         if self.queries is None:
-            query = torch.unflatten(given, 1, (self.config.num_heads, -1))[:, self._heads]
+            query = torch.unflatten(query_input, 1, (self.config.num_heads, -1))[:, self._heads]
         else:
-            query = self.queries.own(self.norms[1](joined(given)), step.adapters)[:, : heads * key_dim]
+            query = self.queries.local_outputs(self.norms[1](joined(query_input)), step.adapters)[:, : heads * key_dim]
             query = torch.unflatten(query, 1, (heads, -1))
         attended = step.backend.attend(self.index, self._rotated(self.products[0](query), angles))
         return self.out(gathered(self.share, self.products[1](attended).flatten(1)), step.adapters)
@@ -171,9 +171,9 @@ class LatentAttention:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""
-        parts: list[Linear | Norm] = [*self.linears(), *self.norms]
-        for part in parts:
-            yield from part.slots()
+        layers: list[Linear | Norm] = [*self.linears(), *self.norms]
+        for layer in layers:
+            yield from layer.slots()
         config = self.config
         shape = (config.num_heads * (config.own_dim + config.value_dim), config.rank)
         memory = [tensor for product in self.products for tensor in product.weight.tensors()]

@@ -20,7 +20,7 @@ from torch.nn import functional
 from asyncengine.execution.layers.basic import Linear, Matrix, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.options import LayerOptions
-from asyncengine.execution.layers.sharded import even_cuts, part_of, share_of
+from asyncengine.execution.layers.sharded import even_cuts, local_slice, share_of
 from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.execution.layers.step import StepContext
 from asyncengine.execution.layers.stored import TensorSlot
@@ -28,7 +28,7 @@ from asyncengine.execution.layers.stored import TensorSlot
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """Such a layer, with what the checkpoint's names begin with."""
+    """A Mamba-2 layer, with the prefix of the checkpoint's names."""
 
     heads: int
     head_dim: int
@@ -39,9 +39,9 @@ class Mamba2Config:
     epsilon: float
     """Epsilon of the norm."""
     norm: Literal["gated", "before gate"] | None = "gated"
-    """The norm's operand: y times silu(z), or y, which then is multiplied by silu(z). None: there is the gate alone."""
+    """The norm's input: y times silu(z), or y, and the result is then multiplied by silu(z). None: only the gate."""
     norm_groups: int = 1
-    """Equal parts of a row that are normalised each by itself."""
+    """Equal groups of a row's numbers that are normalised separately."""
     bias: bool = False
     """Whether the projections have biases."""
     out_bias: bool = False
@@ -57,11 +57,11 @@ class Mamba2Config:
 
     @property
     def units(self) -> int:
-        """Equal parts of the heads of which each can be computed by itself, norm included."""
+        """Equal groups of heads that can be computed separately, norm included."""
         return self.groups if self.norm is None else math.gcd(self.groups, self.norm_groups)
 
-    def part(self, size: int) -> Mamba2Config:
-        """The configuration of one of `size` equal parts of the heads."""
+    def shard(self, size: int) -> Mamba2Config:
+        """The configuration of one of `size` equal shards of the heads."""
         groups = 1 if self.norm is None else self.norm_groups // size
         return replace(self, heads=self.heads // size, groups=self.groups // size, norm_groups=groups)
 
@@ -70,7 +70,7 @@ class Mamba2Config:
 
 
 class Mamba2(StateLayer):
-    """Many heads of it, of one projection of the input.
+    """A Mamba-2 layer.
 
     A state is [heads, state size, dimensions of a head]: sums over the state size cross no lanes.
     """
@@ -81,17 +81,17 @@ class Mamba2(StateLayer):
         sizes = [inner, inner, *[config.groups * config.state_size] * 2, config.heads]
         outputs, rows = sum(sizes), [size // units for size in sizes]
         self.share = share_of(options.ranks, even_cuts(options.ranks, units), rows, rows[0])
-        parts = [Matrix(path + "in_proj", outputs)]
-        self.inputs = Linear(options, parts, width, bias=config.bias, share=self.share)
+        matrices = [Matrix(path + "in_proj", outputs)]
+        self.inputs = Linear(options, matrices, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
             options, path + "conv1d", sum(sizes[1:4]), config.taps, bias=config.conv_bias, activation="silu",
             spans=None if self.share is None else self.share.rows(rows[1:4]),
         )  # fmt: skip
         self.out = Linear(options, [Matrix(path + "out_proj", width)], inner, bias=config.out_bias)
         if self.share is not None:
-            config = config.part(self.share.ranks.size)
+            config = config.shard(self.share.ranks.size)
         self.config = config
-        """With the heads that are here."""
+        """The configuration with this rank's heads."""
         self.channels, self.shared = config.heads * config.head_dim, config.groups * config.state_size
         self._sizes = [self.channels, self.conv.channels, config.heads]
         vectors = options.zeros(3, config.heads, dtype=torch.float32)
@@ -117,8 +117,8 @@ class Mamba2(StateLayer):
         )  # fmt: skip
 
     def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        found = self.inputs.own(x, step.adapters)
-        return found if self.scales is None else self._kernels.scale_each(found, self.scales)
+        projected = self.inputs.local_outputs(x, step.adapters)
+        return projected if self.scales is None else self._kernels.scale_each(projected, self.scales)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         if self.kernel is not None:
@@ -127,23 +127,23 @@ class Mamba2(StateLayer):
         read = recur(step, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
         if self.conv.on_device is not None:
             config, size = self.config, self.channels // self.config.norm_groups
-            made: torch.Tensor = self.conv.on_device.gated_norm(
+            normed: torch.Tensor = self.conv.on_device.gated_norm(
                 read.flatten(1), gate, self.weight, config.epsilon, size, norm=config.norm, scale=config.out_scale
             )
-            return made
+            return normed
         return (self._gated(read.flatten(1), gate) * self.config.out_scale).to(projected.dtype)
 
     def _token(
-        self, made: torch.Tensor, times: torch.Tensor, _: torch.Tensor, state: torch.Tensor
+        self, convolved: torch.Tensor, times: torch.Tensor, _: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is read [sequences, heads, head dim], the states after) of a token of each sequence, float32."""
+        """(outputs [sequences, heads, head dim], states after) of one token of each sequence, float32."""
         config = self.config
-        x, into, out = torch.split(made.float(), [self.channels, self.shared, self.shared], dim=1)
+        x, into, out = torch.split(convolved.float(), [self.channels, self.shared, self.shared], dim=1)
         x = torch.unflatten(x, 1, (config.heads, config.head_dim))
-        each = config.heads // config.groups
+        heads_per_group = config.heads // config.groups
         into, out = (
-            torch.unflatten(part, 1, (config.groups, config.state_size)).repeat_interleave(each, 1)
-            for part in (into, out)
+            torch.unflatten(vectors, 1, (config.groups, config.state_size)).repeat_interleave(heads_per_group, 1)
+            for vectors in (into, out)
         )
         step = each_token(functional.softplus, times.float() + self.step_bias).clamp(*config.limits)
         kept = each_token(torch.exp, step * self.decay)
@@ -164,7 +164,7 @@ class Mamba2(StateLayer):
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         yield from super().slots()
         count, size = self._whole.heads, self.out.inputs
-        heads, inner = [(part_of(self.share, each), slice(None)) for each in (count, size)]
+        heads, inner = [(local_slice(self.share, each), slice(None)) for each in (count, size)]
         yield (f"{self._path}A_log", TensorSlot.some(self.decay, count, [heads], 0.0, lambda it: -it.float().exp()))
         yield f"{self._path}D", TensorSlot.some(self.skip, count, [heads], 1.0)
         yield f"{self._path}dt_bias", TensorSlot.some(self.step_bias, count, [heads], 0.0)

@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated (Shazeer 2020) and plain, and mixtures of experts in their place or beside them."""
+"""Feed-forward layers, gated (Shazeer 2020) and plain, and mixtures of experts instead of them or in addition."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from asyncengine.execution.layers.stored import Layer, StoredMatrix, TensorSlot,
 
 @dataclass(frozen=True, slots=True)
 class MLPConfig:
-    """A layer's feed-forward part, with the checkpoint's names for its matrices."""
+    """A layer's feed-forward network, with the checkpoint's names for its matrices."""
 
     width: int
-    """Numbers between the two products."""
+    """Inner width, between the two products."""
     activation: str
     """A name in `ACTIVATIONS`, or "xielu", which has weights of its own."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -38,14 +38,14 @@ class MLPConfig:
     scales: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate before its activation, and of the result (Falcon-H1)."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """(a matrix's name, another one) that checkpoints may have instead (Kimi Linear, as transformers saves it)."""
+    """(a matrix's name, its alias in some checkpoints) (Kimi Linear, as transformers saves it)."""
 
 
 class XIELU(Layer):
     """xIELU (Huang and Schlag 2024), an activation whose two slopes are learned in each layer (Apertus).
 
-    It holds the parameters of a x^2 + beta x above 0, b (exp(min(x, eps)) - 1 - x) + beta x below, which is computed in
-    float32. a = softplus(alpha_p) and b = beta + softplus(alpha_n) are of the checkpoint, as are beta and eps.
+    The function is a x^2 + beta x above 0, b (exp(min(x, eps)) - 1 - x) + beta x below, in float32, with a =
+    softplus(alpha_p) and b = beta + softplus(alpha_n). The checkpoint has alpha_p, alpha_n, beta and eps.
     """
 
     def __init__(self, options: LayerOptions, path: str) -> None:
@@ -53,14 +53,14 @@ class XIELU(Layer):
         self.parameters = options.zeros(4, dtype=torch.float32)
         """a, b - beta, beta and eps, as `LayerKernels.activation` takes them."""
 
-    def _load(self, place: int, tensor: torch.Tensor | StoredMatrix) -> None:
+    def _load(self, index: int, tensor: torch.Tensor | StoredMatrix) -> None:
         number = plain(tensor, ()).float().reshape(())
-        self.parameters[place] = functional.softplus(number) if place < 2 else number
+        self.parameters[index] = functional.softplus(number) if index < 2 else number
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         initial = {"alpha_p": 0.2, "alpha_n": -1.0, "beta": 0.5, "eps": -1e-6}
-        for place, (name, value) in enumerate(initial.items()):
-            yield f"{self._path}.{name}", TensorSlot((1,) if place < 2 else (), partial(self._load, place), value)
+        for index, (name, value) in enumerate(initial.items()):
+            yield f"{self._path}.{name}", TensorSlot((1,) if index < 2 else (), partial(self._load, index), value)
 
 
 class MLP(Layer):
@@ -68,13 +68,13 @@ class MLP(Layer):
 
     def __init__(self, options: LayerOptions, config: MLPConfig, prefix: str, width: int) -> None:
         outputs = config.width * (2 if config.gated else 1) // len(config.up)
-        parts = [Matrix(prefix + name, outputs) for name in config.up]
+        matrices = [Matrix(prefix + name, outputs) for name in config.up]
         self.config, self._prefix, self._kernels = config, prefix, options.kernels
         cuts = None if options.ranks is None else cut_rows(config.width, options.ranks.size, [0])
         share = share_of(options.ranks, cuts, [1, 1] if config.gated else [1], 1)
-        self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed, share=share)
+        self.up = Linear(options, matrices, width, bias=config.bias, transposed=config.transposed, share=share)
         self.share = share if self.up.local else None
-        """This rank's numbers between the two products; None: it has all of them."""
+        """This rank's share of the inner width; None: it has all of it."""
         inner = self.up.outputs // (2 if config.gated else 1)
         self._scales = [
             None if scale == 1.0 else options.zeros(inner, dtype=torch.float32).fill_(scale) for scale in config.scales
@@ -102,7 +102,7 @@ class MLP(Layer):
         return self.down(gathered(self.share, inner), adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        """Compute the activation between the two products, of all outputs of the first."""
+        """The activation of the first product's outputs, between the two products."""
         if self._scales[0] is not None:
             inner = self._kernels.scale_each(inner, self._scales[0])
         if self.gated is not None:
@@ -123,15 +123,15 @@ class MLP(Layer):
             yield there, replace(own[here], replaces=(here,))
 
 
-# A layer's mixture of experts as its feed-forward part: a router, the experts, and what all rows go through.
+# A layer's mixture of experts as its feed-forward network: a router, the experts, and shared experts of all rows.
 
 
 @dataclass(frozen=True, slots=True)
 class LatentExpertsConfig:
-    """Two products around the routed experts, of a checkpoint's names (Nemotron 3 Super)."""
+    """Projections to the routed experts' width and back, by their checkpoint names (Nemotron 3 Super)."""
 
     width: int
-    """Numbers of a row that experts read and give."""
+    """Width of the experts' inputs and outputs."""
     before: str
     behind: str
     bias: bool = False
@@ -139,30 +139,30 @@ class LatentExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """A layer's mixture: a router, its experts, and what all rows go through beside them."""
+    """A layer's mixture: a router, its experts, and shared experts of all rows."""
 
     router: RouterConfig
     experts: ExpertsConfig
     shared: MLPConfig | None = None
-    """Experts that every row goes to, as one feed-forward part."""
+    """Shared experts, which every row goes to, as one feed-forward network."""
     shared_gate: str | None = None
-    """The checkpoint's name of a row: shared experts' output is multiplied by the sigmoid of its product (Qwen 2)."""
+    """Checkpoint name of the gate [1, width] whose sigmoid multiplies the shared experts' output (Qwen 2)."""
     scales_inputs: bool = False
-    """A weight multiplies what its expert reads, not what it gives (Llama 4)."""
+    """Whether routing weights multiply the experts' inputs, not their outputs (Llama 4)."""
     aliases: tuple[tuple[str, str], ...] = field(default=())
-    """(checkpoint's name, another one) of further tensors (`save_original_format=False`)."""
+    """(checkpoint name, its alias) of further tensors (`save_original_format=False`)."""
     latent: LatentExpertsConfig | None = None
-    """Experts read and give vectors of another width."""
+    """Projections around experts of another width than the model's."""
 
 
 class SparseMLP(Layer):
-    """x [rows, width] -> [rows, width]: the experts of each row, and those that all rows share."""
+    """x [rows, width] -> [rows, width]: each row's routed experts, plus the shared ones."""
 
     def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
         self.config, self._prefix = config, prefix
         self.router = Router(options, config.router, prefix, width, config.shared_gate)
         self.latent: list[Linear] = []
-        """Projections before the experts and behind them."""
+        """Projections before and after the experts; empty if there are none."""
         if (latent := config.latent) is not None:
             before, behind = Matrix(prefix + latent.before, latent.width), Matrix(prefix + latent.behind, width)
             self.latent = [
@@ -189,13 +189,13 @@ class SparseMLP(Layer):
         return self.router(x)[0]
 
     def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Each (row, expert) pair as a row of its own, which has one expert."""
+        """Run the experts with each (row, expert) pair as a row of its own, multiplied by the routing weight."""
         count = chosen.shape[1]
         y = self.experts(self._kernels.scaled_rows(x, weights), chosen.view(-1, 1), None)
         return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
 
     def linears(self) -> list[Linear]:
-        """Linears that adapters may change: none of the experts' own."""
+        """Linears that adapters may target; the routed experts are none of them."""
         return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
 
     def inner(self) -> Sequence[Layer]:
@@ -211,27 +211,27 @@ class SparseMLP(Layer):
             yield self._prefix + other, replace(slot, replaces=(self._prefix + name,))
 
 
-# A mixture of experts beside a layer's feed-forward part: each with norms of its own, and added (Gemma 4).
+# A mixture of experts beside a layer's feed-forward network, each with norms of its own; they are added (Gemma 4).
 
 
 @dataclass(frozen=True, slots=True)
 class SideExpertsConfig:
-    """With the checkpoint's names."""
+    """A mixture beside the feed-forward network, by the checkpoint's names."""
 
     router: RouterConfig
     experts: ExpertsConfig
     scale: str
-    """The checkpoint's name of a scale: of a row, once it is normalised for the router; it is then times width^-0.5."""
+    """Name of the scale [width] of the router's normalised input, which is also multiplied by width^-0.5."""
     before: str
-    """Norm of what experts take: the stream."""
+    """Norm of the experts' input, the residual stream."""
     after: str
-    """Norm of what they give."""
+    """Norm of the experts' output."""
     after_mlp: str
-    """Norm of what the feed-forward part gives, before the two are added."""
+    """Norm of the feed-forward network's output, before the two are added."""
 
 
 class SideExperts(Layer):
-    """(stream, what the feed-forward part gives) [rows, width] -> [rows, width]."""
+    """(residual stream, output of the feed-forward network), both [rows, width] -> [rows, width]."""
 
     def __init__(
         self, options: LayerOptions, config: SideExpertsConfig, norm: NormConfig, prefix: str, width: int
@@ -255,7 +255,7 @@ class SideExperts(Layer):
 
     @property
     def norms(self) -> list[Norm]:
-        """Norms that have a weight of a norm's name."""
+        """Norms with tensors of a norm's name; the router's scale is among `slots`."""
         return [self.before, self.after, self.after_mlp]
 
     def inner(self) -> Sequence[Layer]:

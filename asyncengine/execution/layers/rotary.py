@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 _TABLE = 8192
 """Most positions whose cosines and sines are kept: a few MiB."""
 _FEW = 64
-"""Positions up to which rows are copied without letting go of the interpreter's lock."""
+"""Positions up to which rows are copied without releasing the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
     """Frequencies that do not change between steps.
 
-    Scalings that depend on the length of a sequence ("dynamic", "longrope") are set once, for the longest that may
-    come, as vLLM does: in a flat batch they would follow the longest neighbour, and keys cached under one choice would
-    meet queries under another.
+    Scalings that depend on the length of a sequence ("dynamic", "longrope") are set once, for the longest possible
+    sequence, as in vLLM: in a flat batch they would follow the longest neighbour, and keys cached under one scaling
+    would meet queries under another.
     """
 
     frequencies: tuple[float, ...]
@@ -34,10 +34,10 @@ class RotaryConfig:
     scaling: float = 1.0
     """A factor of cosines and sines (YaRN)."""
     style: Literal["halves", "interleaved", "alibi"] = "halves"
-    """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM). "alibi": nothing is rotated, and in the place
-    of cosines and sines stand positions, as whole 256s and the rest, both exact in any type, twice."""
+    """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM). "alibi": nothing is rotated, and cosines and
+    sines are replaced by positions as (whole 256s, the rest), twice; both are exact in any dtype."""
     exact: bool = False
-    """Cosines and sines are float32 in a model of any type, and what is rotated is rounded once (OLMo 2)."""
+    """Whether cosines and sines are float32 in a model of any dtype, and results are rounded once (OLMo 2)."""
     query_growth: tuple[float, int] | None = None
     """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Llama 4, Ministral 3); not
     together with norms of heads."""
@@ -49,7 +49,7 @@ class RotaryConfig:
 
     @property
     def dim(self) -> int:
-        """Dimensions of a head that are rotated, the first ones."""
+        """Number of leading dimensions of a head that are rotated."""
         return 2 * len(self.frequencies)
 
 
@@ -62,14 +62,14 @@ class Angles(NamedTuple):
     style: str
     """The pairs of dimensions that are rotated together, as in `RotaryConfig`."""
     query_scale: torch.Tensor | None = None
-    """Float32 [T], what queries are multiplied by; None: nothing."""
+    """Float32 [T] factors of queries; None: they are not scaled."""
 
 
 class Rotary:
     """Cosines and sines [T, dim] in the model's dtype, for positions int64 [T] on its device.
 
-    On a GPU one kernel makes them. On a CPU a step's own would take ten small operations: those of the first positions
-    are kept there, and those of a few lie where the next few will.
+    On a GPU one kernel computes them. On a CPU that would take ten small operations a step, so those of the first
+    positions are kept in a table, from which a few rows are copied to memory that the next step reuses.
     """
 
     def __init__(self, config: RotaryConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -115,8 +115,8 @@ class Rotary:
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.config.style == "alibi":
-            parts = torch.stack((positions // 256, positions % 256), dim=1).repeat(1, 2).to(self._dtype)
-            return parts, parts
+            positions_of = torch.stack((positions // 256, positions % 256), dim=1).repeat(1, 2).to(self._dtype)
+            return positions_of, positions_of
         if self._kernel is not None:
             interleaved = self.config.style == "interleaved"
             return self._kernel(positions, self._frequencies, self.config.scaling, interleaved, self._dtype)

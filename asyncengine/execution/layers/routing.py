@@ -1,7 +1,6 @@
-"""Experts that a row goes to: scores, choice and weights (Shazeer et al. 2017), as families differ in them.
+"""Routing of rows to experts (Shazeer et al. 2017): scores, top-k choice and weights, in the variants of all families.
 
-Logits are sums in float32, and so is everything that is made of them. Of equal scores the expert with the lowest number
-is chosen.
+Logits and everything computed from them are float32. Among equal scores the expert with the lowest number is chosen.
 """
 
 from __future__ import annotations
@@ -38,26 +37,27 @@ class RouterConfig:
     correction_rows: int = 0
     """Further dimension of that tensor, of one row (ERNIE 4.5)."""
     groups: int = 1
-    """Equal parts of the experts; a row uses those `groups_kept` with the largest sum of their two best scores."""
+    """Number of equal groups of experts; a row uses the `groups_kept` groups with the largest sum of their two best
+    scores."""
     groups_kept: int = 1
     groups_by_best: bool = False
-    """Groups with the best single score instead (DeepSeek V2)."""
+    """Whether groups are ranked by their best single score instead (DeepSeek V2)."""
     normalised: bool = True
-    """Weights of a row are divided by their sum. With softmax: as if it were over the chosen alone."""
+    """Whether a row's weights are divided by their sum; with softmax, it is then over the chosen experts only."""
     least_sum: float = 0.0
-    """The least sum that they are divided by."""
+    """Lower bound of the sum that weights are divided by."""
     scale: float = 1.0
     """A factor of the weights."""
     by_expert: str | None = None
-    """A factor of each expert's weight (Gemma 4)."""
+    """Checkpoint name of a factor of each expert's weight (Gemma 4)."""
     spread: float = 0.0
-    """The spread of sparsemixer: a logit is left out if it is farther from the largest than twice this share of it."""
+    """Jitter of sparsemixer: logits whose relative distance from the largest exceeds twice this are left out."""
 
 
 class Router(Layer):
     """x [rows, width] -> (experts int64 [rows, chosen], weights float32 alike, best first; logits of the gate).
 
-    `gate`: a further row of the same product, whose result [rows] is no expert's (Qwen 2's gate of shared experts).
+    `gate`: checkpoint name of a further row of the same product, the gate of shared experts (Qwen 2).
     """
 
     def __init__(
@@ -140,20 +140,20 @@ def route(
 
 
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the largest, best first; of equal ones the first. (`topk` takes any of them.)"""
+    """Indices of the `count` largest, best first, the lowest index among equal ones; `topk` would take any of these."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _sparsemixer(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """One expert after the other, each with its share among those that are left and near it."""
-    left = logits
+    """Choose one expert after the other; its weight is its softmax among remaining experts with logits near its own."""
+    remaining = logits
     ids: list[torch.Tensor] = []
     weights: list[Any] = []
     for _ in range(config.chosen):
-        best = _best(left, 1)
-        largest = left.gather(1, best)
+        best = _best(remaining, 1)
+        largest = remaining.gather(1, best)
         far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * config.spread
-        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
+        weights.append(remaining.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
         ids.append(best)
-        left = left.scatter(1, best, -torch.inf)
+        remaining = remaining.scatter(1, best, -torch.inf)
     return torch.cat(ids, dim=1), torch.cat(weights, dim=1)

@@ -1,12 +1,12 @@
-"""Weights that are spread over several processes, the ranks of one model (tensor parallelism).
+"""Weights that are sharded over several processes, the ranks of one model (tensor parallelism).
 
-A matrix [outputs, inputs] is split by outputs alone, and what the ranks make of a row is gathered: a number is one
-whole dot product, made by one rank by the kernel and in the order that one process would use. So its bits are the same
-at any number of ranks, for every form of weights whose rows do not depend on their company. Megatron-LM (Shoeybi et al.
-2019) splits every second matrix by inputs instead and adds up partial sums, which halves the exchanges and rounds
-otherwise; between processes of one machine an exchange costs a barrier and a copy in shared memory. As there, what lies
-between a layer's two products is a rank's own, where it can be told apart: heads of attention, with their keys and
-values, and the inner numbers of a feed-forward part (`Share`). Then the first product is not gathered.
+A matrix [outputs, inputs] is split by outputs only, and the ranks' results are gathered: each number is one whole dot
+product, computed by one rank with the kernel and in the order that one process would use. So its bits are the same at
+any number of ranks, for every weight form whose rows do not depend on their neighbours. Megatron-LM (Shoeybi et al.
+2019) splits every second matrix by inputs instead and adds up partial sums, which halves the exchanges but rounds
+differently; between processes of one machine an exchange costs a barrier and a copy in shared memory. As there, the
+work between a layer's two products stays in a rank where it can be divided: heads of attention with their keys and
+values, and the inner numbers of a feed-forward network (`Share`). The first product is not gathered then.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from asyncengine.execution.layers.stored import RowRange, StoredForm, StoredMatr
 from asyncengine.execution.layers.weight_forms import QuantizedWeight, WeightForm
 
 UNIT = 32
-"""Rows between two places where a matrix may be cut: whole panels of every packed and quantized form."""
+"""Rows of which a shard has a multiple: whole panels of every packed and quantized form."""
 _PANEL = 16
 """Rows of a panel of a quantized form."""
 Make = Callable[[int, int, Sequence[int], Sequence[str]], WeightForm]
-"""(outputs, inputs, bounds, paths) -> memory for such a weight, as `LayerOptions.weight` has it."""
+"""(outputs, inputs, bounds, paths) -> an empty weight, as `LayerOptions.weight` makes it."""
 
 
 Spans = Sequence[tuple[int, int]]
-"""(first, end) of rows of a matrix, ascending; all of a span are of one matrix of the checkpoint."""
+"""(first, end) of rows of a merged matrix, ascending; each span lies in one matrix of the checkpoint."""
 
 
 class Ranks(Protocol):
-    """The processes that compute one model together, as one of them sees the exchange of results between them."""
+    """One process's exchange of results with the other ranks of its model."""
 
     rank: int
-    """This one's number, from 0; 0 is the engine's own process."""
+    """This process's number within its stage; rank 0 of stage 0 is the engine's process."""
     size: int
     stage: int
-    """The stage of a pipeline that they compute, of `stages`, each of which has as many processes."""
+    """The pipeline stage of these ranks, of `stages`, each of which has `size` ranks."""
     stages: int
     exact: bool
-    """Whether results must have the bits of one process, so that only what keeps them is divided; on GPUs, everything
-    is."""
+    """Whether results must have the bits of one process, so that only matrices that keep them are divided. Not on GPUs,
+    where all are."""
 
     def rows_at_once(self, row_bytes: int) -> int:
         """Number of rows of `row_bytes` each that can be exchanged at once."""
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix [rows, columns] into which all ranks write before the next `meet`, and from which they read behind
-        it until the one after. Each number is written by one rank."""
+        """The matrix [rows, columns] that all ranks write before the next `meet`, each number by one rank, and read
+        after it until the `meet` after that."""
 
     def meet(self) -> None:
-        """Wait until all ranks have come here. Raises `RuntimeError` if one of them is gone."""
+        """Wait until all ranks have called this. Raises `RuntimeError` if one of them is gone."""
 
 
 def cut_rows(outputs: int, size: int, firsts: Sequence[int]) -> tuple[int, ...] | None:
-    """Rows at which the ranks' parts of a matrix begin and the last one ends, as even as may be; None: there are too
-    few rows. `firsts`: rows from which cuts are counted in units, ascending from 0."""
+    """[size + 1] bounds of the ranks' shards of a matrix, as even as possible; None: there are too few rows. `firsts`:
+    first rows of matrices side by side, ascending from 0; shards are multiples of `UNIT` rows from there."""
     cuts = [0]
     for rank in range(1, size):
         wanted = outputs * rank // size
-        place = bisect_right(firsts, wanted) - 1
-        end = firsts[place + 1] if place + 1 < len(firsts) else outputs
-        cuts.append(min(firsts[place] + -(-(wanted - firsts[place]) // UNIT) * UNIT, end))
+        index = bisect_right(firsts, wanted) - 1
+        end = firsts[index + 1] if index + 1 < len(firsts) else outputs
+        cuts.append(min(firsts[index] + -(-(wanted - firsts[index]) // UNIT) * UNIT, end))
     cuts.append(outputs)
     return tuple(cuts) if all(one < other for one, other in pairwise(cuts)) else None
 
@@ -74,23 +74,23 @@ def cut_rows(outputs: int, size: int, firsts: Sequence[int]) -> tuple[int, ...] 
 def _exchanged(
     ranks: Ranks, rows: int, columns: int, dtype: torch.dtype, fill: Callable[[slice, torch.Tensor], object]
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(some of so many rows, [those rows, columns] as all ranks have filled it), one part after the other. `fill(rows,
-    place)` writes what this rank has of a part."""
+    """Exchange a matrix [rows, columns] in chunks of rows that fit the buffer: yields (chunk, buffer [chunk, columns]
+    that all ranks have filled). `fill(chunk, buffer)` writes this rank's numbers."""
     most = ranks.rows_at_once(columns * dtype.itemsize)
     for first in range(0, rows, most):
-        some = slice(first, min(first + most, rows))
-        place = ranks.buffer(some.stop - first, columns, dtype)
-        fill(some, place)
+        chunk = slice(first, min(first + most, rows))
+        buffer = ranks.buffer(chunk.stop - first, columns, dtype)
+        fill(chunk, buffer)
         ranks.meet()
-        yield some, place
+        yield chunk, buffer
 
 
-class _HeldWeight(WeightForm):
-    """The part of a `WeightForm` of some rows of a matrix that follows from `own`, the form of those rows."""
+class _RowsWeight(WeightForm):
+    """Base of `WeightForm`s whose `local` form has this rank's rows of a matrix."""
 
     def __init__(self, own: WeightForm, outputs: int, inputs: int, bounds: Sequence[int]) -> None:
         """`bounds`: of the whole matrix."""
-        self.own, self.name, self.outputs, self.inputs = own, own.name, outputs, inputs
+        self.local, self.name, self.outputs, self.inputs = own, own.name, outputs, inputs
         self.bias_dtype, self.compiled = own.bias_dtype, own.compiled
         # which rows wait for each other is the same in every rank: an update is refused by the first or by none
         self.waiting: Any = own.waiting
@@ -98,12 +98,13 @@ class _HeldWeight(WeightForm):
             self.waiting = object()
 
     def _load(self, at: int, weight: torch.Tensor | StoredMatrix, rows: slice) -> None:
-        """Take these rows of what is given, as those from `at` on of `own`: nothing else of them is read."""
-        self.own.load(at, weight[rows] if isinstance(weight, torch.Tensor) else RowRange(weight, rows.start, rows.stop))
+        """Load these rows of a checkpoint's matrix as rows from `at` on of the local form; no other rows are read."""
+        local = weight[rows] if isinstance(weight, torch.Tensor) else RowRange(weight, rows.start, rows.stop)
+        self.local.load(at, local)
 
 
-class ShardedWeight(_HeldWeight):
-    """A `WeightForm` of which this rank holds some rows; what others hold comes by `Ranks`."""
+class ShardedWeight(_RowsWeight):
+    """A `WeightForm` of which this rank holds some rows; results are gathered from all ranks."""
 
     def __init__(
         self, ranks: Ranks, cuts: Sequence[int], inputs: int, bounds: Sequence[int], paths: Sequence[str],
@@ -129,93 +130,93 @@ class ShardedWeight(_HeldWeight):
         return self._forms[min(bisect_right(self._firsts, first), len(self._forms)) - 1]
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
-        rows, results = x.reshape(-1, self.inputs), found.view(-1, self.outputs)
+        result = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        rows, results = x.reshape(-1, self.inputs), result.view(-1, self.outputs)
         added = None if bias is None else bias[self.first : self.last]
 
-        def fill(some: slice, place: torch.Tensor) -> None:
-            self.own.multiply(rows[some], added, place[:, self.first : self.last])
+        def fill(chunk: slice, buffer: torch.Tensor) -> None:
+            self.local.multiply(rows[chunk], added, buffer[:, self.first : self.last])
 
-        for some, place in _exchanged(self._ranks, len(rows), self.outputs, x.dtype, fill):
-            results[some].copy_(place)
-        return found
+        for chunk, buffer in _exchanged(self._ranks, len(rows), self.outputs, x.dtype, fill):
+            results[chunk].copy_(buffer)
+        return result
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         """Logits in rank 0; elsewhere the result is arbitrary and is not read."""
         shape = len(x), self.outputs
-        found = memory.take(shape) if x.device.type == "cpu" else x.new_empty(shape, dtype=torch.float32)
+        result = memory.take(shape) if x.device.type == "cpu" else x.new_empty(shape, dtype=torch.float32)
         added = None if bias is None else bias[self.first : self.last]
 
-        def fill(some: slice, place: torch.Tensor) -> None:
-            place[:, self.first : self.last] = self.own.logits(x[some], added, self._memory)
+        def fill(chunk: slice, buffer: torch.Tensor) -> None:
+            buffer[:, self.first : self.last] = self.local.logits(x[chunk], added, self._memory)
 
-        for some, place in _exchanged(self._ranks, len(x), self.outputs, found.dtype, fill):
+        for chunk, buffer in _exchanged(self._ranks, len(x), self.outputs, result.dtype, fill):
             if self._ranks.rank == 0:
-                found[some].copy_(place)
-        return found
+                result[chunk].copy_(buffer)
+        return result
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        def fill(some: slice, place: torch.Tensor) -> None:
-            part = ids[some]
-            (here,) = ((part >= self.first) & (part < self.last)).nonzero(as_tuple=True)
-            if len(here):
-                rows = out.new_empty(len(here), self.inputs)
-                self.own.read_rows((part[here] - self.first).contiguous(), rows)
-                place[here] = rows
+        def fill(chunk: slice, buffer: torch.Tensor) -> None:
+            chunk_ids = ids[chunk]
+            (local,) = ((chunk_ids >= self.first) & (chunk_ids < self.last)).nonzero(as_tuple=True)
+            if len(local):
+                rows = out.new_empty(len(local), self.inputs)
+                self.local.read_rows((chunk_ids[local] - self.first).contiguous(), rows)
+                buffer[local] = rows
 
-        for some, place in _exchanged(self._ranks, len(ids), self.inputs, out.dtype, fill):
-            out[some].copy_(place)
+        for chunk, buffer in _exchanged(self._ranks, len(ids), self.inputs, out.dtype, fill):
+            out[chunk].copy_(buffer)
 
 
 class Share(NamedTuple):
-    """This rank's part of a layer that computes alone with what its first product gives, up to its last: some heads of
-    attention or of a recurrence, or some numbers of a feed-forward part."""
+    """This rank's shard of a layer whose work between its first and its last product is divided: some heads of
+    attention or of a recurrence, or some inner numbers of a feed-forward network."""
 
     ranks: Ranks
     every: Sequence[Spans]
-    """Rows of the first product that each rank has."""
+    """For each rank, its rows of the first product."""
     cuts: Sequence[int]
-    """Columns at which the ranks' parts of what the last product reads begin, and their end."""
+    """[size + 1] bounds of the ranks' columns of the last product's input."""
     heads: Sequence[int]
-    """Heads, or single numbers, at which the ranks' parts begin, and their end."""
+    """[size + 1] bounds of the ranks' heads, or single numbers."""
 
     @property
     def spans(self) -> Spans:
-        """Rows of the first product that this one has."""
+        """This rank's rows of the first product."""
         return self.every[self.ranks.rank]
 
     def rows(self, each: Sequence[int]) -> Spans:
-        """This one's of blocks side by side in which each head has so many."""
+        """This rank's rows of blocks side by side, in which each head has `each[block]` rows."""
         return _spans(self.heads, each, self.ranks.rank)
 
-    def part(self, count: int) -> slice:
-        """This rank's of so many heads, which the ranks share evenly."""
-        held = held_by(self.ranks, count)
-        return slice(held.start, held.stop)
+    def local_slice(self, count: int) -> slice:
+        """This rank's slice of `count` heads, which the ranks divide evenly."""
+        local = local_range(self.ranks, count)
+        return slice(local.start, local.stop)
 
     def columns(self, whole: torch.Tensor) -> torch.Tensor:
-        """The columns of a first product [rows, all its rows] that this rank goes on with."""
+        """This rank's columns of the whole first product [rows, all outputs]."""
         return torch.cat([whole[:, first:last] for first, last in self.spans], dim=1)
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """[rows, all columns] of what each rank has [rows, its columns] of."""
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """[rows, all columns], gathered from each rank's `local` [rows, its columns]."""
         columns, (first, last) = self.cuts[-1], self.cuts[self.ranks.rank :][:2]
-        found = own.new_empty(len(own), columns)
+        result = local.new_empty(len(local), columns)
 
-        def fill(some: slice, place: torch.Tensor) -> None:
-            place[:, first:last] = own[some]
+        def fill(chunk: slice, buffer: torch.Tensor) -> None:
+            buffer[:, first:last] = local[chunk]
 
-        for some, place in _exchanged(self.ranks, len(own), columns, own.dtype, fill):
-            found[some] = place
-        return found
+        for chunk, buffer in _exchanged(self.ranks, len(local), columns, local.dtype, fill):
+            result[chunk] = buffer
+        return result
 
 
 def share_of(
     ranks: Ranks | None, cuts: Sequence[int] | None, rows: Sequence[int], columns: int, copied: int = 0
 ) -> Share | None:
-    """This rank's part of a layer of heads, or of single numbers, which the ranks have from one of `cuts` to the next.
-    The first product has `rows` rows for each, in as many blocks, and behind them `copied` ones that every rank has;
-    the last reads `columns` numbers of each. None: one process has all, as `cuts` are None."""
+    """This rank's share of a layer of heads, or of single numbers; rank r has those from cuts[r] to cuts[r + 1]. The
+    first product has rows[b] rows of each head in block b, and after all blocks `copied` rows that every rank has; the
+    last product reads `columns` numbers of each head. None if one process has all heads, or `cuts` is None."""
     if ranks is None or cuts is None:
         return None
     end = cuts[-1] * sum(rows)
@@ -231,40 +232,41 @@ def _spans(cuts: Sequence[int], rows: Sequence[int], rank: int) -> Spans:
 
 
 def gathered(share: Share | None, own: torch.Tensor) -> torch.Tensor:
-    """[rows, all columns] of what this rank has; None: it has all."""
+    """[rows, all columns] of this rank's `own` [rows, its columns]; without a share these are all."""
     return own if share is None else share.gather(own)
 
 
-def part_of(share: Share | None, count: int) -> slice:
-    """This rank's part of `count` heads, or of numbers of which each head has as many."""
-    return slice(0, count) if share is None else share.part(count)
+def local_slice(share: Share | None, count: int) -> slice:
+    """This rank's slice of `count` heads, or of `count` numbers of which each head has equally many."""
+    return slice(0, count) if share is None else share.local_slice(count)
 
 
 def own_rows(spans: Spans, first: int, count: int) -> list[tuple[slice, slice]]:
-    """(which of `count` rows from `first` on, their places where `spans` lie side by side) of what these have."""
-    found, place = [], 0
+    """Overlaps of the `count` rows from `first` on with `spans`: (slice of these rows, slice of the concatenated spans)
+    of each."""
+    ranges, offset = [], 0
     for begin, end in spans:
         low, high = max(begin, first), min(end, first + count)
         if low < high:
-            found.append((slice(low - first, high - first), slice(place + low - begin, place + high - begin)))
-        place += end - begin
-    return found
+            ranges.append((slice(low - first, high - first), slice(offset + low - begin, offset + high - begin)))
+        offset += end - begin
+    return ranges
 
 
 def even_cuts(ranks: Ranks | None, count: int) -> list[int] | None:
-    """Heads of `count` at which the ranks' parts begin and the last one ends; None: they cannot be even."""
+    """[size + 1] bounds that divide `count` heads evenly among the ranks; None: they cannot be divided evenly."""
     if ranks is None or count % ranks.size:
         return None
     return list(range(0, count + 1, count // ranks.size))
 
 
 def paths_of(spans: Spans, bounds: Sequence[int], paths: Sequence[str]) -> list[str]:
-    """The matrix of each span, if the matrices have names."""
+    """Path of each span's matrix; empty if matrices have no names."""
     return [paths[bisect_right(bounds, first)] for first, _ in spans] if paths else []
 
 
-class LocalWeight(_HeldWeight):
-    """A `WeightForm` of some rows of a matrix. What they give stays in this rank."""
+class LocalWeight(_RowsWeight):
+    """A `WeightForm` of this rank's rows of a matrix, whose outputs are not gathered."""
 
     def __init__(self, spans: Spans, inputs: int, bounds: Sequence[int], paths: Sequence[str], make: Make) -> None:
         """`bounds`, `paths` as in `LayerOptions.weight`, of the whole matrix."""
@@ -273,49 +275,49 @@ class LocalWeight(_HeldWeight):
         super().__init__(make(ends[-1], inputs, ends[:-1], paths_of(spans, bounds, paths)), ends[-1], inputs, bounds)
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        for given, own in own_rows(self.spans, first, weight.shape[0]):
-            self._load(own.start, weight, given)
+        for rows, local in own_rows(self.spans, first, weight.shape[0]):
+            self._load(local.start, weight, rows)
 
     def takes(self, first: int) -> StoredForm | None:
-        span = next(place for place, (_, last) in enumerate(self.spans) if first < last)
-        return self.own.takes(self._firsts[span])
+        span = next(index for index, (_, last) in enumerate(self.spans) if first < last)
+        return self.local.takes(self._firsts[span])
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self.own.multiply(x, bias, out)
+        return self.local.multiply(x, bias, out)
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        return self.own.logits(x, bias, memory)
+        return self.local.logits(x, bias, memory)
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError("rows of a weight of which other ranks have some cannot be read")
 
 
-def held_by(ranks: Ranks | None, experts: int) -> range:
-    """Numbers of the experts of a mixture that are in this process."""
+def local_range(ranks: Ranks | None, experts: int) -> range:
+    """Numbers of this process's experts of a mixture, or of its heads."""
     if ranks is None:
         return range(experts)
     return range(experts * ranks.rank // ranks.size, experts * (ranks.rank + 1) // ranks.size)
 
 
 def leave(tensor: torch.Tensor | StoredMatrix) -> None:
-    """Load nothing: another process has it."""
+    """Load nothing: the tensor belongs to another process."""
 
 
 def gather_experts(
     ranks: Ranks, make: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], x: torch.Tensor,
     chosen: torch.Tensor, weights: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """The sum [rows, width] of what the experts `chosen` [rows, k] make of x, times `weights` alike, in the order in
-    which the compiled kernel adds. `make(x, experts [pairs], made [pairs, width])` fills in what experts here make."""
+    """[rows, width]: the sum over the experts `chosen` [rows, k] of their outputs for x times `weights` [rows, k], in
+    the compiled kernel's order. `make(x, experts [pairs], made [pairs, width])` computes this rank's experts."""
     count, width, out = chosen.shape[1], x.shape[1], torch.empty_like(x)
 
-    def fill(some: slice, place: torch.Tensor) -> None:
-        make(x[some], chosen[some].flatten(), place.view(-1, width))
+    def fill(chunk: slice, buffer: torch.Tensor) -> None:
+        make(x[chunk], chosen[chunk].flatten(), buffer.view(-1, width))
 
-    for some, made in _exchanged(ranks, len(x), count * width, x.dtype, fill):
-        shares, values = weights[some, :, None], made.view(-1, count, width)
+    for chunk, made in _exchanged(ranks, len(x), count * width, x.dtype, fill):
+        shares, values = weights[chunk, :, None], made.view(-1, count, width)
         total = values[:, 0].float() * shares[:, 0]
-        for place in range(1, count):
-            total += values[:, place].float() * shares[:, place]
-        out[some] = total
+        for buffer in range(1, count):
+            total += values[:, buffer].float() * shares[:, buffer]
+        out[chunk] = total
     return out

@@ -37,17 +37,17 @@ class ShortConv(StateLayer):
 
     def __init__(self, options: LayerOptions, config: ShortConvConfig, prefix: str, width: int, index: int) -> None:
         self.index, units = index, width // _UNIT if width % _UNIT == 0 else 1
-        each = width // units
-        self.share = share_of(options.ranks, even_cuts(options.ranks, units), [each] * 3, each)
-        parts = [Matrix(prefix + config.projection, 3 * width)]
-        self.inputs = Linear(options, parts, width, bias=config.bias, share=self.share)
+        channels = width // units
+        self.share = share_of(options.ranks, even_cuts(options.ranks, units), [channels] * 3, channels)
+        matrices = [Matrix(prefix + config.projection, 3 * width)]
+        self.inputs = Linear(options, matrices, width, bias=config.bias, share=self.share)
         self.conv = CausalConv(
             options, prefix + config.conv, width, config.taps, bias=config.bias,
-            spans=None if self.share is None else self.share.rows([each]),
+            spans=None if self.share is None else self.share.rows([channels]),
         )  # fmt: skip
         self.out = Linear(options, [Matrix(prefix + config.out, width)], width, bias=config.bias)
         self.kernel = _kernel(options, self.conv)
-        self.spec = StateSpec(window=self.conv.window, parts=units, divided=self.share is not None)
+        self.spec = StateSpec(window=self.conv.window, units=units, divided=self.share is not None)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         if self.kernel is not None:

@@ -1,18 +1,18 @@
-"""Recurrent state: what a layer remembers of a sequence in a fixed number of bytes, and how a step reads and writes it.
+"""Recurrent states: a layer's memory of a sequence in a fixed number of bytes, and how a step reads and writes it.
 
 A state layer (gated delta rule, Mamba-2, short convolution) keeps one state for each sequence where attention keeps
 keys and values for each token. States of all layers lie in slots: a slot holds one sequence's states of every state
 layer after some number of its tokens. Slot 0 is the state before any token; it is zero and never written.
 
-A step tells a layer what to do in **segments**: take the state of `source`, move it over the tokens [begin, end) of the
-step, put what comes out into `target`. A row has one segment or several, one after another: a snapshot in the middle of
-a chunk is a segment that ends there and whose target is the snapshot's slot, from which the next one starts. A segment
-without tokens copies. Segments of different rows touch different targets, and no segment reads what another row's
-segment of the same step writes, so rows may run in parallel.
+A step advances states in **segments**: read the state in slot `source`, advance it over the tokens [begin, end) of the
+step, write the result to slot `target`. A row has one or more consecutive segments: a snapshot in the middle of a chunk
+ends a segment whose target is the snapshot's slot, from which the next segment starts. A segment without tokens copies.
+Segments of different rows have different targets, and no segment reads a slot that another row's segment of the same
+step writes, so rows may run in parallel.
 
 The state after a token is computed from the state before it and the token alone, one token after another, in float32:
-the same bits in any chunk and any company, so that a snapshot equals what would be computed. On a GPU, where sums have
-no fixed order anyway, prompts go many tokens at a time (`kernels.cuda.recurrence`).
+its bits do not depend on chunks or on other rows, so a snapshot equals a recomputed state. On a GPU, where sums have no
+fixed order anyway, prompts are computed many tokens at a time (`kernels.cuda.recurrence`).
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ FIRST = 0
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state that one layer remembers of one sequence. Shapes without the leading one of slots; () for nothing."""
+    """Shapes of one layer's state of one sequence, without the leading dimension of slots; () for none."""
 
     recurrent: tuple[int, ...] = ()
-    """float32."""
+    """Recurrent state, float32."""
     window: tuple[int, ...] = ()
-    """The inputs of a convolution that precede the next token, [taps - 1, channels], oldest first, each as a row of the
-    layer's own; the model's dtype."""
-    kinds: tuple[int, ...] = ()
-    """Channels of each kind, side by side in a row of the window; (): they are of one."""
-    parts: int = 1
-    """Equal parts (heads, and of each kind as much) of which each of several processes may have some."""
+    """[taps - 1, channels] the convolution's inputs before the next token, oldest first, in the model's dtype."""
+    channel_groups: tuple[int, ...] = ()
+    """Channels of each group (queries, keys, values; x, B, C) in a row of the window; (): they are one group."""
+    units: int = 1
+    """Equal units (heads with their channels of each group) into which ranks can divide the state."""
     divided: bool = False
-    """It is the share of one of several processes; the others have as much each."""
+    """Whether it is one rank's share of the state; other ranks have as much each."""
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of one state."""
@@ -68,19 +67,20 @@ class StateSegments:
     rows: Int64Array
     """[rows + 1]: row r has segments rows[r] to rows[r + 1], in the order in which they must run."""
     begins: Int64Array
-    """[segments] first token, of the step's."""
+    """[segments] index of the first token in the step."""
     ends: Int64Array
     sources: Int64Array
     targets: Int64Array
 
     def apart(self) -> tuple[StateSegments, Int64Array]:
-        """(the others, `LoneTokens` [3, rows]): segments of one token that are the only one of their row go apart."""
+        """Split off the segments of one token that are the only one of their row: (other segments, `LoneTokens` as
+        int64 [3, rows])."""
         first = self.rows[:-1]
         alone = (np.diff(self.rows) == 1) & (self.ends[first] - self.begins[first] == 1)
         lone, counts = first[alone], np.diff(self.rows)[~alone]
         rest = np.delete(np.arange(len(self.begins)), lone)
         bounds = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
-        others = (part[rest] for part in (self.begins, self.ends, self.sources, self.targets))
+        others = (array[rest] for array in (self.begins, self.ends, self.sources, self.targets))
         return StateSegments(bounds, *others), np.stack((self.begins[lone], self.sources[lone], self.targets[lone]))
 
     @staticmethod
@@ -98,8 +98,8 @@ class StatePools:
         self, specs: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device, *,
         padding: bool = False, shared: SharedPools | None = None,
     ) -> None:  # fmt: skip
-        """`num_slots`: slot 0 included. `padding`: there is one more, which rows that fill up a graph write to.
-        `shared`: memory for them on a CPU; None: wherever it is."""
+        """`num_slots`: slot 0 included. `padding`: add one slot, to which padding rows of a graph write. `shared`:
+        memory for the states on a CPU; None: ordinary memory."""
         self.specs, count = specs, num_slots + padding
         self.recurrent = [_zeros(count, spec.recurrent, torch.float32, device, shared) for spec in specs]
         self.windows = [_zeros(count, spec.window, dtype, device, shared) for spec in specs]
@@ -110,50 +110,50 @@ class StatePools:
 
 
 class LoneTokens(NamedTuple):
-    """Segments of one token, each the only one of its row, as a device takes them all at once. int64 [rows]."""
+    """Segments of one token, each the only one of its row, which a GPU computes all at once. int64 [rows]."""
 
     tokens: slice | torch.Tensor
-    """Places among the step's tokens; a slice where all of them are meant, which takes no kernel."""
+    """Indices of the tokens in the step; a slice if these are all tokens, as slicing needs no kernel."""
     sources: torch.Tensor
     targets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateStep:
-    """The states that a step's context names."""
+    """The states of a step, and how they advance."""
 
     pools: StatePools
     segments: StateSegments
     alone: LoneTokens | None = None
-    """Further segments, which are not among `segments`. A CUDA graph has these alone, in memory of its own."""
+    """Further segments, not among `segments`. A CUDA graph has only these, in its own memory."""
 
 
 def state_step(pools: StatePools, moves: StateSegments | LoneTokens, device: torch.device) -> StateStep:
-    """A step that moves these; on devices other than a CPU, whose kernels take segments, lone tokens go apart."""
+    """The `StateStep` of these moves. CPU kernels take segments as they are; for a GPU lone tokens are split off."""
     if isinstance(moves, LoneTokens):
         return StateStep(pools, StateSegments.none(), moves)
     if device.type == "cpu":
         return StateStep(pools, moves)
-    others, alone = moves.apart()
+    rest, alone = moves.apart()
     if not alone.size:
-        return StateStep(pools, others)
+        return StateStep(pools, rest)
     tokens, *slots = upload(alone, device).unbind()
-    return StateStep(pools, others, LoneTokens(tokens if len(others.begins) else slice(None), *slots))
+    return StateStep(pools, rest, LoneTokens(tokens if len(rest.begins) else slice(None), *slots))
 
 
 Slots = tuple[torch.Tensor, torch.Tensor]
 """(sources, targets) int64 [sequences]."""
 Advance = Callable[[slice | torch.Tensor, Any, Any, Slots | None], tuple[torch.Tensor | None, torch.Tensor | None]]
-"""(which tokens, recurrent states [sequences, ...], windows alike, None) -> the two after these tokens.
+"""(indices of tokens, recurrent states [sequences, ...], windows likewise, None) -> both after these tokens.
 
-Each sequence has equally many of them, and one's stand behind the other's. With slots in place of None, the states of
-sequences of one token lie there in pools, which are given whole and moved."""
+Each sequence has equally many tokens, sequence by sequence. With slots instead of None, sequences have one token each,
+and the arguments are whole pools, in which these slots are advanced in place."""
 
 
 def advance_segments(step: StateStep, index: int, advance: Advance) -> None:
-    """Run the segments of state layer `index`, one by one but for lone tokens, on devices other than a CPU or in torch.
+    """Run the segments of state layer `index` one by one, and lone tokens all at once; for GPUs, and for torch.
 
-    `advance` is called for every segment with tokens and writes the layer's outputs of these tokens itself.
+    `advance` is called for every segment with tokens, and writes the layer's outputs for these tokens itself.
     """
     recurrent, windows = step.pools.recurrent[index], step.pools.windows[index]
     if step.alone is not None:
@@ -175,21 +175,21 @@ def advance_segments(step: StateStep, index: int, advance: Advance) -> None:
 
 
 def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
-    """Run the compiled `kernel` of state layer `index` on its projections [T, all], and move its states on."""
+    """Run the compiled `kernel` of state layer `index` on its projections [T, all], which advances its states."""
     assert step.alone is None, "a compiled kernel takes segments"
-    made: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
-    return made
+    out: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
+    return out
 
 
 def recur(
     step: StateStep, index: int, convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]], inputs: torch.Tensor,
     gates: tuple[torch.Tensor, torch.Tensor], token: Callable[..., tuple[torch.Tensor, torch.Tensor]], kernel: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Reads of the recurrent states of layer `index`, float32 [T, heads, value dim].
+    """Advance the recurrent states of layer `index`: outputs float32 [T, heads, value dim].
 
-    `inputs` [T, channels] go through `convolve`, a `CausalConv.advance`. Over what comes out and `gates` [T, any] the
-    states are moved by a `Recurrence`, or by `token`: of what these are for a token of each sequence, and of the states
-    [sequences, ...], it makes what is read and the states after.
+    `inputs` [T, channels] go through `convolve`, a `CausalConv.advance`. Its results and `gates` [T, any] advance the
+    states by `kernel`, a `Recurrence`, or by `token(convolved, gate, gate, states)`, which takes one token of each
+    sequence and the states [sequences, ...] before it, and returns (outputs, states after).
     """
     pool = step.pools.recurrent[index]
     assert pool is not None
@@ -199,15 +199,15 @@ def recur(
         tokens: slice | torch.Tensor, states: torch.Tensor, windows: torch.Tensor, slots: Slots | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, windows = convolve(inputs[tokens], windows, slots)
-        parts = rows, gates[0][tokens], gates[1][tokens]
+        arguments = rows, gates[0][tokens], gates[1][tokens]
         if kernel is not None:
-            made, states = kernel.move(*parts, states, slots, out[tokens] if isinstance(tokens, slice) else None)
+            made, states = kernel.move(*arguments, states, slots, out[tokens] if isinstance(tokens, slice) else None)
             if not isinstance(tokens, slice):
                 out[tokens] = made
             return states, windows
         moved, reads = states if slots is None else states.index_select(0, slots[0]), []
-        for place in zip(*(torch.unflatten(part, 0, (len(moved), -1)).unbind(1) for part in parts), strict=True):
-            read, moved = token(*place, moved)
+        for token_inputs in zip(*(torch.unflatten(x, 0, (len(moved), -1)).unbind(1) for x in arguments), strict=True):
+            read, moved = token(*token_inputs, moved)
             reads.append(read)
         out[tokens] = torch.stack(reads, 1).flatten(0, 1)
         return moved if slots is None else states.index_copy_(0, slots[1], moved), windows
@@ -217,40 +217,41 @@ def recur(
 
 
 def each_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`function`, which takes numbers one by one, of x [tokens, ...], one token after the other on a CPU.
+    """The elementwise `function` of x [tokens, ...], applied token by token on a CPU.
 
-    torch computes exponentials in vectors and those that fill none of them in another way, with other last bits: which
-    ones these are depends on how many numbers there are.
+    torch computes exponentials in vectors, and a remainder that fills no vector by another routine with other last
+    bits. Which elements these are depends on the size of the tensor, and so would a token's bits.
     """
     return function(x) if x.device.type != "cpu" else torch.cat([function(row) for row in torch.split(x, 1)])
 
 
 class StateLayer(Layer, ABC):
-    """A layer that mixes tokens by a state: x [T, width] -> [T, width]."""
+    """A layer that mixes tokens by a recurrent state: x [T, width] -> [T, width]."""
 
     index: int
-    """The place of its states among the pools."""
+    """Number of its states in `StatePools`."""
     spec: StateSpec
     inputs: Linear
     out: Linear
     share: Share | None
-    """This rank's heads or channels, whose states it keeps; None: it has all of them."""
+    """This rank's heads or channels, whose states it stores; None: it has all of them."""
     kernel: Any = None
-    """The compiled kernel that moves its states on a CPU; None: torch moves them, and no step is recorded."""
+    """The compiled kernel that advances its states on a CPU; None: torch does, and no step is recorded."""
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Takes `step.states`; tokens of a row stand in order, rows in the order of the segments."""
+        """x [T, width] -> [T, width]. Advances `step.states`; tokens are in order within rows, and rows in the order of
+        the segments."""
         assert step.states is not None
         mixed = self.mix(self.projected(x, step), step.states)
         return self.out(gathered(self.share, mixed), step.adapters)
 
     def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """All projections of x side by side, [T, all], for the heads or channels that are here."""
-        return self.inputs.own(x, step.adapters)
+        """All projections of x side by side, [T, all], for this rank's heads or channels."""
+        return self.inputs.local_outputs(x, step.adapters)
 
     @abstractmethod
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """Numbers [T, those that are here] for the last projection, of `projected`."""
+        """The output projection's input [T, this rank's columns], from `projected`; advances the states."""
 
     def linears(self) -> list[Linear]:
         return [self.inputs, self.out]
@@ -260,10 +261,10 @@ class StateLayer(Layer, ABC):
 
 
 class StateConfig(Protocol):
-    """A family's settings of such a layer; it knows how to build it."""
+    """A family's settings of a state layer."""
 
     def build(self, options: LayerOptions, norm: Any, prefix: str, width: int, index: int) -> StateLayer:
-        """The layer, whose states have place `index` among the pools; `prefix` of its tensors' names."""
+        """Build the layer. `index`: number of its states in the pools. `prefix`: of its tensors' names."""
         ...
 
 
@@ -273,7 +274,8 @@ _ALIGNED = 64
 def _zeros(
     num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, shared: SharedPools | None
 ) -> torch.Tensor | None:
-    """Memory of the host is taken when a slot is first written: torch writes its zeros, the system knows them."""
+    """Zeros [num_slots, *shape]; None for an empty shape. On a CPU they are fresh pages, which take no memory until a
+    slot is written; torch's own zeros would be written at once."""
     if not shape:
         return None
     if device.type != "cpu":

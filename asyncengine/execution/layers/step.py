@@ -1,5 +1,5 @@
-"""The arguments of one forward beside its tokens: their positions, the adapters they use, and who attends; and the
-products of a model that adapters change.
+"""The arguments of one forward beside its tokens: positions, attention backend, adapters, states and pictures; and the
+products of a model that adapters target.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LoraTarget:
 
 
 class Mixture(Protocol):
-    """A part of a layer that sends each token to a few of its experts."""
+    """A mixture of experts in a layer, as routes are traced."""
 
     def chosen(self, residual: torch.Tensor, x: torch.Tensor, /) -> torch.Tensor:
         """The experts of each row, int64 [rows, experts of a row], best first, of the stream [rows, width] or of its
@@ -80,23 +80,23 @@ class AdapterRecords(NamedTuple):
     rows: int
     """The step's rows by adapter (`kernels.cpu.lora.RowGroups`)."""
     memory: int
-    """For the numbers between the factors of any of the products."""
+    """Working memory for the numbers between the two factors of any of the products."""
 
 
 class RowAdapters(Protocol):
     """Low-rank adapters of the rows of one step (LoRA, Hu et al. 2021)."""
 
     def changes(self, path: str) -> bool:
-        """Whether `add` may do anything for the linear layer whose first matrix is called `path`."""
+        """Whether `add` may change the outputs of the linear layer whose first matrix is `path`."""
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add each row's delta to y [rows, outputs] in place, for the linear layer whose first matrix is called `path`.
+        """Add each row's delta to y [rows, outputs] in place, for the linear layer whose first matrix is `path`.
 
         x [rows, inputs]; token ids for an embedding.
         """
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
-        """The same for products called `paths`, to be added by a compiled kernel; None: only `add` can do it."""
+        """Records of the products `paths` for a compiled kernel that adds the deltas; None: only `add` can."""
 
 
 @dataclass(slots=True)
@@ -140,19 +140,19 @@ class Traces:
 
     def of(self, params: SamplingParams, first: int, end: int) -> torch.Tensor:
         """[tokens, layers, ...] of the tokens from `first` up to `end`, as a request with `params` asks for it."""
-        parts, kind = self.experts or [], self.expert_type
+        tensors, dtype = self.experts or [], self.expert_type
         if params.return_hidden_states:
-            parts, kind = [self.stream[layer] for layer in params.return_hidden_states], torch.float32
-        return torch.stack([part[first:end].to(kind) for part in parts], dim=1)
+            tensors, dtype = [self.stream[layer] for layer in params.return_hidden_states], torch.float32
+        return torch.stack([tensor[first:end].to(dtype) for tensor in tensors], dim=1)
 
 
 class Encoded(NamedTuple):
-    """A picture as the language model gets it. n tokens."""
+    """An encoded picture, the language model's input of n tokens."""
 
     features: torch.Tensor
-    """[n, width], in the place of embeddings."""
+    """[n, width], instead of embeddings."""
     deep: tuple[torch.Tensor, ...] = ()
-    """[n, width] each, added behind the first layers (Qwen3-VL)."""
+    """[n, width] each, added to the stream after the first layers (Qwen3-VL)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +174,7 @@ NO_IMAGES = StepImages()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """An argument of every layer; nothing of a step is kept in a layer."""
+    """An argument of every layer. Layers keep no reference to anything of a step."""
 
     positions: torch.Tensor
     """int64 [T] on the device."""
@@ -263,7 +263,7 @@ class CausalLM(ABC):
     @property
     @abstractmethod
     def unsteady(self) -> str | None:
-        """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
+        """Why a token's results may depend on the other tokens of its step; None: they do not, to the bit."""
 
     @property
     @abstractmethod

@@ -1,13 +1,13 @@
 """Quantized matrices as checkpoints store them: the one vocabulary between files (`models.formats`) and kernels.
 
-A matrix [outputs, inputs] of small whole numbers; every `group` inputs of a row share a scale, and perhaps what is
-taken off:
+A matrix [outputs, inputs] of small integers; every `group` inputs of a row share a scale, and perhaps a zero or a
+minimum:
 
     w[o, i] = row_scale[o] * (scale[o, g] * value(number[o, i], zero[o, g]) - minimum[o, g]),    g = i // group
 
-Formats differ in what of this they have, and in how many bits each part takes. A scale may itself be a small whole
-number times the scale of a block of groups (llama.cpp's k-quants): both parts are kept, for a kernel reads less then.
-Everything here is exact: what is lost is lost where scales or x are rounded later.
+Formats differ in which of these they have, and in their numbers of bits. A scale may itself be a small integer times
+the scale of a block of groups (llama.cpp's k-quants): both are kept, so that kernels read fewer bytes. Everything here
+is exact; rounding happens later, to scales or to x.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NumberForm:
 
 
 class StoredForm(NamedTuple):
-    """Facts about a `StoredMatrix` that are known before it is read: layers make memory for it by these."""
+    """Facts about a `StoredMatrix` before it is read, from which layers allocate memory for it."""
 
     name: str
     numbers: NumberForm
@@ -54,7 +54,7 @@ class StoredForm(NamedTuple):
     """Whether it may have an `order`."""
 
     def takes(self, matrix: StoredMatrix) -> bool:
-        """Whether memory that was made by this holds that matrix."""
+        """Whether memory that was allocated for this form can hold the matrix."""
         return matrix.form == self.numbers and (self.ordered or matrix.order is None)
 
 
@@ -96,11 +96,11 @@ class StoredMatrix(Protocol):
         """Rows [first, last), unpacked into memory of their own."""
 
     def release(self, first: int, last: int) -> None:
-        """Rows [first, last) will not be read again: the system may take back their pages."""
+        """Note that rows [first, last) will not be read again, so that the system may take back their pages."""
 
 
 class RowRange:
-    """Rows [first, last) of a stored matrix as one of their own: an expert's, where a file has all of them in one."""
+    """Rows [first, last) of a stored matrix as a matrix: one expert's, if a file has all experts in one."""
 
     def __init__(self, matrix: StoredMatrix, first: int, last: int) -> None:
         self.name, self.form, self.order = matrix.name, matrix.form, matrix.order
@@ -117,14 +117,14 @@ class RowRange:
 
 
 def bytes_of(form: NumberForm, numbers: int, *, whole_bytes: bool = False) -> int:
-    """Bytes that so many numbers take with their scales and the like, about. `whole_bytes`: those of 6 bits take 8."""
-    each = (8 if whole_bytes and form.bits == 6 else form.bits) / 8
+    """Approximate bytes of `numbers` numbers with scales, zeros and minima. `whole_bytes`: 6-bit ones take 8 bits."""
+    size = (8 if whole_bytes and form.bits == 6 else form.bits) / 8
     if form.group:
         scale = {"float16": 2, "bfloat16": 2, "float32": 4}[form.scale_dtype]
-        parts = 2 if form.below == "minima" else 1
-        each += parts * (scale / form.block + 1 / form.group if form.block else scale / form.group)
-        each += (form.below == "zeros") / form.group
-    return round(numbers * each)
+        planes = 2 if form.below == "minima" else 1
+        size += planes * (scale / form.block + 1 / form.group if form.block else scale / form.group)
+        size += (form.below == "zeros") / form.group
+    return round(numbers * size)
 
 
 def dequantize(rows: GroupedRows, form: NumberForm) -> torch.Tensor:
@@ -149,33 +149,33 @@ def dequantize(rows: GroupedRows, form: NumberForm) -> torch.Tensor:
 
 
 def _of_groups(blocks: NDArray[np.float32], steps: NDArray[np.int8] | None, groups: int) -> NDArray[np.float32]:
-    """[n, G] of what blocks have, and steps of groups."""
+    """[n, G] scales (or minima) of groups, from those of their blocks and the groups' steps."""
     if steps is None:
         return blocks
     return np.repeat(blocks, groups // blocks.shape[1], axis=1) * steps.astype(np.float32)
 
 
 def dense(matrix: StoredMatrix, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """float32 [last - first, inputs] in the order of x: what the matrix stands for, exactly."""
-    found = dequantize(matrix.rows(first, matrix.shape[0] if last is None else last), matrix.form)
+    """Exact values of rows [first, last): float32 [last - first, inputs], in the order of x."""
+    numbers = dequantize(matrix.rows(first, matrix.shape[0] if last is None else last), matrix.form)
     if matrix.order is None:
-        return found
-    ordered = torch.empty_like(found)
-    ordered[:, torch.from_numpy(matrix.order)] = found
+        return numbers
+    ordered = torch.empty_like(numbers)
+    ordered[:, torch.from_numpy(matrix.order)] = numbers
     return ordered
 
 
-def plain(given: torch.Tensor | StoredMatrix, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor as it is; the numbers of a matrix, float32 of this shape."""
-    return given if isinstance(given, torch.Tensor) else dense(given).view(tuple(shape))
+def plain(tensor: torch.Tensor | StoredMatrix, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor as it is; a stored matrix dequantized, as float32 of this shape."""
+    return tensor if isinstance(tensor, torch.Tensor) else dense(tensor).view(tuple(shape))
 
 
-# Slots for a checkpoint's tensors: the one door by which weights enter a model, when loading and when updating.
+# Slots for a checkpoint's tensors, by which weights enter a model both when loading and when updating.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSlot:
-    """The place of one named tensor."""
+    """Destination of one named tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     """The tensor's shape in a checkpoint."""
@@ -189,11 +189,11 @@ class TensorSlot:
     replaces: tuple[str, ...] = ()
     """Names of tensors in whose stead checkpoints may have this one."""
     waits_with: object = None
-    """Key that it shares with the slots that are packed together with it, once all of them are filled."""
+    """Key shared by the slots whose tensors can only be packed together, once all of them are given."""
     memory: Sequence[torch.Tensor] = ()
-    """All memory that `load` writes to; empty: it is not said."""
+    """All memory that `load` writes to; empty: unknown."""
     takes: StoredForm | None = None
-    """The only form that it takes, since memory was made for that; None: any, and plain numbers."""
+    """The only stored form that it takes, since memory was allocated for it; None: any, and plain numbers."""
 
     @staticmethod
     def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None, factor: float = 1.0) -> TensorSlot:
@@ -214,8 +214,8 @@ class TensorSlot:
         target: torch.Tensor, count: int, rows: Sequence[tuple[slice, slice]], initial: float | None = None,
         made: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers,
     ) -> TensorSlot:  # fmt: skip
-        """A slot for `count` numbers that copies some of them into `target`: (which, their places there). `made`: what
-        they become."""
+        """A slot for a tensor [count] that copies some of its numbers into `target`: `rows` are (slice of the tensor,
+        slice of `target`). `made` is applied to the numbers."""
 
         def load(tensor: torch.Tensor | StoredMatrix) -> None:
             whole = made(plain(tensor, (count,)).view(count))
@@ -226,19 +226,19 @@ class TensorSlot:
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Every tensor among these, in their tuples and lists, and in what has weights (`Weighted`, or any part of a model
+    """Every tensor among these values, in their tuples and lists, and in objects with weights (`Weighted`, or any
     with a method `slots`); each once."""
-    found: dict[int, torch.Tensor] = {}
-    left = [*values]
-    while left:
-        value = left.pop(0)
+    tensors: dict[int, torch.Tensor] = {}
+    queue = [*values]
+    while queue:
+        value = queue.pop(0)
         if isinstance(value, torch.Tensor):
-            found[id(value)] = value
+            tensors[id(value)] = value
         elif isinstance(value, (tuple, list)):
-            left[:0] = value
+            queue[:0] = value
         elif isinstance(value, Weighted) or callable(getattr(type(value), "slots", None)):
-            left[:0] = vars(value).values()
-    return list(found.values())
+            queue[:0] = vars(value).values()
+    return list(tensors.values())
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
@@ -247,10 +247,10 @@ def nbytes_of(values: Iterable[Any]) -> int:
 
 
 class Weighted:
-    """Something that has weights, itself or in what it is made of."""
+    """An object with weights, its own or those of objects that it consists of."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """All memory that its weights are in."""
+        """All tensors of its weights."""
         return tensors_in([self])
 
     @property
@@ -260,11 +260,11 @@ class Weighted:
 
 
 class Layer(Weighted):
-    """A part of a model that has weights: its own, or those of the layers that it is made of."""
+    """A component of a model with weights, its own or those of the layers that it consists of."""
 
     def inner(self) -> Sequence[Any]:
-        """The layers that it is made of, in the order in which their tensors come."""
-        return [part for part in vars(self).values() if isinstance(part, Layer)]
+        """The layers that it consists of, in the order of their tensors."""
+        return [value for value in vars(self).values() if isinstance(value, Layer)]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Tensors of the checkpoint that it takes, by name."""

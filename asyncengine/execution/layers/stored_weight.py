@@ -1,4 +1,4 @@
-"""Weights that stay as their checkpoint stores them, and several forms side by side in one linear layer."""
+"""Weights that keep their checkpoint's quantization, and several weight forms side by side in one linear layer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from asyncengine.execution.layers.stored import GroupedRows, NumberForm, StoredF
 from asyncengine.execution.layers.weight_forms import PanelWeight, WeightForm
 from asyncengine.kernels.api import compiler_missing, team, triton_missing
 
-# Independent pieces of Python work, each on one thread, side by side: as many as an engine's kernels may use.
+# Independent pieces of Python work in parallel, on as many threads as an engine's kernels may use.
 
 Item = TypeVar("Item")
 
 
 def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
-    """Call `work` for each item, on this thread and on those that its team stands for (`device.cores.Cores.loading`);
-    in any order. Raises what the first call raises that does; those that were not begun by then are left out.
+    """Call `work` for each item in any order, on this thread and on as many others as its team has
+    (`device.cores.Cores.loading`). Raises the first exception of a call; items not begun by then are skipped.
 
-    Kernels and torch's operators within use one thread each, so that the teams of several do not meet.
+    Kernels and torch's operators within a call use one thread, so that calls do not compete for the team.
     """
     helpers = min(team.team_threads()[0], len(items)) - 1
     if helpers < 1:
@@ -41,7 +41,7 @@ def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
     def take() -> None:
         try:
             with torch.inference_mode(inference), torch_threads(1), team.alone():
-                for item in left:  # of a sequence: each is taken once, whoever asks
+                for item in left:  # threads share the iterator of a sequence: each item is taken once
                     if errors:
                         return
                     work(item)
@@ -49,7 +49,7 @@ def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
             errors.append(error)
 
     with ThreadPoolExecutor(helpers, "asyncengine-load") as pool:
-        with suppress(RuntimeError):  # the system has no more threads: those that there are do it all
+        with suppress(RuntimeError):  # the system has no more threads: the others do all of the work
             for _ in range(helpers):
                 pool.submit(take)
         take()
@@ -58,20 +58,20 @@ def share_out(work: Callable[[Item], object], items: Sequence[Item]) -> None:
 
 
 _AT_ONCE = 2**20
-"""Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""
+"""Numbers that are unpacked at once: few enough to stay in the second-level cache until they are packed."""
 _BROUGHT_AT_ONCE = 2**24
-"""Numbers that are brought to a GPU at once, a byte each."""
+"""Numbers that are copied to a GPU at once, a byte each."""
 _CHUNK_GROUPS = (128, 64, 32, 16)
-"""Inputs of a chunk that can share a scale; a larger group becomes several of equal scales."""
+"""Group sizes (inputs that share a scale) of the GPU kernels; a larger group becomes several with equal scales."""
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether matrices stay in chunks there (`ChunkedWeight`), not in panels."""
+    """Whether stored matrices are kept in chunks on this device (`ChunkedWeight`), not in panels."""
     return device.type == "cuda"
 
 
 def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why no quantized matrix can stay as it is stored here; None: those can that there is a kernel for."""
+    """Why no quantized matrix can keep its stored form here; None: those with a kernel can."""
     if not on_gpu(device):
         return compiler_missing(dtype, device)
     if dtype not in (torch.bfloat16, torch.float16):
@@ -80,21 +80,22 @@ def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def chunk_group(form: NumberForm) -> int | None:
-    """Inputs of a group as a GPU's kernels have it; None: there is no kernel for this form."""
+    """Group size of the GPU kernel for this form; None: there is no kernel for it."""
     if form.block and (form.below == "zeros" or not form.group):
         return None
     return next((size for size in _CHUNK_GROUPS if form.group % size == 0 and form.block % size == 0), None)
 
 
 def as_kept(form: NumberForm, device: torch.device) -> NumberForm:
-    """The form on a GPU: e4m3 floats stay what they are where kernels can read them."""
+    """The form on a GPU: matrices of e4m3 floats are kept as floats if the GPU's kernels can read them."""
     if form.floats is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)):
         return form
     return replace(form, group=form.floats, below="floats")
 
 
 def panel_form(form: NumberForm) -> Any:
-    """The `kernels.cpu.panel_form.PanelForm` for it; None: there is no kernel. Groups may become several, alike."""
+    """The `kernels.cpu.panel_form.PanelForm` for this form, in which a large group may become several with equal
+    scales; None: there is no kernel for it."""
     from asyncengine.kernels.api import panel_form as forms
 
     group = form.group
@@ -109,7 +110,7 @@ def panel_form(form: NumberForm) -> Any:
 
 
 class TakesStored(WeightForm):
-    """A weight that takes quantized matrices of one form only."""
+    """A weight that loads quantized matrices of one form only."""
 
     order: torch.Tensor | None
     _stored: StoredForm
@@ -120,10 +121,10 @@ class TakesStored(WeightForm):
         return self._stored
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        """Put a matrix's rows from `first` on. In panels, that is a multiple of 16; so is their number, or they are
-        the last ones.
+        """Load a matrix as rows from `first` on. In panels, `first` and the number of rows are multiples of 16, except
+        for the last rows.
 
-        Raises `ValueError` for a matrix that is stored otherwise than was said.
+        Raises `ValueError` for a matrix in another form than `takes` says.
         """
         if isinstance(weight, torch.Tensor):
             raise ValueError(f"a weight stored as {self.name} takes quantized matrices only")
@@ -144,12 +145,12 @@ class TakesStored(WeightForm):
         weight.release(0, count)
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
-        """Take rows from `first` on."""
+        """Pack rows as those from `first` on."""
         raise NotImplementedError
 
 
 class GroupedWeight(TakesStored, PanelWeight):
-    """A weight as it is stored: the same numbers and scales, in another order."""
+    """A weight in its stored form: the checkpoint's numbers and scales, reordered for CPU kernels."""
 
     def __init__(
         self, outputs: int, inputs: int, stored: StoredForm, dtype: torch.dtype, empty: Empty = ordinary,
@@ -172,24 +173,24 @@ class GroupedWeight(TakesStored, PanelWeight):
             self.row_scales[first : first + len(rows.numbers)].copy_(torch.from_numpy(rows.row_scales))
 
     def _planes(self, rows: GroupedRows) -> Mapping[str, Any]:
-        """Scales, zeros and minima for groups of the kernel's size; a missing scale is 1."""
-        found = {}
+        """Scales, zeros and minima for the kernel's group size; a missing scale is 1."""
+        planes = {}
         for name, (_, _, count) in self._form.planes.items():
-            part = getattr(rows, name)
+            plane = getattr(rows, name)
             wanted = -(-self.inputs * count // self._form.chunk)
-            if part is None and name == "scales":
-                part = np.ones((len(rows.numbers), wanted), dtype=np.float32)
-            if part is None:
+            if plane is None and name == "scales":
+                plane = np.ones((len(rows.numbers), wanted), dtype=np.float32)
+            if plane is None:
                 raise ValueError(f"{self.name} has no {name}")
-            if part.shape[1] < wanted:  # its groups are larger than those of the kernel
+            if plane.shape[1] < wanted:  # the checkpoint's groups are larger than the kernel's
                 times = self._numbers.group // self._form.group if self._numbers.group else wanted
-                part = np.repeat(part, times, axis=1)[:, :wanted]
-            found[name] = part
-        return found
+                plane = np.repeat(plane, times, axis=1)[:, :wanted]
+            planes[name] = plane
+        return planes
 
 
 class ChunkedWeight(TakesStored):
-    """A weight as it is stored, on an NVIDIA GPU whose kernels dequantize what they read (`cuda.packed_matmul`)."""
+    """A weight in its stored form on an NVIDIA GPU, whose kernels dequantize it as they read (`cuda.packed_matmul`)."""
 
     def __init__(self, outputs: int, inputs: int, stored: StoredForm, device: torch.device) -> None:
         """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
@@ -220,59 +221,58 @@ class ChunkedWeight(TakesStored):
         middle = packed_matmul.FLOATS if self._floats else 1 << (form.bits - 1) if form.below == "middle" else 0
         self.matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle, tuple(form.table))
 
-    def _plane(self, there: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
-        """A number for every `each` inputs (0: those of a group) of each output."""
+    def _plane(self, present: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
+        """[inputs / each, outputs]: one number for every `each` inputs (0: a group) of each output."""
         shape = (-(-self._inputs // (each or self._group)), self.outputs)
-        return torch.zeros(shape, dtype=dtype, device=self._device) if there else None
+        return torch.zeros(shape, dtype=dtype, device=self._device) if present else None
 
     def _pack(self, first: int, rows: GroupedRows) -> None:
         if self._floats and rows.floats is not None:
             rows = GroupedRows(rows.floats, rows.float_scales, row_scales=rows.row_scales)
-        self._put(first, **{
-            name: torch.from_numpy(part).to(self._device) for name, part in rows._asdict().items() if part is not None
-        })  # fmt: skip
+        arrays = {name: array for name, array in rows._asdict().items() if array is not None}
+        self._put(first, **{name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()})
         self._finish()
 
-    def _put(self, first: int, numbers: torch.Tensor, **parts: torch.Tensor) -> None:
-        """Take rows from `first` on: the fields of `GroupedRows` that they have, on the device."""
-        own, bits = slice(first, first + len(numbers)), self.matrix.bits
+    def _put(self, first: int, numbers: torch.Tensor, **tensors: torch.Tensor) -> None:
+        """Write rows from `first` on, given by the fields of `GroupedRows` that they have, on the device."""
+        rows, bits = slice(first, first + len(numbers)), self.matrix.bits
         numbers = torch.nn.functional.pad(numbers, (0, self._inputs - self.inputs))
         halves = numbers.view(len(numbers), -1, 8 // bits, self._group).permute(2, 1, 0, 3)
-        self.planes.numbers[:, own] = halves[0] if bits == 8 else halves[0] | halves[1] << 4
-        if "row_scales" in parts:
-            self.planes.row_scales[own] = parts["row_scales"]
+        self.planes.numbers[:, rows] = halves[0] if bits == 8 else halves[0] | halves[1] << 4
+        if "row_scales" in tensors:
+            self.planes.row_scales[rows] = tensors["row_scales"]
         for name in ("scales", "steps", "zeros", "minima", "minimum_steps"):
-            plane, part = getattr(self.planes, name), parts.get(name)
+            plane, tensor = getattr(self.planes, name), tensors.get(name)
             if plane is None:
                 continue
-            if part is None and name != "scales":
+            if tensor is None and name != "scales":
                 raise ValueError(f"{self.name} has no {name}")
-            given = numbers.new_ones(1, 1) if part is None else part
+            values = numbers.new_ones(1, 1) if tensor is None else tensor
             wanted = -(-self.inputs * len(plane) // self._inputs)
-            times = -(-wanted // given.shape[1])  # groups may be larger than those of the kernel
-            plane[:wanted, own] = given.repeat_interleave(times, 1)[:, :wanted].T.to(plane.dtype)
+            times = -(-wanted // values.shape[1])  # the checkpoint's groups may be larger than the kernel's
+            plane[:wanted, rows] = values.repeat_interleave(times, 1)[:, :wanted].T.to(plane.dtype)
 
     def _finish(self) -> None:
-        """Wait for what was put: others use it on streams of their own."""
+        """Wait for the copies: steps read the weight on other streams."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        result = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
         rows = x.reshape(-1, self.inputs)
         if self.order is not None:
             rows = rows.index_select(1, self.order)
         self._kernels.multiply(
-            rows if rows.stride(1) == 1 else rows.contiguous(), self.matrix, found.view(-1, self.outputs), bias
+            rows if rows.stride(1) == 1 else rows.contiguous(), self.matrix, result.view(-1, self.outputs), bias
         )
-        return found
+        return result
 
     def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
+        """silu of the first half of the outputs times the second; None: no kernel does both for this number of rows."""
         if self.order is not None or x.dim() != 2 or not self._kernels.gates(self.matrix, len(x)):
             return None
-        found: torch.Tensor = x.new_empty((len(x), self.outputs // 2))
-        return self._kernels.multiply(x.contiguous(), self.matrix, found, gated=True)
+        result: torch.Tensor = x.new_empty((len(x), self.outputs // 2))
+        return self._kernels.multiply(x.contiguous(), self.matrix, result, gated=True)
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         if not self._kernels.few_enough(self.matrix, len(x)):
@@ -280,28 +280,28 @@ class ChunkedWeight(TakesStored):
         return self.multiply(x, bias, x.new_empty((*x.shape[:-1], self.outputs), dtype=torch.float32))
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        found = self._kernels.read_rows(self.matrix, out if self.order is None else torch.empty_like(out), ids=ids)
+        rows = self._kernels.read_rows(self.matrix, out if self.order is None else torch.empty_like(out), ids=ids)
         if self.order is not None:
-            out[:, self.order] = found
+            out[:, self.order] = rows
 
 
 def stored_weight(
     paths: Sequence[str], forms: Mapping[str, StoredForm], outputs: int, inputs: int, bounds: Sequence[int],
     dtype: torch.dtype, device: torch.device, other: Any, empty: Empty = ordinary, exact: bool = False,
 ) -> WeightForm | None:  # fmt: skip
-    """The weight [outputs, inputs] of matrices stored as `forms` has it by path; None: none of them is there, or there
-    is no kernel for one, or for any here (`stored_missing`).
+    """The weight [outputs, inputs] of matrices with stored `forms` by path; None: no matrix is quantized, or one has no
+    kernel here (`stored_missing`).
 
-    `bounds`: rows at which one matrix ends and the next begins. Neighbours of one form are one matrix, unless each has
-    an order of its own, or fills no panels. `other(outputs, inputs)`: the weight of one that is stored plainly.
-    `exact`: as of a `PanelWeight`.
+    `bounds`: rows at which one matrix ends and the next begins. Neighbours of one form become one weight, unless they
+    have activation orders of their own or do not fill whole panels. `other(outputs, inputs)`: makes the weight of a
+    matrix that is not quantized. `exact`: as for `PanelWeight`.
     """
     stored = [forms.get(path) for path in paths]
-    known = [each for each in stored if each is not None]
-    if not known or stored_missing(dtype, device) is not None:
+    stored_forms = [form for form in stored if form is not None]
+    if not stored_forms or stored_missing(dtype, device) is not None:
         return None
     in_chunks, panel = on_gpu(device), 1
-    if any((chunk_group if in_chunks else panel_form)(each.numbers) is None for each in known):
+    if any((chunk_group if in_chunks else panel_form)(form.numbers) is None for form in stored_forms):
         return None
     if not in_chunks:
         from asyncengine.kernels.api import panel_form as panel_forms
@@ -309,11 +309,11 @@ def stored_weight(
         panel = panel_forms.PANEL
     spans: list[tuple[StoredForm | None, int]] = []
     ends = [*bounds, outputs]
-    for each, first, last in zip(stored, [0, *bounds], ends, strict=True):
-        if spans and spans[-1][0] == each and spans[-1][1] % panel == 0 and not (each is not None and each.ordered):
-            spans[-1] = (each, spans[-1][1] + last - first)
+    for form, first, last in zip(stored, [0, *bounds], ends, strict=True):
+        if spans and spans[-1][0] == form and spans[-1][1] % panel == 0 and not (form is not None and form.ordered):
+            spans[-1] = (form, spans[-1][1] + last - first)
         else:
-            spans.append((each, last - first))
+            spans.append((form, last - first))
 
     def make(form: StoredForm | None, count: int) -> Any:
         if form is None:
@@ -327,7 +327,7 @@ def stored_weight(
 
 
 class SideBySide(WeightForm):
-    """Several forms, whose outputs follow each other."""
+    """Several weight forms, whose outputs are concatenated."""
 
     def __init__(self, forms: Sequence[WeightForm]) -> None:
         self.forms = tuple(forms)
@@ -346,20 +346,20 @@ class SideBySide(WeightForm):
         raise ValueError(f"rows {first} to {first + weight.shape[0]} are of several forms")
 
     def takes(self, first: int) -> StoredForm | None:
-        place = bisect_right(self._firsts, first) - 1
-        return self.forms[place].takes(first - self._firsts[place])
+        index = bisect_right(self._firsts, first) - 1
+        return self.forms[index].takes(first - self._firsts[index])
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        result = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
         for form, begin in zip(self.forms, self._firsts, strict=False):
-            own = None if bias is None else bias[begin : begin + form.outputs].to(form.bias_dtype)
-            form.multiply(x, own, found[..., begin : begin + form.outputs])
-        return found
+            part_bias = None if bias is None else bias[begin : begin + form.outputs].to(form.bias_dtype)
+            form.multiply(x, part_bias, result[..., begin : begin + form.outputs])
+        return result
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         for form, begin in zip(self.forms, self._firsts, strict=False):
-            (here,) = ((ids >= begin) & (ids < begin + form.outputs)).nonzero(as_tuple=True)
-            if len(here):
-                rows = torch.empty_like(out[: len(here)])
-                form.read_rows((ids[here] - begin).contiguous(), rows)
-                out[here] = rows
+            (local,) = ((ids >= begin) & (ids < begin + form.outputs)).nonzero(as_tuple=True)
+            if len(local):
+                rows = torch.empty_like(out[: len(local)])
+                form.read_rows((ids[local] - begin).contiguous(), rows)
+                out[local] = rows

@@ -1,7 +1,8 @@
 """Forms in which the matrix of a linear layer is kept in memory, one class for each.
 
-A form is made empty, at its final address, and filled row block by row block: by loading, and by later updates, which
-then reach whatever has captured the address. `load` takes rows [first, first + n) of the matrix [outputs, inputs].
+A form is made empty, at its final address, and filled by blocks of rows: when loading, and by later updates, which
+then reach graphs and records that hold the address. `load` takes rows [first, first + n) of the matrix [outputs,
+inputs].
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from asyncengine.kernels.api import triton_missing
 
 Release = Callable[[torch.Tensor], object]
 _SLICE = 4096
-"""Rows that are taken at once: so much of a mapped file is in memory beside the weight itself."""
+"""Rows that are copied at once: bounds how much of a mapped file is in memory beside the weight itself."""
 
 
-def keep_all(part: torch.Tensor) -> None:
+def keep_all(rows: torch.Tensor) -> None:
     """A `Release` that does nothing."""
 
 
-def parts_of(weight: torch.Tensor | StoredMatrix, release: Release) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, some rows) one after the other; `release` is told of each when the next is asked for.
+def row_chunks(weight: torch.Tensor | StoredMatrix, release: Release) -> Iterator[tuple[int, torch.Tensor]]:
+    """Iterate over chunks of rows: (first row, rows). `release` is called with each chunk before the next one.
 
-    Rows of a quantized matrix come as float32.
+    Rows of a quantized matrix are dequantized to float32.
     """
     if not isinstance(weight, torch.Tensor):
         for first in range(0, weight.shape[0], _SLICE):
@@ -39,13 +40,13 @@ def parts_of(weight: torch.Tensor | StoredMatrix, release: Release) -> Iterator[
             weight.release(first, last)
         return
     for first in range(0, len(weight), _SLICE):
-        part = weight[first : first + _SLICE]
-        yield first, part
-        release(part)
+        chunk = weight[first : first + _SLICE]
+        yield first, chunk
+        release(chunk)
 
 
 class WaitingRows:
-    """Rows of a matrix [outputs, inputs] that can be packed only all together: they wait here, in ordinary memory."""
+    """Rows of a matrix [outputs, inputs] that can only be packed all at once, collected here in ordinary memory."""
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         self._shape, self._dtype = (outputs, inputs), dtype
@@ -53,11 +54,11 @@ class WaitingRows:
         self._missing = 0
 
     def add(self, first: int, weight: torch.Tensor | StoredMatrix) -> torch.Tensor | None:
-        """Take rows from `first` on. The whole matrix with the last of them, and nothing is kept of it; else None."""
+        """Take rows from `first` on. Returns the whole matrix with the last of them, and forgets it; None before."""
         if self._rows is None:
             self._rows, self._missing = torch.empty(self._shape, dtype=self._dtype), self._shape[0]
-        for begin, part in parts_of(weight, keep_all):
-            self._rows[first + begin : first + begin + len(part)].copy_(part)
+        for begin, chunk in row_chunks(weight, keep_all):
+            self._rows[first + begin : first + begin + len(chunk)].copy_(chunk)
         self._missing -= weight.shape[0]
         if self._missing:
             return None
@@ -69,7 +70,7 @@ class WeightForm(Weighted, ABC):
     """The matrix [outputs, inputs] of one linear layer. `load` writes to all of its tensors."""
 
     name: str
-    """For `info`."""
+    """Name of the form, for `info`."""
     outputs: int
     inputs: int
     bias_dtype: torch.dtype
@@ -77,14 +78,14 @@ class WeightForm(Weighted, ABC):
     compiled = False
     """Whether a compiled kernel multiplies, so that a row's result does not depend on the rows beside it."""
     waiting: WaitingRows | None = None
-    """Group whose rows wait for each other; None: they are taken as they come."""
+    """Collects rows that can only be packed together; None: rows are packed as they come."""
 
     @abstractmethod
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        """Take rows from `first` on: weight [n, inputs] of any float dtype or quantized, perhaps mapped from a file."""
+        """Load rows from `first` on: weight [n, inputs] of any float dtype or quantized, perhaps mapped from a file."""
 
     def takes(self, first: int) -> StoredForm | None:
-        """The only form that rows from `first` on may be stored in; None: any, and plain numbers."""
+        """The only stored form that rows from `first` on may have; None: any, and plain numbers."""
         return None
 
     @abstractmethod
@@ -92,11 +93,11 @@ class WeightForm(Weighted, ABC):
         """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype; into `out`, whose rows may lie apart."""
 
     def multiply_from(self, first: int, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """The same into `out`, of outputs from `first` on; a form that cannot leave out the others makes them, too."""
+        """The same into `out`, at least for the outputs from `first` on; a form may compute the others as well."""
         self.multiply(x, bias, out)
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        """The same in float32, in `memory` where a kernel writes there."""
+        """x W^T + bias in float32, in `memory` if a kernel can write there."""
         return self.multiply(x, bias).float()
 
     @abstractmethod
@@ -105,7 +106,7 @@ class WeightForm(Weighted, ABC):
 
 
 class DenseWeight(WeightForm):
-    """A weight as torch has it: for GPUs, and for dtypes that nothing else takes."""
+    """An ordinary torch matrix: for GPUs, and for dtypes without compiled kernels."""
 
     name = "dense"
 
@@ -126,17 +127,17 @@ class DenseWeight(WeightForm):
             self._few = gpu
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        for begin, part in parts_of(weight, self._release):
-            self.weight[first + begin : first + begin + len(part)].copy_(part)
+        for begin, chunk in row_chunks(weight, self._release):
+            self.weight[first + begin : first + begin + len(chunk)].copy_(chunk)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         if self._few is not None and out is None and self._few.few_rows_pay(x, self.weight):
             return self._few.few_rows(x, self.weight, bias)
-        found = linear(x, self.weight, bias)
-        return found if out is None else out.copy_(found)
+        result = linear(x, self.weight, bias)
+        return result if out is None else out.copy_(result)
 
     def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
+        """silu of the first half of the outputs times the second; None: no kernel does both for this number of rows."""
         if self._few is None or not self._few.few_rows_pay(x, self.weight, gated=True):
             return None
         return self._few.few_rows(x, self.weight, None, gated=True)
@@ -151,20 +152,20 @@ class DenseWeight(WeightForm):
 
 
 class CompiledWeight(WeightForm):
-    """A weight in panels that compiled kernels multiply.
+    """A weight in panels for compiled kernels.
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
 
     compiled = True
     _matrix: Any
-    """The matrix as the kernels take it."""
+    """The kernels' record of the matrix."""
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        """The record by which kernels of several products multiply."""
+        """The record of this product for kernels that compute several products."""
         from asyncengine.kernels.api import LinearWeights
 
         return LinearWeights(self._matrix, bias, self.inputs, self.outputs)
@@ -186,13 +187,13 @@ class PackedWeight(CompiledWeight):
         self.weight = self._matrix = panels.empty_panels(outputs, inputs, dtype, empty)
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        for begin, part in parts_of(weight, self._release):
-            self._panels.pack_rows(part, self.weight, first + begin)
+        for begin, chunk in row_chunks(weight, self._release):
+            self._panels.pack_rows(chunk, self.weight, first + begin)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
-        self._panels.gemm(x, self.weight, found, bias)
-        return found
+        result = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        self._panels.gemm(x, self.weight, result, bias)
+        return result
 
     def multiply_from(self, first: int, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         panel = first // self._panels.WIDTH
@@ -204,14 +205,15 @@ class PackedWeight(CompiledWeight):
 
 
 class PanelWeight(CompiledWeight):
-    """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes, or
-    `exact`: multiplied in float32."""
+    """A quantized weight in panels of sixteen outputs (`kernels.cpu.gemm_quantized`). Its inputs x are rounded to 8
+    bits as they come, or with `exact` multiplied in float32."""
 
     def __init__(
         self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
         empty: Empty = ordinary, exact: bool = False,
     ) -> None:  # fmt: skip
-        """`form`: a `kernels.cpu.panel_form.PanelForm`. `ordered`: inputs may lie in another order than those of x."""
+        """`form`: a `kernels.cpu.panel_form.PanelForm`. `row_scales`: outputs have scales. `ordered`: the inputs may be
+        permuted against those of x (GPTQ's activation order)."""
         from asyncengine.kernels.api import gemm_quantized as products
         from asyncengine.kernels.api import quantized_panels as packing
 
@@ -225,23 +227,23 @@ class PanelWeight(CompiledWeight):
         self._fields = self._matrix.fields()
 
     def _named(self, name: str) -> str:
-        """The name with how x is multiplied, where that is not as usual: prefixes of the one are none of the other."""
+        """The form's name, marked "(exact)" if x is not rounded."""
         return f"{name} (exact)" if self._form.exact else name
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
-        self._products.gemm(x, self._matrix, found, bias, self._fields)
-        return found
+        result = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        self._products.gemm(x, self._matrix, result, bias, self._fields)
+        return result
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        found = out if self.order is None else torch.empty_like(out)
-        self._packing.read_rows(self._form, self.panels, self.row_scales, ids, found)
+        rows = out if self.order is None else torch.empty_like(out)
+        self._packing.read_rows(self._form, self.panels, self.row_scales, ids, rows)
         if self.order is not None:
-            out[:, self.order] = found
+            out[:, self.order] = rows
 
 
 class QuantizedWeight(PanelWeight):
-    """In 8 or 4 bits, rounded while it is read."""
+    """A weight that is rounded to 8 or 4 bits while it is loaded."""
 
     def __init__(
         self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = (),
@@ -256,7 +258,7 @@ class QuantizedWeight(PanelWeight):
         self._quantizing = quantizing
         self._release = release
         self._panel = panel_form.PANEL
-        meets = any(bound % panel_form.PANEL for bound in bounds)  # rows of two matrices share a panel
+        meets = any(bound % panel_form.PANEL for bound in bounds)  # then rows of two matrices share a panel
         self.waiting = WaitingRows(outputs, inputs, dtype) if meets else None
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
@@ -265,8 +267,8 @@ class QuantizedWeight(PanelWeight):
             last, panel = first + weight.shape[0], self._panel
             if first % panel or (last % panel and last != self.outputs):
                 raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
-            for begin, part in parts_of(weight, self._release):
-                self._round(part.to(self._dtype), first + begin)
+            for begin, chunk in row_chunks(weight, self._release):
+                self._round(chunk.to(self._dtype), first + begin)
             return
         whole = self.waiting.add(first, weight)
         if whole is not None:

@@ -272,7 +272,9 @@ def _state_pools(states: StatePools, processes: int) -> list[_States]:
             rows, channels = spec.window
             sizes = [window[0].nbytes]  # undivided: one segment is read and written faster than many
             if spec.divided:
-                sizes = [channels_of_group * window.itemsize for channels_of_group in spec.kinds or (channels,)] * rows
+                sizes = [
+                    channels_of_group * window.itemsize for channels_of_group in spec.channel_groups or (channels,)
+                ] * rows
             windows.append(_States(window, sizes, (rows, channels * size), spec.divided))
     return heads + windows
 

@@ -58,7 +58,7 @@ def test_logits_are_those_of_one_process(
     weights = [linear.weight for layer in parts[0].model.layers for linear in layer.linears()]
     assert any(isinstance(weight, (LocalWeight, ShardedWeight)) for weight in weights)
     assert [each.divided for each in parts[0].layers] == [each.num_kv_heads % size == 0 for each in alone.layers]
-    assert [each.divided for each in parts[0].states] == [each.parts % size == 0 for each in alone.states]
+    assert [each.divided for each in parts[0].states] == [each.units % size == 0 for each in alone.states]
     for own, whole in zip(parts[0].states, alone.states, strict=True):
         assert own.nbytes(alone.dtype) * (size if own.divided else 1) == whole.nbytes(alone.dtype)
     assert max(part.weights_bytes for part in parts) < alone.weights_bytes

@@ -270,7 +270,7 @@ def _sizes(
     wide = vocabulary + _wide(weights.elements, described)
     plain = _matrix_bytes(sum(weights.elements.values()), wide, described)
     specs = [spec for spec in decoder.specs for _ in range(ranks if spec.num_kv_heads % ranks else 1)]
-    states = [spec for spec in decoder.states for _ in range(ranks if spec.parts % ranks else 1)]
+    states = [spec for spec in decoder.states for _ in range(ranks if spec.units % ranks else 1)]
     return weights.kept_bytes + plain, page_bytes(specs, 1, kv_type), specs, states
 
 

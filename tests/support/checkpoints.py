@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,29 @@ import torch
 from support.tiny_models import make_checkpoint
 
 from asyncengine.config import EngineConfig
+from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.loading import load_model
 from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.model_runner import ModelRunner
 
 Checkpoint = Callable[..., Path]
 MakeRunner = Callable[..., ModelRunner]
+
+
+def load_decoder(folder: Path | str, **fields: Any) -> Decoder:
+    """The decoder of a checkpoint, loaded with these settings. It must not run through transformers."""
+    model = load_model(str(folder), EngineConfig(show_progress=False, **fields)).model
+    assert isinstance(model, Decoder)
+    return model
+
+
+def edited(source: Path, target: Path, file: str = "config.json", **changes: Any) -> Path:
+    """A copy of a checkpoint with fields of one JSON file changed (made if missing)."""
+    shutil.copytree(source, target)
+    path = target / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **changes}))
+    return target
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,28 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import Checkpoint, MakeRunner
+from support.checkpoints import Checkpoint, MakeRunner, load_decoder
 from support.drive import Driver, greedy_reference, prompts
 from support.forwards import Forwards, logits_of
 from support.long import LONG
 from support.tiny_models import FAMILIES, VOCAB, make_model, save
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.layers.basic import Linear
-from asyncengine.execution.models.decoder import Decoder
 from asyncengine.execution.models.families import NATIVE
-from asyncengine.execution.models.loading import load_model
 
 WRITTEN = [name for name, make in FAMILIES.items() if make().model_type in NATIVE]
 IN_PANELS = ("llama3.1-rope", "qwen3", "gemma2", "phi3", "ministral3", "gpt-oss", "glm4moe", "qwen3.5", "kimi-linear")
 """One family of each kind of rotation, and of what stands beside attention."""
 IDS = list(range(3, 14))
-
-
-def load(path: Any, **fields: Any) -> Decoder:
-    model = load_model(str(path), EngineConfig(show_progress=False, **fields)).model
-    assert isinstance(model, Decoder)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -51,7 +42,7 @@ def test_logits_are_transformers(name: str, panels: bool, tmp_path: Path, monkey
     positions = torch.arange(first, first + len(IDS))[None]
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS]), position_ids=positions, use_cache=False).logits[0]
-    model = load(save(reference, tmp_path))
+    model = load_decoder(save(reference, tmp_path))
     most = 1e-5 * float(expected.abs().max())
     for rows in (None, [0, 4, 10], [10]):
         forwards = Forwards(model, backend="auto" if panels else "torch")
@@ -61,7 +52,7 @@ def test_logits_are_transformers(name: str, panels: bool, tmp_path: Path, monkey
 
 def test_rows_that_are_not_wanted_are_not_computed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last MLP sees the wanted rows only, with the adapters of these; all of them where all are wanted."""
-    model = load(checkpoint("llama"))
+    model = load_decoder(checkpoint("llama"))
     seen: list[tuple[str, int, Any]] = []
     own = Linear.__call__
 
@@ -89,7 +80,7 @@ def test_rows_that_are_not_wanted_are_not_computed(checkpoint: Checkpoint, monke
 
 def test_adapters_are_asked_at_every_place(checkpoint: Checkpoint) -> None:
     """Adapters are asked by the paths that `places` names, so that none can be forgotten."""
-    model = load(checkpoint("qwen3"))
+    model = load_decoder(checkpoint("qwen3"))
     seen: list[str] = []
 
     class Adapters:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from support.tiny_models import FAMILIES
 
-from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, ModelNotFound, SamplingParams
+from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, SamplingParams
 from asyncengine.execution.models import checkpoint
-from asyncengine.execution.models.loading import load_model
 
 DUMMY = EngineConfig(load_format="dummy", dtype="bfloat16", device="cpu", show_progress=False)
 
@@ -29,9 +28,7 @@ async def test_it_serves(folder: Path) -> None:
     assert engine.core.info.dtype == "bfloat16"
 
 
-def test_without_it_weights_are_required(folder: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"no model\.safetensors"):
-        load_model(str(folder), EngineConfig(device="cpu", show_progress=False))
+def test_there_are_no_other_formats() -> None:
     with pytest.raises(InvalidParameter, match="load_format"):
         EngineConfig(load_format="random")
 

@@ -39,15 +39,18 @@ def theirs(model: Any, text: list[int], segments: list[int] | None = None) -> to
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_hidden_states(name: str, tmp_path: Path) -> None:
-    """Texts of all lengths are computed together, and are what transformers computes of each of them alone."""
-    model = make_encoder(name, tmp_path)
-    loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
-    some = texts(*LENGTHS)
+def check(model: Any, loaded: LoadedEncoder, some: list[list[int]]) -> None:
+    """Texts that are computed together are what transformers computes of each of them alone."""
     for text, found in zip(some, forward(loaded, some), strict=True):
         expected = theirs(model, text)
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hidden_states(name: str, tmp_path: Path) -> None:
+    model = make_encoder(name, tmp_path)
+    loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
+    check(model, loaded, texts(*LENGTHS))
     assert is_encoder_config(loaded.hf_config)
     assert loaded.model.hidden_size == 64
     assert loaded.vocab_size == VOCAB
@@ -137,9 +140,7 @@ def test_padding_tokens_inside_a_text_have_no_position(name: str, padding: int, 
     loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
     some = texts(9, 12, 7)
     some[1][4] = some[1][5] = some[2][0] = padding
-    for text, found in zip(some, forward(loaded, some), strict=True):
-        expected = theirs(model, text)
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    check(model, loaded, some)
 
 
 @pytest.mark.parametrize("name", ["bert", "nomic_bert", "gte", "jina_embeddings_v3"])

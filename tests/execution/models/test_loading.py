@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 import torch
-from support.checkpoints import Checkpoint
+from support.checkpoints import Checkpoint, edited
 from support.drive import Driver, greedy_reference, prompts
 from support.tiny_models import VOCAB, WINDOW, make_model
 
@@ -22,15 +22,6 @@ from asyncengine.execution.models.loading import LoadedModel, load_model
 from asyncengine.execution.runner.building import build_runner
 
 SMALL = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64)
-
-
-def edited(source: Path, target: Path, file: str, **changes: object) -> Path:
-    """A copy of a checkpoint with fields of one JSON file changed (made if missing)."""
-    shutil.copytree(source, target)
-    path = target / file
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**content, **changes}))
-    return target
 
 
 def output(model: LoadedModel, prompt: list[int], want: int = 12) -> list[int]:
@@ -53,14 +44,6 @@ def test_what_it_reports(checkpoint: Checkpoint) -> None:
     assert model.name == "model"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3.1-rope"])
-def test_shards_and_tied_weights(name: str, checkpoint: Checkpoint) -> None:
-    folder = checkpoint(name, sharded=True)
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    prompt = prompts([11], VOCAB)[0]
-    assert output(load_model(str(folder), SMALL), prompt) == greedy_reference(make_model(name), prompt, 12)
-
-
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
 def test_dtype(dtype: str, expected: torch.dtype, checkpoint: Checkpoint) -> None:
     config = SMALL.replace(dtype=dtype)
@@ -77,7 +60,7 @@ def test_dtype(dtype: str, expected: torch.dtype, checkpoint: Checkpoint) -> Non
 def test_end_of_sequence_ids(
     generation: object, own: object, expected: list[int], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    folder = edited(checkpoint("llama"), tmp_path / "a", "config.json", eos_token_id=own)
+    folder = edited(checkpoint("llama"), tmp_path / "a", eos_token_id=own)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.6}))
     model = load_model(str(folder), SMALL)
     assert model.eos_token_ids == expected

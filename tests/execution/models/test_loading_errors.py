@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.checkpoints import Checkpoint
+from support.checkpoints import Checkpoint, edited
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
@@ -123,27 +123,21 @@ def test_encoder_decoder_and_encoder(tmp_path: Path) -> None:
      ({"rope_parameters": {"rope_type": "soft", "rope_theta": 1e4}}, "rope_type is 'soft'; known are default, .*yarn")],
 )  # fmt: skip
 def test_an_unknown_function(fields: Any, says: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama"), tmp_path / "a")
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, **fields}))
+    folder = edited(checkpoint("llama"), tmp_path / "a", **fields)
     with pytest.raises(UnsupportedModel, match=rf"^config\.json: {says}"):
         load_model(str(folder), CONFIG)
 
 
 def test_an_unknown_quantization(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama"), tmp_path / "a")
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, "quantization_config": {"quant_method": "hqq"}}))
+    folder = edited(checkpoint("llama"), tmp_path / "a", quantization_config={"quant_method": "hqq"})
     with pytest.raises(UnsupportedModel, match=r"quantized with hqq are not read; awq, .* and GGUF are"):
         load_model(str(folder), CONFIG)
 
 
 def test_code_in_the_folder_is_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A known family with auto_map is that family, ours or transformers' own class."""
-    folder = copy(checkpoint("llama"), tmp_path / "a")
-    content = json.loads((folder / "config.json").read_text())
-    content["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    (folder / "config.json").write_text(json.dumps(content))
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    folder = edited(checkpoint("llama"), tmp_path / "a", auto_map=auto_map)
     (folder / "evil.py").write_text("raise SystemExit('ran')\n")
     assert isinstance(load_model(str(folder), CONFIG).model, Decoder)
     plain = load_model(str(folder), CONFIG.replace(fuse=False)).model

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import Checkpoint
+from support.checkpoints import Checkpoint, load_decoder
 from support.forwards import logits_of
 from support.tiny_models import make_model
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import AdapterError
-from asyncengine.execution.models.decoder import Decoder
-from asyncengine.execution.models.loading import load_model
 
-QUIET = EngineConfig(show_progress=False)
 IDS = [3, 17, 40, 9, 3, 3, 88, 120, 54, 7, 91]
-
-
-def load(folder: Path, **fields: Any) -> Decoder:
-    model = load_model(str(folder), QUIET.replace(**fields)).model
-    assert isinstance(model, Decoder)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -32,8 +21,7 @@ def load(folder: Path, **fields: Any) -> Decoder:
 def test_both_spellings(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A tensor for each expert, as on the hub, and one for all of them, as transformers has them in memory."""
     make_model(name).save_pretrained(tmp_path / "other", save_original_format=False)
-    expected = load(checkpoint(name))
-    other = load(tmp_path / "other")
+    expected, other = load_decoder(checkpoint(name)), load_decoder(tmp_path / "other")
     assert torch.equal(logits_of(other, IDS), logits_of(expected, IDS))
     assert other.nbytes == expected.nbytes
 
@@ -44,7 +32,7 @@ def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None
 
     from asyncengine.lora.layers.slots import LoraLayers
 
-    model = load(checkpoint("qwen2moe"))
+    model = load_decoder(checkpoint("qwen2moe"))
     lora = LoraLayers(model, 1, 4)
     assert "model.layers.0.mlp.shared_expert.up_proj" in lora.modules
     assert not [path for path in lora.modules if ".experts." in path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.panels import use_panels
@@ -26,17 +27,27 @@ def no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     use_panels(False, monkeypatch)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"fuse": False},
-                                      {"dtype": "float32"}, {"load_format": "dummy"}], ids=str)  # fmt: skip
-def test_needs_are_those_of_the_loaded_model(settings: dict[str, object]) -> None:
-    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False)  # type: ignore[arg-type]
-    needs = read_needs(str(MODEL_PATH), config)
-    loaded = load_model(str(MODEL_PATH), config)
+QUIET = EngineConfig(device="cpu", num_threads=1, show_progress=False)
+EVERY: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"quantization": "int8"}]
+GENERATOR = [*EVERY, {"quantization": "int4"}, {"fuse": False}, {"load_format": "dummy"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [*((MODEL_PATH, settings) for settings in GENERATOR), *((EMBEDDER_PATH, settings) for settings in EVERY)],
+    ids=str,
+)
+def test_needs_are_those_of_the_loaded_model(path: Path, settings: dict[str, Any]) -> None:
+    """An encoder has no KV cache."""
+    config = QUIET.replace(**settings)
+    needs = read_needs(str(path), config)
+    loaded: Any = (load_encoder if path == EMBEDDER_PATH else load_model)(str(path), config)
     assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)
-    assert needs.kv_bytes_per_token == page_bytes(loaded.layers, 1, loaded.dtype)
+    per_token = 0 if path == EMBEDDER_PATH else page_bytes(loaded.layers, 1, loaded.dtype)
+    assert (needs.kv_bytes_per_token, needs.state_bytes) == (per_token, 0)
     assert needs.dtype == str(loaded.dtype).removeprefix("torch.")
     assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
-    assert needs.total(10) == needs.weight_bytes + 10 * needs.kv_bytes_per_token + needs.step_bytes
+    assert needs.total(10) == needs.weight_bytes + 10 * per_token + needs.step_bytes
 
 
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -50,7 +61,7 @@ def test_latent_pages_hold_one_vector_of_a_token(heads: int, times: float, tmp_p
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "n_routed_experts": 8}
     shape["num_nextn_predict_layers"] = 0  # a head's layer would keep a vector as well
     AutoConfig.for_model("deepseek_v3", **LATENT, **shape, **sizes).save_pretrained(tmp_path)
-    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="bfloat16", load_format="dummy")
+    config = QUIET.replace(dtype="bfloat16", load_format="dummy")
     found = [read_needs(str(tmp_path), config.replace(fuse=fuse)).kv_bytes_per_token for fuse in (True, False)]
     assert found == [2 * 2 * (512 + 64), 2 * 2 * heads * (128 + 64 + 128)]
     assert found[1] / found[0] == pytest.approx(times, rel=0.01)
@@ -65,21 +76,10 @@ def test_latent_pages_hold_one_vector_of_a_token(heads: int, times: float, tmp_p
         assert engine.info.kv_cache_bytes == pytest.approx(needs.kv_bytes(4096), rel=0.01)
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"quantization": "int8"}], ids=str)
-def test_needs_of_an_encoder(settings: dict[str, object]) -> None:
-    """It keeps no keys and values."""
-    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False)  # type: ignore[arg-type]
-    needs = read_needs(str(EMBEDDER_PATH), config)
-    loaded = load_encoder(str(EMBEDDER_PATH), config)
-    assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)
-    assert (needs.kv_bytes_per_token, needs.state_bytes) == (0, 0)
-    assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
-
-
 def test_needs_of_a_model_that_reads_images(tmp_path: Path) -> None:
     """The needs are its tower beside its text, unless it is left out, and the pictures that are kept."""
     save_picture_model("qwen3_vl", tmp_path)
-    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, dtype="float32", image_cache_memory=1000)
+    config = QUIET.replace(dtype="float32", image_cache_memory=1000)
     with Engine.from_pretrained(tmp_path, config=config.replace(kv_cache_memory="1MiB")) as engine:
         needs = read_needs(str(tmp_path), config)
         assert engine.info.no_images is None
@@ -108,14 +108,12 @@ def test_only_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ["qwen3next", "granite4", "falcon-h1", "mamba2", "nemotron-h", "lfm2", "mistral", "gemma3", "gemma4", "gpt-oss",
      "llama4", "gpt2", "opt-350m"],
 )  # fmt: skip
-def test_needs_of_a_family_are_what_its_runner_allocates(
-    tmp_path: Path, family: str, settings: dict[str, object]
-) -> None:
+def test_needs_of_a_family_are_what_its_runner_allocates(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
     """Layers with states, with windows and chunks, that share keys and values, of other widths; without attention;
     transformers' own module."""
     folder = str(make_checkpoint(family, tmp_path / "model"))
-    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False, attention_backend="torch",
-                          speculation="off", max_num_seqs=6, kv_cache_memory="1MiB")  # type: ignore[arg-type]  # fmt: skip
+    fixed = {"attention_backend": "torch", "speculation": "off", "max_num_seqs": 6, "kv_cache_memory": "1MiB"}
+    config = QUIET.replace(**fixed, **settings)
     needs = read_needs(folder, config)
     loaded = load_model(folder, config)
     runner = build_runner(loaded, config, two_pools=True).runner

@@ -81,3 +81,18 @@ def check_tensors(model: GgufModel, written: dict[str, torch.Tensor]) -> None:
     for name, expected in written.items():
         assert model.tensors[name].shape == expected.shape, name
         assert torch.equal(values(model, name), expected.float()), name
+
+
+def check_stacked(model: GgufModel, written: dict[str, torch.Tensor], kind: str) -> None:
+    """`check_tensors` of gpt-oss, whose experts are one parameter [experts, inputs, outputs], quantized as `kind`."""
+    assert model.tensors.keys() == written.keys()
+    for name, tensor in written.items():
+        assert model.tensors[name].shape == tuple(tensor.shape), name
+        stored = model.read(name)
+        if isinstance(stored, torch.Tensor):
+            assert torch.equal(stored.float(), tensor), name
+        else:
+            assert (stored.name, stored.shape) == (kind, (tensor.shape[0] * tensor.shape[2], tensor.shape[1]))
+            assert torch.equal(dense(stored), tensor.transpose(1, 2).flatten(0, 1)), name
+            assert torch.equal(dense(stored, 3, 20), dense(stored)[3:20])
+        model.release(stored)

@@ -157,13 +157,6 @@ def test_only_regular_files(name: str, tmp_path: Path) -> None:
     assert time.thread_time() - begun < 10
 
 
-def test_links_to_files_are_followed(tmp_path: Path) -> None:
-    """The hub's cache and Ollama keep blobs, and links to them."""
-    (tmp_path / "sha256-1").write_bytes(model())
-    (tmp_path / "model.gguf").symlink_to("sha256-1")
-    assert GgufModel(tmp_path / "model.gguf").config["model_type"] == "llama"
-
-
 def test_every_key_that_is_read_has_a_type() -> None:
     """`Header.get` would take one that is written wrongly for one that files lack."""
     sources = "".join(file.read_text(encoding="utf-8") for file in Path(header.__file__).parent.glob("*.py"))

@@ -22,7 +22,7 @@ from asyncengine.execution.layers.stored import dense
 from asyncengine.execution.models.formats.gguf.model import GgufModel
 from asyncengine.execution.models.formats.gguf.tensors import BlockMatrix
 
-from .gguf_reading import check_decoder, check_tensors, comes_back, median_error, values
+from .gguf_reading import check_decoder, check_stacked, check_tensors, comes_back, median_error, values
 
 CASES: dict[str, Callable[[], Any]] = {name: maker_of(fields) for name, fields in cases_of(__file__).items()}
 DIFFERENT = {"mistral": "llama"}
@@ -86,17 +86,7 @@ def test_gpt_oss(kind: str, tmp_path: Path) -> None:
     )  # fmt: skip
     reference.load_state_dict(written)
     model = GgufModel(tmp_path / "m.gguf")
-    assert model.tensors.keys() == written.keys()
-    for name, tensor in written.items():
-        assert model.tensors[name].shape == tuple(tensor.shape), name
-        stored = model.read(name)
-        if isinstance(stored, torch.Tensor):
-            assert torch.equal(stored.float(), tensor), name
-            continue
-        assert (stored.name, stored.shape) == (kind, (tensor.shape[0] * tensor.shape[2], tensor.shape[1]))
-        assert torch.equal(dense(stored), tensor.transpose(1, 2).flatten(0, 1)), name
-        assert torch.equal(dense(stored, 3, 20), dense(stored)[3:20])
-        model.release(stored)
+    check_stacked(model, written, kind)
     assert median_error(tmp_path / "m.gguf", reference, IDS) < 2e-5
     comes_back(model, config)
 

@@ -8,18 +8,16 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 from support.gguf_files import checkpoint_of, write_gguf
 from support.gguf_models import IDS, YARN, make_model, pattern
 from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
 from support.tiny_configs import changed
 from support.tiny_models import FAMILIES
 
-from asyncengine.execution.layers.stored import dense
 from asyncengine.execution.models.formats.gguf.container import GgufFile
 from asyncengine.execution.models.formats.gguf.model import GgufModel
 
-from .gguf_reading import check_tensors, comes_back, median_error
+from .gguf_reading import check_stacked, check_tensors, comes_back, median_error
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -34,15 +32,7 @@ def test_gpt_oss_as_ollama_makes_it(form: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     written = write_ollama_gpt_oss(path, config, dict(reference.state_dict()), form)
     model = GgufModel(path)
-    assert model.tensors.keys() == written.keys()
-    for name, tensor in written.items():
-        stored = model.read(name)
-        if isinstance(stored, torch.Tensor):
-            assert torch.equal(stored.float(), tensor), name
-        else:
-            assert stored.name == ("MXFP4_PAIRS" if form in ("first", "apart") else "MXFP4")
-            assert torch.equal(dense(stored), tensor.transpose(1, 2).flatten(0, 1)), name
-        model.release(stored)
+    check_stacked(model, written, "MXFP4_PAIRS" if form in ("first", "apart") else "MXFP4")
     comes_back(model, config)
     reference.load_state_dict(written)
     assert median_error(path, reference, IDS) < 2e-5

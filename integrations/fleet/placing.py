@@ -121,10 +121,10 @@ def place_replica(
     first, whatever runs on them. Raises `InvalidParameter` for a node whose values are out of range."""
     for most in sorted({lost_on.get(node.id, 0) for node in nodes}) or [0]:
         allowed = [node for node in nodes if lost_on.get(node.id, 0) <= most]
-        found = place(claim, _as_cluster(allowed, ours, settings), strategy=settings.placement)
-        if isinstance(found, Placement):
+        placement = place(claim, _as_cluster(allowed, ours, settings), strategy=settings.placement)
+        if isinstance(placement, Placement):
             break
-    return found
+    return placement
 
 
 def place_stages(
@@ -135,11 +135,11 @@ def place_stages(
     `place_replica`."""
     left, placed = list(nodes), list[Placement]()
     while len(placed) < stages:
-        found = place_replica(claim, left, ours, lost_on, settings)
-        if isinstance(found, Refusal):
-            return found
-        placed.append(found)
-        left = [node for node in left if node.id != found.shares[0].node]
+        outcome = place_replica(claim, left, ours, lost_on, settings)
+        if isinstance(outcome, Refusal):
+            return outcome
+        placed.append(outcome)
+        left = [node for node in left if node.id != outcome.shares[0].node]
     shares = tuple(share for placement in placed for share in placement.shares)
     return Placement(claim.model, "nodes", shares, min(placement.score for placement in placed), placed[0].candidates)
 

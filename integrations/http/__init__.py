@@ -26,7 +26,7 @@ def app(
     cors: Sequence[str] = (), telemetry: bool = False, keys: Mapping[str, Mapping[str, Any]] | None = None,
     batch_dir: str | None = None,
 ) -> Starlette:  # fmt: skip
-    """An ASGI app over engines that run, or a group that loads them; whoever made them closes them.
+    """An ASGI app over engines that run, or a group that loads them. The app does not close them.
 
     `api_keys`: a request must show one of them, or one of the named `keys` (NAME: fields of `http.keys.KeySettings`);
     none: everybody is served. `aliases`: other names for models and

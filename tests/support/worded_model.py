@@ -49,7 +49,7 @@ class Reference:
 
     def choose(self, tokens: list[int], ids: Any) -> list[int]:
         """The likeliest of the allowed `ids`, in their order: as many as a runner offers to a matcher."""
-        from asyncengine.execution.runner.pending import MOST
+        from asyncengine.execution.sampling.sampler import MOST
 
         logits = self.logits(tokens)[-1][torch.from_numpy(ids)]
         return [int(ids[place]) for place in logits.argsort(descending=True, stable=True)[:MOST].tolist()]

@@ -5,35 +5,37 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from asyncengine.async_engine import AsyncEngine
 from asyncengine.grammar import Grammar
 
 from .compare import Ask, compare
-from .engines import DEVICE, LENGTHS, SEED, WANT, generating, prompts, scores, small_engine
+from .engines import (
+    CASES,
+    DEVICE,
+    LENGTHS,
+    SEED,
+    WANT,
+    generating,
+    graphs_of,
+    prompts,
+    scores,
+    small_engine,
+)  # fmt: skip
 from .families import TEXT_VOCAB, make_adapter, make_checkpoint, text_config
 from .reference import Reference
 
 PLAIN = {"cuda_graphs": False, "max_steps_in_flight": 1}
-WAYS: dict[str, dict[str, Any]] = {
-    "graphs": {"cuda_graphs": True, "max_steps_in_flight": 1},
-    "overlap": {"cuda_graphs": False, "max_steps_in_flight": 2},
-    "graphs and overlap": {"cuda_graphs": True, "max_steps_in_flight": 2},
-    "graphs, overlap and preemption": {"cuda_graphs": True, "max_steps_in_flight": 2, "preempt_every": 7},
-}
+WAYS: dict[str, dict[str, Any]] = CASES["settings"]
 PATTERN = r"[A-Z]{3}-[0-9]{4}(, [a-z]{2,6}){3}"
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["Ida", "Noor", "Tomasz"]}, "ages": {"type": "array", "items": {"type": "boolean"},
-                                                                          "minItems": 2, "maxItems": 4}},
-    "required": ["name", "ages"], "additionalProperties": False,
-}  # fmt: skip
 GRAMMARS: dict[str, Callable[[], Any]] = {
     "pattern": lambda: Grammar.regex(PATTERN),
-    "JSON schema": lambda: Grammar.json_schema(SCHEMA),
+    "JSON schema": lambda: Grammar.json_schema(CASES["schema"]),
 }
 ADAPTERS = 3
 Output = list[int]
@@ -64,17 +66,16 @@ class Bench:
             "with grammars": [*self.plain[:4], *self.constrained, *self.adapted[:3]],
         }
 
+    def _engine(self, way: dict[str, Any]) -> AbstractAsyncContextManager[AsyncEngine]:
+        return small_engine(self.folder, dtype="bfloat16", adapters=self.adapters, max_lora_rank=16, **way)
+
     async def answers(self, way: dict[str, Any], asks: Sequence[Ask]) -> list[Output]:
-        async with small_engine(
-            self.folder, dtype="bfloat16", adapters=self.adapters, max_lora_rank=16, **way
-        ) as engine:
+        async with self._engine(way) as engine:
             return await generating(engine)(asks)
 
     async def held_against(self, way: dict[str, Any], asks: Sequence[Ask], expected: Sequence[Output]) -> None:
         """Raises `AssertionError` for an output that is another than `expected` by more than rounding."""
-        async with small_engine(
-            self.folder, dtype="bfloat16", adapters=self.adapters, max_lora_rank=16, **way
-        ) as engine:
+        async with self._engine(way) as engine:
             if way["cuda_graphs"]:
                 assert graphs_of(engine) is not None, "no CUDA graphs on this attention backend"
             (await compare(generating(engine), asks, expected, self.reference.gap)).verdict()
@@ -89,11 +90,6 @@ class Bench:
             for place, tokens in zip(places, found, strict=True):
                 outputs[place] = tokens
         return outputs
-
-
-def graphs_of(engine: Any) -> Any:
-    """The runner's graphs, or None."""
-    return getattr(engine.core.loop.runner.executor, "graphs", None)
 
 
 def check_constrained(folder: Path, asks: Sequence[Ask], outputs: Sequence[Output]) -> None:

@@ -65,9 +65,13 @@ async def compare(
                     f"request {index} has {done[index] + len(output)} tokens, not {len(expected[index])}"
                 )
                 continue
-            if not _is_tie(asks[index], list(expected[index][: done[index] + at]), output[at], rest[at], judge, tally):
-                tally.wrong.append(_told(index, done[index] + at, output[at], rest[at], asks[index]))
+            ask, before, chosen = asks[index], [*expected[index][: done[index] + at]], output[at]
+            gap = judge([*ask.prompt, *before], rest[at], chosen, ask.adapter) if judge else None
+            if gap is None or not gap.near_tie:
+                request = f"request {index}{f' with adapter {ask.adapter}' if ask.adapter else ''}"
+                tally.wrong.append(f"{request}, token {len(before)}: {chosen} instead of {rest[at]}, and no near tie")
                 continue
+            tally.ties += 1
             done[index] += at + 1
             if done[index] < len(expected[index]) and asks[index].grammar is None:  # a grammar knows no middle
                 following.append(index)
@@ -77,19 +81,6 @@ async def compare(
 
 def _after(ask: Ask, tokens: Sequence[int]) -> Ask:
     return replace(ask, prompt=(*ask.prompt, *tokens), want=ask.want - len(tokens)) if tokens else ask
-
-
-def _is_tie(ask: Ask, before: list[int], found: int, expected: int, judge: Judge | None, tally: Tally) -> bool:
-    if judge is None:
-        return False
-    gap = judge([*ask.prompt, *before], expected, found, ask.adapter)
-    tally.ties += gap.near_tie
-    return gap.near_tie
-
-
-def _told(index: int, at: int, found: int, expected: int, ask: Ask) -> str:
-    adapter = f" with adapter {ask.adapter}" if ask.adapter else ""
-    return f"request {index}{adapter}, token {at}: {found} instead of {expected}, and no near tie"
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -1,10 +1,14 @@
-"""Engines for small models on the GPU, greedy requests, and how near log-probabilities are to the reference's."""
+"""Engines for small models on the GPU, greedy requests, and how near log-probabilities are to the reference's.
+
+The ladder runs without pytest: nothing here, nor what it imports, is of `tests/support`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,9 @@ from typing import Any
 import torch
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.config import EngineConfig
+from asyncengine.execution.models.loading import load_model
+from asyncengine.execution.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.testing import assert_nothing_held
 
@@ -21,6 +28,8 @@ from .reference import Reference
 ON_GPU = torch.cuda.is_available()
 DEVICE, BACKEND = ("cuda:0", "flashinfer") if ON_GPU else ("cpu", "torch")
 """On a CPU the tests that use these are skipped; the ladder's stand-ins run there."""
+CASES = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
+"""Cases of the tests and of the ladder, by what they are cases of."""
 SEED = 5
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True)
 MOST_ERROR = 1.5
@@ -31,6 +40,29 @@ PATIENCE = 30.0
 """Seconds until an engine that gets no requests must be idle."""
 WANT = 48
 """Tokens of an output."""
+
+
+def sampling(cases: str) -> dict[str, SamplingParams]:
+    """Parameters of the named cases, each of which lists what it has otherwise than `GREEDY`."""
+    made = {name: dict(fields) for name, fields in CASES[cases].items()}
+    for fields in made.values():
+        if "logit_bias" in fields:  # JSON's keys are strings
+            fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return {name: GREEDY.replace(**fields) for name, fields in made.items()}
+
+
+def runner_of(folder: Path, **settings: Any) -> Any:
+    """A runner on the GPU without an engine, in bfloat16; graphs are the caller's to capture."""
+    config = EngineConfig(**{"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, **settings})
+    return build_runner(load_model(str(folder), config), config).runner
+
+
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of `work`, and the output that each replay of it writes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = work()
+    return graph, output
 
 
 async def scores(engine: AsyncEngine, asks: Sequence[Ask], reference: Reference) -> None:
@@ -79,6 +111,11 @@ def params_of(ask: Ask) -> SamplingParams:
     if ask.grammar is None:
         return GREEDY.replace(max_tokens=ask.want)
     return GREEDY.replace(max_tokens=ask.want, grammar=ask.grammar, ignore_eos=False)
+
+
+def graphs_of(engine: Any) -> Any:
+    """The runner's graphs, or None."""
+    return getattr(engine.core.loop.runner.executor, "graphs", None)
 
 
 def backend_of(engine: AsyncEngine) -> str:

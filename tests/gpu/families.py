@@ -6,20 +6,27 @@ that outputs cross them.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from support.peft_checkpoints import make_peft
-from support.tiny_configs import VOCAB, WINDOW, maker_of, rope
+from support.tiny_configs import maker_of
 from support.tiny_models import randomize, save
 
 from asyncengine.demo import MODEL_PATH
 
+from .engines import CASES, ON_GPU
+
+NEEDS_FLASHINFER = pytest.mark.skipif(
+    not ON_GPU or importlib.util.find_spec("flashinfer") is None, reason="needs an NVIDIA GPU and asyncengine[cuda]"
+)
 TEXT_VOCAB = 2048
 """Size of the demo model's vocabulary."""
 RANK = 8
@@ -38,27 +45,8 @@ class Family:
 
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64}
-_KINDS = ["sliding_attention", "full_attention"]
-FAMILIES = [
-    Family("llama", {"class": "LlamaConfig", "num_attention_heads": 2}),
-    Family("qwen2, group of 7", {
-        "class": "Qwen2Config", "hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1}),
-    Family("qwen3", {"class": "Qwen3Config", "tie_word_embeddings": True}),
-    Family("gemma2", {
-        "class": "Gemma2Config", "sliding_window": WINDOW, "layer_types": _KINDS, "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
-    Family("phi3", {"class": "Phi3Config", "num_key_value_heads": 1, "hidden_size": 256, "sliding_window": WINDOW}),
-    # where rounding may choose other experts nothing is near: in 16 bits every token takes all of them
-    Family("qwen3_moe", {
-        "class": "Qwen3MoeConfig", "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True,
-        "num_experts_per_tok": 2}, {"num_experts_per_tok": 4}),
-    Family("gpt2", {
-        "class": "GPT2Config", "alone": True, "vocab_size": VOCAB, "n_embd": 128, "n_layer": 2, "n_head": 2,
-        "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2}),
-    Family("gpt-oss, with sinks", {
-        "class": "GptOssConfig", "num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": WINDOW,
-        "rope_parameters": rope("default"), "layer_types": _KINDS}),
-]  # fmt: skip
+FAMILIES = [Family(**each) for each in CASES["families"]]
+"""In 16 bits every token of a mixture takes all experts: where rounding may choose others nothing is near."""
 
 
 def family_called(name: str) -> Family:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.engines import captured
 from support.forwards import relative_error
 from support.grouped_experts import ERROR, make_mixture
 
@@ -60,9 +61,7 @@ def test_a_graph_holds_any_choice(rows: int) -> None:
     with torch.cuda.stream(stream):
         mixture.by_kernels()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = mixture.by_kernels()
+    graph, found = captured(mixture.by_kernels)
     mixture.chosen.copy_(chosen)
     graph.replay()
     assert torch.equal(found, expected)

@@ -5,12 +5,13 @@ Skipped without an NVIDIA GPU or without `asyncengine[cuda]`. The first run on a
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from gpu.engines import CASES
+from gpu.families import NEEDS_FLASHINFER
 from support.attention_pair import Pair, Parts, prepare
 
 from asyncengine.execution.attention.base import LayerSpec
@@ -19,10 +20,7 @@ from asyncengine.execution.attention.flashinfer_plan import LayerGroup, float_wo
 from asyncengine.execution.device.transfer import is_hopper
 from asyncengine.execution.runner.graphs import CudaCapture
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,
-    reason="needs an NVIDIA GPU and asyncengine[cuda]",
-)
+pytestmark = NEEDS_FLASHINFER
 
 BASE = LayerSpec(index=0, num_heads=8, num_kv_heads=4, key_dim=128, value_dim=128, scale=0.09)
 
@@ -45,60 +43,52 @@ _ROWS = 6
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of layer, or several in one model."""
+    """One kind of layer, or several in one model. Those that differ in dimensions, type, window or soft cap compile
+    kernels of their own."""
 
     name: str
-    layers: tuple[LayerSpec, ...]
-    dtype: torch.dtype = torch.bfloat16
+    heads: list[Any]
+    """Query heads, kv heads, and what else the specification has, of each layer."""
+    dim: int = 128
+    dtype: str = "bfloat16"
+    stored: str | None = None
     page_sizes: tuple[int, ...] = (16,)
-    stored: torch.dtype | None = None
     page_size: int = 16
     """Page size of this case, one of those."""
 
+    @property
+    def layers(self) -> list[LayerSpec]:
+        sizes = {"key_dim": self.dim, "value_dim": self.dim, "scale": self.dim**-0.5}
+        return [
+            replace(BASE, num_heads=count, num_kv_heads=kv, **{**sizes, **(more[0] if more else {})})
+            for count, kv, *more in self.heads
+        ]
 
-def cases() -> list[Case]:
-    """Variants of layers; those that differ in dimensions, type, window or soft cap compile kernels of their own."""
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """Type of queries, and that of the pool if it is another."""
+        return getattr(torch, self.dtype), None if self.stored is None else getattr(torch, self.stored)
 
-    def heads(count: int, kv: int, dim: int = 128, **changes: object) -> LayerSpec:
-        made = replace(BASE, num_heads=count, num_kv_heads=kv, key_dim=dim, value_dim=dim, scale=dim**-0.5)
-        return replace(made, **changes)  # type: ignore[arg-type]
 
-    pages = (16, 1)
-    soft = heads(8, 4, 64, softcap=20.0)
-    return [
-        Case("group of 1", (heads(4, 4),), page_sizes=pages),
-        Case("group of 2", (heads(8, 4),), page_sizes=pages),
-        Case("group of 4", (heads(8, 2),), page_sizes=pages),
-        Case("group of 7, 64 dimensions", (heads(14, 2, 64),), page_sizes=pages),
-        Case("group of 2, 64 dimensions", (heads(8, 4, 64),)),
-        Case("group of 8", (heads(16, 2),), page_sizes=(16, 5)),
-        Case("window", (heads(8, 4, 64, window=21),)),
-        Case("soft cap", (soft,)),
-        Case("window and soft cap beside soft cap", (replace(soft, window=33), replace(soft, index=1))),
-        Case("256 dimensions", (heads(4, 2, 256),)),
-        Case("float16", (heads(8, 4, 64),), torch.float16),
-        Case("8-bit keys and values", (heads(8, 4),), stored=torch.float8_e4m3fn),
-    ]  # fmt: skip
+CASES_OF_LAYERS = [Case(**each) for each in CASES["attention"]]
 
 
 def flashinfer_backend(case: Case, device: torch.device) -> FlashInferBackend:
     pages = 1 + _ROWS * -(-_MOST // case.page_size)
     return FlashInferBackend(
-        case.layers, pages, case.page_size, case.dtype, device, max_rows=64,
-        max_pages_per_row=-(-_MOST // case.page_size), kv_dtype=case.stored,
+        case.layers, pages, case.page_size, case.dtypes[0], device, max_rows=64,
+        max_pages_per_row=-(-_MOST // case.page_size), kv_dtype=case.dtypes[1],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", [replace(case, page_size=size) for case in cases() for size in case.page_sizes],
+    "case", [replace(case, page_size=size) for case in CASES_OF_LAYERS for size in case.page_sizes],
     ids=lambda case: f"{case.name}, pages of {case.page_size}",
 )  # fmt: skip
 def test_kernels_give_what_torch_gives(case: Case, device: torch.device) -> None:
     """Compare prompts, chunks, mixed steps, decodes over page boundaries and padded decodes in graphs with torch."""
-    tested = flashinfer_backend(case, device)
-    pair = Pair(
-        tested, case.layers, _ROWS, dtype=case.dtype, device=device, stored=case.stored, most=_MOST
-    )  # fmt: skip
+    tested, (dtype, stored) = flashinfer_backend(case, device), case.dtypes
+    pair = Pair(tested, case.layers, _ROWS, dtype=dtype, device=device, stored=stored, most=_MOST)
     errors: dict[str, float] = {}
 
     def step(kind: str, parts: Parts) -> None:
@@ -120,7 +110,7 @@ def test_kernels_give_what_torch_gives(case: Case, device: torch.device) -> None
             errors["graphs"] = max(errors.get("graphs", 0.0), pair.replay(rows, size))
     finally:
         pair.close()
-    assert max(errors.values()) <= TOLERANCE[case.dtype], errors
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32])

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from gpu.compare import Ask, compare
-from gpu.engines import LENGTHS, ON_GPU, SEED, WANT, generating, prompts, scores, small_engine
-from gpu.families import FAMILIES, VOCAB, Family, family_called, make_checkpoint
+from gpu.engines import DEVICE, LENGTHS, ON_GPU, SEED, WANT, generating, prompts, scores, small_engine
+from gpu.families import FAMILIES, Family, family_called, make_checkpoint
 from gpu.reference import Reference
+from support.tiny_configs import VOCAB
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,7 +28,7 @@ async def check_family(family: Family, dtype: str, folder: Path, **changes: Any)
     the engine."""
     exact = dtype == "float32"
     make_checkpoint(family.make(not exact), folder, DTYPES[dtype], SEED)
-    reference = Reference(folder, DTYPES[dtype], torch.device("cuda:0" if ON_GPU else "cpu"))
+    reference = Reference(folder, DTYPES[dtype], torch.device(DEVICE))
     asks = [Ask(tuple(prompt), WANT) for prompt in prompts(LENGTHS, VOCAB, SEED)]
     expected = reference.generate([ask.prompt for ask in asks], WANT)
     if exact:
@@ -58,7 +59,7 @@ async def test_prompts_longer_than_a_step(count: int, tmp_path: Path) -> None:
     and several."""
     qwen3 = family_called("qwen3")
     folder = make_checkpoint(qwen3.make(True), tmp_path, torch.bfloat16, SEED)
-    reference = Reference(folder, torch.bfloat16, torch.device("cuda:0" if ON_GPU else "cpu"))
+    reference = Reference(folder, torch.bfloat16, torch.device(DEVICE))
     asks = [Ask(tuple(prompt), 8) for prompt in prompts([LENGTH] * count, VOCAB, SEED)]
     expected = reference.generate([ask.prompt for ask in asks], 8)
     async with small_engine(folder, dtype="bfloat16") as engine:

@@ -5,27 +5,21 @@ Skipped without an NVIDIA GPU or without `asyncengine[cuda]`.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from gpu.engines import runner_of
+from gpu.families import NEEDS_FLASHINFER
 from support import tiny_models
 from support.drive import Driver, Job, prompts
 from support.tiny_models import VOCAB, make_checkpoint
 
-from asyncengine.config import EngineConfig
-from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.graphs import CudaCapture
 from asyncengine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,
-    reason="needs an NVIDIA GPU and asyncengine[cuda]",
-)
+pytestmark = NEEDS_FLASHINFER
 
 SCORED = SamplingParams(temperature=0.0, logprobs=True)
 FAMILIES = ["qwen3next", "lfm2", "granite4", "falcon-h1", "qwen3moe", "llama4"]
@@ -42,11 +36,8 @@ def widened(make: Any) -> Any:
 
 
 def answers(path: Path, *, graphs: bool) -> list[Job]:
-    config = EngineConfig(
-        device="cuda", dtype="bfloat16", page_size=16, max_num_seqs=64, kv_cache_memory="64MB", state_memory="64MB",
-        max_model_len=256, cuda_graphs=False,
-    )  # fmt: skip
-    runner = build_runner(load_model(str(path), config), config).runner
+    memory = {"kv_cache_memory": "64MB", "state_memory": "64MB"}
+    runner = runner_of(path, page_size=16, max_model_len=256, cuda_graphs=False, **memory)
     if graphs:
         runner.use_graphs([1, 2, 4, 8], CudaCapture())
     driver = Driver(runner)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import linear, rms_norm, silu
+from gpu.engines import captured
+from support.few_row_products import check_products
+from torch.nn.functional import rms_norm
 
 from asyncengine.execution.attention.base import MergedHeads
 
@@ -82,18 +84,7 @@ def test_heads(
 @pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1024, 3072), (20, 328), (64, 4096), (8, 12288)])
 def test_products_of_few_rows(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
-    from asyncengine.kernels.cuda.few_rows import few_rows
-
-    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
-    weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype) / inputs**0.5
-    bias = torch.randn(outputs, device="cuda", dtype=dtype)
-    wanted = linear(x.float(), weight.float(), bias.float())
-    found = few_rows(x, weight, bias)
-    near(found, wanted)
-    assert torch.equal(few_rows(x[:1], weight, bias), found[:1])
-    torch.testing.assert_close(few_rows(x, weight, bias, dtype=torch.float32), wanted, rtol=1e-4, atol=1e-4)
-    gate, up = linear(x[:1].float(), weight.float()).chunk(2, dim=-1)
-    near(few_rows(x[:1], weight, None, gated=True), silu(gate) * up)
+    check_products(outputs, inputs, rows, dtype, 2e-2, "cuda")
 
 
 def test_a_chain_in_a_graph_reads_what_was_written_before() -> None:
@@ -111,9 +102,7 @@ def test_a_chain_in_a_graph_reads_what_was_written_before() -> None:
         return y
 
     chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = chain()
+    graph, replayed = captured(chain)
     for _ in range(5):
         x.copy_(torch.randn(2, 1024, device="cuda"))
         graph.replay()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.engines import captured
 
 from asyncengine.execution.layers.step import LoraTarget
 from asyncengine.lora.layers.slots import KernelStack, MaskedStack, MaskedStep
@@ -74,9 +75,7 @@ def test_a_replayed_graph_follows_the_slots(rows: int) -> None:
         return y
 
     work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = work()
+    graph, made = captured(work)
     for seed in range(4):
         slots.copy_(slots_of(rows, seed))
         graph.replay()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from gpu.engines import GREEDY, ON_GPU, SEED, nothing_held, prompts, small_engine
-from gpu.families import VOCAB, family_called, make_checkpoint
+from gpu.families import family_called, make_checkpoint
+from support.tiny_configs import VOCAB
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import OutOfMemory, RequestFailed
@@ -34,7 +35,7 @@ async def test_more_kv_memory_than_there_is(folder: Path) -> None:
             pass
 
 
-async def test_a_step_that_does_not_fit(folder: Path) -> None:
+async def test_a_step_that_does_not_fit(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One request of a batch takes more memory than there is; the others must not notice."""
     texts = prompts((9, 20, 31, 14, 26), VOCAB, SEED)
     params = GREEDY.replace(max_tokens=16)
@@ -43,7 +44,7 @@ async def test_a_step_that_does_not_fit(folder: Path) -> None:
         greedy_for_memory(engine)
         asked = [engine.generate(text, params) for text in texts]
         marked = engine.generate([MARK, *texts[0]], params)
-        with _quiet_log():
+        with caplog.at_level(logging.ERROR, "asyncengine"):  # it warns of steps that do not fit
             *after, failed = await asyncio.gather(*asked, marked, return_exceptions=True)
         assert isinstance(failed, RequestFailed)
         assert [len(one.token_ids) for one in after] == [len(one.token_ids) for one in before]
@@ -68,14 +69,3 @@ def greedy_for_memory(engine: AsyncEngine) -> None:
         run(pending, masks)
 
     executor._run = hungry
-
-
-class _quiet_log:  # noqa: N801
-    """The engine warns of steps that do not fit; here that is what is wanted."""
-
-    def __enter__(self) -> None:
-        self._level = logging.getLogger("asyncengine").level
-        logging.getLogger("asyncengine").setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("asyncengine").setLevel(self._level)

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from gpu.engines import captured, runner_of
 from support.drive import Driver, prompts
 from support.forwards import relative_error
 from support.quantized_checkpoints import quantized
 from support.stored_matrices import FORMS, FloatMatrix, RandomMatrix
 from support.tiny_models import FAMILIES, VOCAB
 
-from asyncengine.config import EngineConfig
 from asyncengine.execution.layers.stored import StoredForm
 from asyncengine.execution.layers.stored_weight import ChunkedWeight
-from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -59,9 +57,7 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
             gate, up = (x.float() @ dense.T).chunk(2, dim=1)
             assert relative_error(torch.nn.functional.silu(gate) * up, found.float()) < LIMITS[dtype], rows
     x = torch.zeros(13, 1024, device=device, dtype=dtype)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = weight.multiply(x, None)
+    graph, out = captured(lambda: weight.multiply(x, None))
     x.normal_()
     graph.replay()
     assert relative_error(x.float() @ dense.T, out.float()) < LIMITS[dtype]
@@ -69,8 +65,7 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
 
 def scored(folder: Path, **fields: Any) -> tuple[torch.Tensor, int]:
     """Scores of prompts, with answers behind them, and bytes of the weights."""
-    settings = EngineConfig(dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64, **fields)
-    runner = build_runner(load_model(str(folder), settings), settings).runner
+    runner = runner_of(folder, kv_cache_memory="256MiB", **fields)
     driver = Driver(runner)
     params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
     jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]
@@ -78,36 +73,26 @@ def scored(folder: Path, **fields: Any) -> tuple[torch.Tensor, int]:
     return torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]), runner.weights_bytes
 
 
-def test_a_quantized_model_on_the_device(tmp_path: Path) -> None:
-    """Scores of prompts and of answers that follow are those of the dequantized model; its weights are smaller."""
+@pytest.mark.parametrize(
+    ("tested", "hidden", "bound", "smaller"),
+    [("awq", 128, 0.1, 1.0), ("int8", 256, 0.15, 0.6), ("int4", 256, 1.5, 0.4)],
+)
+def test_a_quantized_model_on_the_device(
+    tested: Any, hidden: int, bound: float, smaller: float, tmp_path: Path
+) -> None:
+    """Scores of prompts and of answers that follow are near those of the dequantized model, or of one that is rounded
+    as it is loaded; its weights are smaller."""
     config = FAMILIES["llama"]()
-    config.update({"hidden_size": 128, "intermediate_size": 256, "head_dim": 64})
+    config.update({"hidden_size": hidden, "intermediate_size": 2 * hidden, "head_dim": 64})
     torch.manual_seed(0)
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
-    quantized(tmp_path / "plain", tmp_path / "awq", "awq", tmp_path / "dense")
-    scores, sizes = [], []
-    for name in ("awq", "dense"):
-        found, size = scored(tmp_path / name)
-        scores.append(found)
-        sizes.append(size)
-    assert sizes[0] < sizes[1]
-    assert float((scores[0] - scores[1]).abs().max()) < 0.1
-
-
-@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.15), ("int4", 1.5)])
-def test_a_plain_model_is_rounded_on_the_device(quantization: Any, bound: float, tmp_path: Path) -> None:
-    """Scores of prompts and of answers are near those of the model as it is; its linears take their bits."""
-    config = FAMILIES["llama"]()
-    config.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})
-    torch.manual_seed(0)
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    scores, sizes = [], []
-    for chosen in (None, quantization):
-        found, size = scored(tmp_path, quantization=chosen)
-        scores.append(found)
-        sizes.append(size)
-    assert sizes[1] < sizes[0] * (0.6 if quantization == "int8" else 0.4)
-    assert float((scores[0] - scores[1]).abs().max()) < bound
+    if tested == "awq":
+        quantized(tmp_path / "plain", tmp_path / "awq", "awq", tmp_path / "dense")
+        found, plain = scored(tmp_path / "awq"), scored(tmp_path / "dense")
+    else:
+        found, plain = scored(tmp_path / "plain", quantization=tested), scored(tmp_path / "plain")
+    assert found[1] < smaller * plain[1]
+    assert float((found[0] - plain[0]).abs().max()) < bound
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "awq", "w8a8", "Q4_K"])
@@ -132,9 +117,7 @@ def test_experts_as_they_are_stored_on_the_device(name: str) -> None:
     x = torch.zeros(5, width, device=device, dtype=torch.bfloat16)
     weights, chosen = torch.rand(5, 2, device=device), torch.arange(2, device=device).expand(5, 2).contiguous()
     mix(x, chosen, weights, *stored, None, count)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = mix(x, chosen, weights, *stored, None, count)
+    graph, out = captured(lambda: mix(x, chosen, weights, *stored, None, count))
     x.normal_()
     chosen.copy_(torch.rand(5, count, device=device).topk(2, dim=1).indices)
     graph.replay()

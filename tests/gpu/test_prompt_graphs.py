@@ -5,48 +5,26 @@ Skipped without an NVIDIA GPU or without `asyncengine[cuda]`.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from gpu.engines import runner_of
+from gpu.families import NEEDS_FLASHINFER
+from gpu.ladder.shapes import Shape
 
-from asyncengine.config import EngineConfig
-from asyncengine.execution.models.loading import load_model
-from asyncengine.execution.runner.building import build_runner
 from asyncengine.execution.runner.graphs import CudaCapture
 from asyncengine.execution.runner.model_runner import ModelRunner
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch, Row
 
+pytestmark = NEEDS_FLASHINFER
 
-def write_small_qwen3(folder: Path) -> Path:
-    """The configuration alone: weights are made up (`load_format="dummy"`)."""
-    config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(folder)
-    return folder
-
-
-def runner_without_graphs(folder: Path) -> ModelRunner:
-    """A runner on the current GPU, in bfloat16; graphs are the caller's to capture."""
-    config = EngineConfig(
-        device="cuda", dtype="bfloat16", load_format="dummy", max_num_seqs=16, kv_cache_memory="200MB",
-        cuda_graphs=False, max_model_len=512,
-    )  # fmt: skip
-    return build_runner(load_model(str(folder), config), config).runner
-
-
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,
-    reason="needs an NVIDIA GPU and asyncengine[cuda]",
-)
-
+SMALL = Shape("small", "Qwen3Config", {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "head_dim": 128,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+})  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 STEPS = [[(0, 60), (0, 1)], [(0, 33), (60, 1), (1, 90)], [(33, 7), (61, 1), (91, 5)], [(40, 128), (62, 64), (96, 30)]]
 """(start, tokens) of three rows in steps that follow each other; of the first step, the second row is the third's."""
@@ -54,11 +32,12 @@ STEPS = [[(0, 60), (0, 1)], [(0, 33), (60, 1), (1, 90)], [(33, 7), (61, 1), (91,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_qwen3(tmp_path_factory.mktemp("graphs"))
+    return SMALL.write(tmp_path_factory.mktemp("graphs"))
 
 
 def make_runner(folder: Path, *, pieces: bool) -> ModelRunner:
-    runner = runner_without_graphs(folder)
+    options = {"load_format": "dummy", "kv_cache_memory": "200MB", "max_model_len": 512}
+    runner = runner_of(folder, max_num_seqs=16, cuda_graphs=False, **options)
     if pieces:
         capture = CudaCapture()
         runner.use_graphs([1, 2, 4], capture)

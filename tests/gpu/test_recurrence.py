@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.engines import captured
 from support.forwards import relative_error
 from support.segments import segments_of
 
@@ -85,9 +86,7 @@ def test_a_graph_moves_the_states_of_any_step(name: str) -> None:
         with torch.inference_mode():
             if graphs:
                 work()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    made = work()
+                graph, made = captured(work)
             alone.sources.copy_(sources)
             alone.targets.copy_(targets)
             if graphs:

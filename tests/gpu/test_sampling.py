@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.engines import DEVICE, GREEDY, SEED
+from gpu.engines import DEVICE, SEED, captured, sampling
 from support.device_sampling import by_cpu, by_kernels, device_sampler, rows_of
 
-from asyncengine.execution.runner.pending import token_logprobs
+from asyncengine.execution.sampling.logprobs import token_logprobs
 from asyncengine.execution.sampling.masks import FilledMasks
 from asyncengine.execution.sampling.sampler import Sampled, Sampler
 from asyncengine.request_spec import RequestSpec
-from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -22,23 +21,7 @@ MOST_SWAPPED = 0.02
 """Largest share of drawn tokens that differ. Where two are drawn with nearly the same luck, or one lies on the edge of
 what top-p keeps, rounding decides; of greedy ones there are none."""
 _TOLERANCE = 1e-4
-_DRAWN = GREEDY.replace(temperature=0.8)
-
-KINDS: dict[str, SamplingParams] = {
-    "greedy": GREEDY,
-    "temperature": _DRAWN,
-    "top-k": _DRAWN.replace(top_k=20),
-    "top-p": _DRAWN.replace(top_p=0.9),
-    "top-k, top-p and min-p": _DRAWN.replace(temperature=0.6, top_k=20, top_p=0.95, min_p=0.02),
-    "min-p": _DRAWN.replace(min_p=0.05),
-    "repetition penalty": GREEDY.replace(repetition_penalty=1.3),
-    "presence and frequency penalties": GREEDY.replace(presence_penalty=0.7, frequency_penalty=0.4),
-    "bias": GREEDY.replace(logit_bias={77: 30.0}),
-    "min_tokens": GREEDY.replace(min_tokens=STEPS),
-    "masks": _DRAWN.replace(top_p=0.9),
-    "masks of some rows": GREEDY,
-    "each row something else": GREEDY,
-}
+KINDS = sampling("sampled")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,9 +114,7 @@ def test_the_same_in_a_graph_again_and_again_and_in_any_company() -> None:
     wanted, _ = by_kernels(sampler, rows, logits)
     slots, positions = torch.arange(64, device="cuda"), torch.arange(2, 66, device="cuda")
     tokens, best = torch.zeros(64, dtype=torch.int64, device="cuda"), torch.zeros(64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sampler.sample(logits, slots, positions, tokens, best)
+    graph, _ = captured(lambda: sampler.sample(logits, slots, positions, tokens, best))
     for _ in range(5):
         tokens.fill_(-1)
         graph.replay()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from gpu.compare import Ask, compare
 from gpu.engines import DEVICE, GREEDY, ON_GPU, SEED, generating, nothing_held, prompts, small_engine
-from gpu.families import VOCAB, family_called, make_checkpoint
+from gpu.families import family_called, make_checkpoint
 from gpu.reference import Reference
+from support.tiny_configs import VOCAB
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.sampling_params import SamplingParams

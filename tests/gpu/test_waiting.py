@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,24 +16,14 @@ from typing import Any
 import pytest
 import torch
 from gpu.bench import GRAMMARS
-from gpu.engines import GREEDY, ON_GPU, SEED, prompts, small_engine
+from gpu.engines import GREEDY, ON_GPU, SEED, prompts, sampling, small_engine
 from gpu.families import TEXT_VOCAB, make_checkpoint, text_config
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
 
-_DRAWN = GREEDY.replace(temperature=0.6)
-KINDS: dict[str, Callable[[], SamplingParams]] = {
-    "greedy": lambda: GREEDY,
-    "sampled": lambda: _DRAWN.replace(top_k=20, top_p=0.95, min_p=0.01),
-    "top-p alone": lambda: _DRAWN.replace(top_p=0.9),
-    "penalized": lambda: _DRAWN.replace(repetition_penalty=1.2, presence_penalty=0.3, logit_bias={7: 2.0}),
-    "min_tokens": lambda: GREEDY.replace(min_tokens=9, ignore_eos=False),
-    "scored": lambda: GREEDY.replace(logprobs=True, top_logprobs=3, prompt_logprobs=True),
-    "constrained": lambda: GREEDY.replace(grammar=GRAMMARS["pattern"](), ignore_eos=False),
-}
+KINDS = {**sampling("launched"), "constrained": GREEDY.replace(grammar=GRAMMARS["pattern"](), ignore_eos=False)}
 _LENGTHS = (5, 33, 60, 100, 9, 20)
 
 
@@ -47,7 +37,7 @@ async def test_no_launch_waits(kind: str, folder: Path) -> None:
     """Prompts, chunks and decodes, with graphs where there are any."""
     want = 30  # enough for any of the grammars
     texts = prompts(_LENGTHS, TEXT_VOCAB, SEED)
-    params = KINDS[kind]().replace(max_tokens=want, seed=SEED)
+    params = KINDS[kind].replace(max_tokens=want, seed=SEED)
 
     async def ask(engine: AsyncEngine) -> None:
         await asyncio.gather(*(engine.generate(text, params) for text in texts))

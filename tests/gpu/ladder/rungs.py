@@ -19,10 +19,8 @@ import torch
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import InvalidParameter, OutOfMemory
-from asyncengine.sampling_params import SamplingParams
 
-from ..bench import graphs_of
-from ..engines import GREEDY, backend_of, small_engine
+from ..engines import GREEDY, backend_of, graphs_of, sampling, small_engine
 from . import machine
 from .kernel_table import kernel_table
 from .machine import BANDWIDTH
@@ -30,18 +28,14 @@ from .models import make_adapters, write_fp8, write_mxfp4, write_tokenizer
 from .session import Section, Session, Skipped, release
 from .shapes import SHAPES, TINY, Shape
 from .steps import PARTS, StepClock
-from .workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
+from .workloads import Burst, burst, poisson, quantile, random_lengths, random_prompts, single
 
-LOADS = ((128, 128), (1193, 256), (4593, 512))
-"""Prompt and output tokens: a chat, a chat with documents, a long document (the means of well-known traces)."""
-ARRIVALS = (100.0, 10.0)
-"""Requests a second, and for how many seconds."""
-AIMS = {
-    ("small", 1): 1000.0, ("small", 256): 60_000.0, ("large", 1): 215.0, ("large", 256): 20_000.0,
-}  # fmt: skip
-"""Output tokens per second of so many streams of `LOADS[0]` on an H200, by engine."""
-_ADAPTERS = 16
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LOADS: list[tuple[int, int]] = [(prompt, output) for prompt, output in _TABLES["loads"]]
+"""Prompt and output tokens: a chat, a chat with documents, a long document (the means of well-known traces)."""
+AIMS: dict[str, dict[str, float]] = _TABLES["aims"]
+"""Output tokens per second on an H200, by engine and number of streams of `LOADS[0]`."""
+_ADAPTERS = 16
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (shape, _TABLES["settings"][settings] | more) for name, (shape, settings, more) in _TABLES["engines"].items()
 }
@@ -158,25 +152,24 @@ class Ladder:
 
     # ---------------------------------------------------------------- loads
 
-    async def long_prompt(self) -> None:
-        engine = await self.engine("defaults")
-        took = await burst(engine, self._lengths(1, (4000, 16)), self._seed)
-        self._session.figure("a prompt of 4,000 tokens", took.seconds * 1e3, "ms", note=str(took))
-        took = await burst(engine, self._lengths(4, (3000, 16)), self._seed)
-        self._session.figure("four of 3,000", took.seconds * 1e3, "ms", note=str(took))
+    async def _measure(
+        self, engine: AsyncEngine, label: str, lengths: list[tuple[int, int]], *, rounds: int = 1,
+        prompts: bool = False, aim: float | None = None, first: Burst | None = None, of: str = "",
+        shape: Shape | None = None, **options: Any,
+    ) -> Burst:  # fmt: skip
+        """Take the figure of a load, the fastest of `rounds`: output tokens per second, or milliseconds of `prompts`.
 
-    async def streams(self, name: str, counts: Sequence[int], length: int = 0) -> None:
-        """`length`: of the requests, by its place in `LOADS`."""
-        load, engine = LOADS[length], await self.engine(name)
-        shape = self._shape(name)
-        for count in dict.fromkeys(map(self._rows, counts)):
-            aim = AIMS.get((name, count)) if load == LOADS[0] else None
-            label = f"{shape.name}, {count} x {load[0]:,}/{load[1]}"
-            if count == 1 and load == LOADS[0]:
-                rate = await single(engine, *self._lengths(1, load)[0], self._seed)
-                self._session.figure(f"{label}, decoding alone", rate, "tokens/s", aim=aim, note=f"{1e3 / rate:.3f} ms")
-            took = await burst(engine, self._lengths(count, load), self._seed)
-            self._session.figure(label, took.rate, "tokens/s", aim=aim, note=f"{took}{self._share(shape, took)}")
+        `first`: an earlier load, called `of`, that it is compared with; `shape`: the model's, where what memory allows
+        is told. `options`: as `burst` takes them.
+        """
+        bursts = [await burst(engine, lengths, self._seed + turn, **options) for turn in range(rounds)]
+        took = min(bursts, key=lambda each: each.seconds)
+        notes = [f"{took.rate / first.rate:.2f} of {of}"] if first else []
+        notes += [f"best of {rounds}", f"{took.prompt_rate:,.0f} prompt tokens/s"] if rounds > 1 else []
+        value, unit = (took.seconds * 1e3, "ms") if prompts else (took.rate, "tokens/s")
+        note = "; ".join([*notes, f"{took}{self._share(shape, took) if shape else ''}"])
+        self._session.figure(label, value, unit, aim=aim, at_most=prompts, note=note)
+        return took
 
     def _share(self, shape: Shape, took: Burst) -> str:
         """Time that the bytes to be read take at the copy bandwidth of this run, over the time it took."""
@@ -186,54 +179,60 @@ class Ladder:
         least = shape.bytes_read(took.steps, took.lengths) / (bandwidth * 1e9)
         return f"; {least / took.seconds:.0%} of what memory allows"
 
+    async def streams(self, name: str, counts: Sequence[int], length: int = 0) -> None:
+        """`length`: of the requests, by its index in `LOADS`."""
+        load, engine = LOADS[length], await self.engine(name)
+        shape = self._shape(name)
+        for count in dict.fromkeys(map(self._rows, counts)):
+            aim = AIMS.get(name, {}).get(str(count)) if load == LOADS[0] else None
+            label = f"{shape.name}, {count} x {load[0]:,}/{load[1]}"
+            if count == 1 and load == LOADS[0]:
+                rate = await single(engine, *self._lengths(1, load)[0], self._seed)
+                self._session.figure(f"{label}, decoding alone", rate, "tokens/s", aim=aim, note=f"{1e3 / rate:.3f} ms")
+            await self._measure(engine, label, self._lengths(count, load), aim=aim, shape=shape)
+
     async def nano(self) -> None:
         engine = await self.engine("small")
         lengths = [(self._tokens(a), self._tokens(b)) for a, b in random_lengths(self._rows(256), 100, 1024, 0)]
-        took = await burst(engine, lengths, self._seed)
-        note = f"{took}{self._share(self._shape('small'), took)}"
-        self._session.figure("256 x 100..1,024/100..1,024", took.rate, "tokens/s", aim=40_000.0, note=note)
+        label = "256 x 100..1,024/100..1,024"
+        await self._measure(engine, label, lengths, aim=40_000.0, shape=self._shape("small"))
 
     async def sampled(self) -> None:
         engine = await self.engine("small")
-        drawn = GREEDY.replace(temperature=0.7)
-        kinds = {
-            "greedy": GREEDY, "temperature": drawn, "top-k 20": drawn.replace(top_k=20),
-            "top-p 0.9": drawn.replace(top_p=0.9), "temperature 0.6, top-k 20, top-p 0.95": SAMPLED,
-            "penalties": drawn.replace(repetition_penalty=1.1, presence_penalty=0.3),
-        }  # fmt: skip
-        base = await single(engine, *self._lengths(1, LOADS[0])[0], self._seed, 2)
-        for name, params in kinds.items():
+        ways = sampling("measured")
+        alone = self._lengths(1, LOADS[0])[0]
+        base = await single(engine, *alone, self._seed, 2)
+        for name, params in ways.items():
             await single(engine, 32, 8, self._seed, 1, params)
-            rate = await single(engine, *self._lengths(1, LOADS[0])[0], self._seed, 2, params)
+            rate = await single(engine, *alone, self._seed, 2, params)
             note = f"{rate / base:.2f} of greedy"
             self._session.figure(f"1 stream, {name}", rate, "tokens/s", aim=0.95 * base, note=note)
+        together = {name: {"params": ways[name]} for name in _TABLES["sampled_together"]}
         await self._turns(
-            engine, 256, {name: kinds[name] for name in ("greedy", "temperature", [*kinds][4], "penalties")}, 0.97
+            engine, "256 x 128/256", self._lengths(256, (32, 32)), self._lengths(256, (128, 256)), together
         )
 
-    async def _turns(self, engine: AsyncEngine, count: int, kinds: dict[str, SamplingParams], aim: float) -> None:
-        """The same load by each, the first of them the base."""
-        base = 0.0
-        for name, params in kinds.items():
-            await burst(engine, self._lengths(count, (32, 32)), self._seed, params)
-            took = await burst(engine, self._lengths(count, (128, 256)), self._seed, params)
-            base = base or took.rate
-            note = f"{took.rate / base:.2f} of {next(iter(kinds))}; {took}"
-            self._session.figure(f"{count} x 128/256, {name}", took.rate, "tokens/s", aim=aim * base, note=note)
-
-    async def prompts(self, name: str, aim: float | None = None) -> None:
-        engine = await self.engine(name)
-        shape = self._shape(name).name
-        for count, rounds in ((1, 5), (8, 2)):
-            took = min(
-                [await burst(engine, self._lengths(count, (2048, 1)), self._seed + turn) for turn in range(rounds)],
-                key=lambda burst: burst.seconds,
+    async def _turns(
+        self, engine: AsyncEngine, label: str, warm: list[tuple[int, int]], lengths: list[tuple[int, int]],
+        ways: dict[str, dict[str, Any]], share: float | None = 0.97,
+    ) -> None:  # fmt: skip
+        """The same load by each of the ways, behind a short one; the first is what the others are to reach a `share`
+        of."""
+        first: Burst | None = None
+        for name, options in ways.items():
+            await burst(engine, warm, self._seed, **options)
+            aim = share * first.rate if first and share else None
+            took = await self._measure(
+                engine, f"{label}, {name}", lengths, aim=aim, first=first, of=next(iter(ways)), **options
             )
-            note = f"best of {rounds}; {took.prompt_rate:,.0f} prompt tokens/s; {took}"
-            self._session.figure(
-                f"{shape}, {count} of 2,048 tokens", took.seconds * 1e3, "ms", aim=aim if count == 1 else None,
-                at_most=True, note=note,
-            )  # fmt: skip
+            first = first or took
+
+    async def prompts(self, name: str, loads: Sequence[Sequence[Any]]) -> None:
+        """`loads`: (what the figure is called, requests, tokens of a prompt and of an answer, rounds, aim) of each."""
+        engine = await self.engine(name)
+        for label, count, load, rounds, aim in loads:
+            called = f"{self._shape(name).name}, {label}"
+            await self._measure(engine, called, self._lengths(count, load), rounds=rounds, prompts=True, aim=aim)
 
     async def host(self) -> None:
         engine = await self.engine("small")
@@ -260,8 +259,8 @@ class Ladder:
         for label, lengths in loads.items():
             await kernel_table(self._session, engine, f"{self._shape(name).name}, {label}", lengths)
 
-    async def arrivals(self) -> None:
-        rate, seconds = ARRIVALS
+    async def arrivals(self, rate: float, seconds: float) -> None:
+        """`rate`: requests a second."""
         for name in ("small", "defaults"):
             engine = await self.engine(name)
             clock = StepClock(engine)
@@ -289,30 +288,21 @@ class Ladder:
         """The same tokens in front of all prompts, beside prompts that share nothing."""
         engine = await self.engine("defaults")
         (shared,) = random_prompts([(self._tokens(2048), 1)], engine.info.vocab_size, self._seed)
-        count, own = 64, (64, 32)
-        alone = await burst(engine, self._lengths(count, (own[0] + 2048, own[1])), self._seed)
-        self._session.figure(f"{count} of 2,112 tokens, nothing shared", alone.rate, "tokens/s", note=str(alone))
-        together = await burst(engine, self._lengths(count, own), self._seed, shared=shared)
-        note = f"{alone.seconds / together.seconds:.1f} times as fast; {together}"
-        self._session.figure(f"{count} with 2,048 of them shared", together.rate, "tokens/s", note=note)
+        alone = await self._measure(engine, "64 of 2,112 tokens, nothing shared", self._lengths(64, (2112, 32)))
+        label, lengths = "64 with 2,048 of them shared", self._lengths(64, (64, 32))
+        await self._measure(engine, label, lengths, first=alone, of="nothing shared", shared=shared)
 
     async def adapters(self, name: str) -> None:
         engine = await self.engine(name)
         names = [adapter.name for adapter in engine.adapters()]
+        ways: dict[str, Sequence[str | None]] = {
+            "no adapter": (None,), "one adapter": names[:1], "16 adapters": names,
+            "16 adapters and none": [*names, None],
+        }  # fmt: skip
         for count in (1, 64):
-            base = 0.0
-            ways: dict[str, Sequence[str | None]] = {
-                "no adapter": (None,), "one adapter": names[:1], "16 adapters": names,
-                "16 adapters and none": [*names, None],
-            }  # fmt: skip
-            for label, used in ways.items():
-                if count == 1 and len(used) > 1:
-                    continue
-                await burst(engine, self._lengths(count, (32, 16)), self._seed, adapters=used)
-                took = await burst(engine, self._lengths(count, LOADS[0]), self._seed, adapters=used)
-                base = base or took.rate
-                note = f"{took.rate / base:.2f} of none; {took}"
-                self._session.figure(f"{count} x 128/128, {label}", took.rate, "tokens/s", note=note)
+            turns = {label: {"adapters": used} for label, used in ways.items() if count > 1 or len(used) == 1}
+            warm, lengths = self._lengths(count, (32, 16)), self._lengths(count, LOADS[0])
+            await self._turns(engine, f"{count} x 128/128", warm, lengths, turns, None)
 
     async def constrained(self) -> None:
         """Records of strings and numbers over a vocabulary of the model's size; free requests get as many tokens."""
@@ -344,6 +334,5 @@ class Ladder:
                 max_num_batched_tokens=1024, tensor_parallel=size, cuda_graphs=False,
             ) as engine:  # fmt: skip
                 for count in (1, 16):
-                    await burst(engine, self._lengths(count, LOADS[0]), self._seed)
-                    took = await burst(engine, self._lengths(count, LOADS[0]), self._seed + 1)
-                    self._session.figure(f"{shape.name}, {size} GPUs, {count}", took.rate, "tokens/s", note=str(took))
+                    label = f"{shape.name}, {size} GPUs, {count}"
+                    await self._measure(engine, label, self._lengths(count, LOADS[0]), rounds=2)

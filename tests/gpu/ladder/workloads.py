@@ -14,8 +14,6 @@ from asyncengine.sampling_params import SamplingParams
 
 from ..engines import GREEDY
 
-SAMPLED = GREEDY.replace(temperature=0.6, top_k=20, top_p=0.95)
-"""Sampling as Qwen3's generation_config asks for it."""
 _TICK = 0.001
 """Seconds that the probe of the event loop sleeps."""
 

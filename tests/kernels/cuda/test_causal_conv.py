@@ -7,10 +7,6 @@ import torch
 from support.forwards import relative_error
 from support.layer_options import options
 
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
-
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.kernels.cuda.recurrence import convolve
 

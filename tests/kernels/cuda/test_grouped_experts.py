@@ -9,13 +9,8 @@ import torch
 from support.bfloat16_dots import with_bfloat16_dots
 from support.forwards import relative_error
 from support.grouped_experts import ERROR, make_mixture
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
-
 from support.layer_options import options
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncengine.execution.layers import experts as layers
 from asyncengine.execution.layers import routing

@@ -14,7 +14,6 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Row
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
 TOKENS = [5, 5, 9, 11, 8, 8, 8, 9, 40, 17]
 FIELDS: list[dict[str, Any]] = [
     {},
@@ -39,9 +38,7 @@ def applied(rows: list[Row], logits: torch.Tensor, masks: FilledMasks) -> tuple[
     params = SlotParams(len(rows), vocab)
     processors = LogitProcessors(rows, params, params.update(rows), masks, vocab)
     last = torch.tensor([8, 40, 3, 2, 1, 17, 30])
-    return processors.places, processors.apply(
-        logits[processors.places], SlotTables(params, vocab, logits.device), last
-    )
+    return processors.rows, processors.apply(logits[processors.rows], SlotTables(params, vocab, logits.device), last)
 
 
 @pytest.mark.parametrize("masked", [[], [0, 1, 5, 6], [0]])

@@ -14,10 +14,6 @@ from support.layer_options import CPU, options
 from support.segments import segments_of
 from torch.nn import functional
 
-pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
-
 from asyncengine.execution.layers import causal_conv
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig, learn, unit

@@ -11,7 +11,6 @@ from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler
 
 from asyncengine.kernels.cuda import row_sampler as module
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
 CPU = torch.device("cpu")
 
 

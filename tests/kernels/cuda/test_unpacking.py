@@ -10,8 +10,6 @@ import pytest
 import torch
 from support.stored_matrices import TABLE
 
-pytest.importorskip("triton")
-
 from asyncengine.kernels.cuda.packed_matmul import unpacking
 
 

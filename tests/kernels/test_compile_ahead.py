@@ -75,6 +75,15 @@ def answering(begin: Path) -> str:
     return f"until [ -e {begin} ]; do sleep 0.01; done; echo ready; while read name; do echo =; done"
 
 
+def finished(ahead: CompileAhead, names: list[str], later: list[str] | None = None) -> list[tuple[str, int]]:
+    """Reports of a whole load: each name, with the number of names that are needed. Nothing is compiled afterwards."""
+    told: list[tuple[str, int]] = []
+    ahead.start(names, later or [])
+    ahead.finish(lambda name, most: told.append((name, most)))
+    ahead.close()
+    return told
+
+
 ALONE = "mkdir {}/taken || exec sleep 100"
 """Beginning of a program of which only the first serves."""
 
@@ -88,11 +97,10 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(fold
     ahead, told = CompileAhead(2), []
     ahead.start([SMALL, CALLS_OTHERS])
     assert ahead.kept == ()
-    ahead.finish(lambda name, most: told.append((name.split(":")[1], most)))
+    ahead.finish(lambda name, most: told.append((name, most)))
     ahead.close()
     assert ahead.kept == [SMALL, CALLS_OTHERS]
-    names = [name for name, _ in told]
-    assert sorted(names) == ["_run", "copy_few_rows", "norm", "norm.share"]
+    assert sorted(name.split(":")[1] for name, _ in told) == ["_run", "copy_few_rows", "norm", "norm.share"]
     assert told[-1][1] == 4
     assert {"norm.norm.share", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
     assert [process.ended for process in ahead.processes] == [True, True]
@@ -132,11 +140,8 @@ def test_a_kernel_that_a_needed_one_calls_is_needed_too(folder: Path, in_place: 
     """It was known as one that a first answer does without."""
     calls = f"read name; echo '+{CALLS_OTHERS}'; echo =; read name; echo ="
     in_place(f"{ALONE.format(folder)}; echo ready; {calls}; exec sleep 100")
-    ahead, told = CompileAhead(2), []
-    ahead.start([SMALL], [UNKNOWN, CALLS_OTHERS])
-    ahead.finish(lambda name, most: told.append((name, most)))
-    ahead.close()
-    assert told == [(SMALL, 2), (CALLS_OTHERS, 2)]
+    ahead = CompileAhead(2)
+    assert finished(ahead, [SMALL], [UNKNOWN, CALLS_OTHERS]) == [(SMALL, 2), (CALLS_OTHERS, 2)]
     assert ahead.kept == [SMALL]
 
 
@@ -159,10 +164,7 @@ def test_a_kernel_is_not_compiled_here_while_others_are_at_it(folder: Path, monk
 
     def wait_for(module: str, types: str) -> bool:
         asked.append((module, types))
-        ahead = CompileAhead(2)
-        ahead.start([by_address])
-        ahead.finish(lambda name, most: None)
-        ahead.close()
+        finished(ahead := CompileAhead(2), [by_address])
         return ahead.kept == [by_address]
 
     monkeypatch.setattr("asyncengine.kernels.cpu.cache.elsewhere", [SimpleNamespace(wait_for=wait_for)])
@@ -229,11 +231,7 @@ def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:
     ahead = CompileAhead(2)
-    ahead.start([UNKNOWN, SMALL])
-    told = []
-    ahead.finish(lambda name, most: told.append(name))
-    ahead.close()
-    assert sorted(told) == [SMALL, UNKNOWN]
+    assert sorted(name for name, _ in finished(ahead, [UNKNOWN, SMALL])) == [SMALL, UNKNOWN]
     assert kept(folder) == ["gather._copy_rows"]  # and no mark that says that all are there
     assert ahead.kept == ()
 

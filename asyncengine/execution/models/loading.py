@@ -198,7 +198,7 @@ def load_model(
     model; `InvalidParameter` is then raised for a model that cannot be split.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
-    cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
+    cannot run here), `OutOfMemory` (weights larger than free memory), `InvalidParameter` (max_model_len, device).
     """
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")

@@ -120,7 +120,7 @@ NAMED: Mapping[str, Callable[[Any], Any]] = {
     "each layer's window, and its middle": lambda config: [window and window + 1 for window in windows_of(config)],
     "each layer's rotation": _rotations_by_layer_type,
     "each layer's chunk": lambda config: [
-        config.attention_chunk_size if kind == "chunked_attention" else None for kind in layer_types_of(config)
+        config.attention_chunk_size if name == "chunked_attention" else None for name in layer_types_of(config)
     ],
     "each layer's scale": _scales,
     "attention_layers": _neo_windows,

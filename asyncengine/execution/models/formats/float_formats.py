@@ -3,7 +3,7 @@
 FP8 (e4m3): DeepSeek's and Qwen's with a scale for each block of 128 x 128, others by row or matrix.
 A GPU that knows such floats keeps them. Others, and CPUs, keep eight-bit whole numbers in groups of `GROUP` inputs,
 whose step is a power of two: of a group's largest
-number all four significant bits are kept, and whatever is at least a sixteenth of it stays exact. What is smaller is
+number all four significant bits are kept, and numbers of at least a sixteenth of it stay exact. A smaller number is
 rounded to that step, to both sides alike. A product loses 0.40 % by it (the norm of the difference over that of the
 result) where weights are normally distributed, 0.50 % where their tails are those of Student's t with 10 degrees of
 freedom, 0.69 % with 5; rounding x to 8 bits costs 0.59 %, and the eight-bit floats themselves 2.6 %. Steps of a 127th

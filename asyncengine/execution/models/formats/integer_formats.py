@@ -63,7 +63,7 @@ class GPTQSettings:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> GPTQSettings:
-        """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for what is no configuration."""
+        """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for a malformed configuration."""
         layout = config.get("checkpoint_format") or config.get("format") or "gptq"
         if not isinstance(layout, str) or layout not in _GPTQ_FORMATS:
             raise UnsupportedModel(f"GPTQ in the layout {shorten(repr(layout), 80)} is not read; gptq and gptq_v2 are")
@@ -215,7 +215,7 @@ class CompressedSettings:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> CompressedSettings:
-        """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for what is no configuration."""
+        """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for a malformed configuration."""
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
             raise ModelNotFound("quantization_config: config_groups must be an object of objects")

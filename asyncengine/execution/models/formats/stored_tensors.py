@@ -58,7 +58,7 @@ class StoredTensors:
         return ModelNotFound(f"{self.folder} has a wrong shape for the tensor {name}: {list(shape)}, not {shown}")
 
     def wrong(self, name: str, what: str) -> ModelNotFound:
-        """The error that says what is wrong with a tensor."""
+        """The error for a tensor with the problem `what`."""
         return ModelNotFound(f"{self.folder}: {shorten(name, 300)} {what}")
 
 

@@ -62,8 +62,7 @@ def tile_sizes(key_dim: int, value_dim: int, lanes: int, size: int) -> Any:
 
 
 def turned_size(value_dim: int) -> int:
-    """Bytes behind a thread's scratch memory for a block's values in latent attention, which are taken from its keys,
-    in any type."""
+    """Bytes behind a thread's scratch memory for a block's values in latent attention, taken from keys of any type."""
     return SCORES * value_dim * 4 + SLACK
 
 
@@ -79,8 +78,7 @@ def scratch_sizes(rows: int, key_dim: int, value_dim: int) -> Any:
     return query, scores, weights, sums, joined, state, tiles, tiles + 2 * TILES * 8
 
 
-# Python computes these sizes before each step from the functions above: calling the compiled ones would compile them
-# for calls from Python too
+# before a step Python calls the functions above, not these: they are compiled for kernels alone
 partial_floats = serial_in_order(partial_size)
 scratch_offsets = serial_in_order(scratch_sizes)
 bytes_of_tiles = serial_in_order(tile_sizes)

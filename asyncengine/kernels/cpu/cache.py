@@ -188,10 +188,6 @@ class KernelCache:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    @property
-    def cache_path(self) -> str | None:
-        return None
-
     def load_overload(self, signature: Any, target: Any) -> Any:
         """A `CompileResult`; None if there is none, and numba compiles the function next."""
         rtsys.initialize(target)  # kept code calls numba's runtime; compiling code would have initialised it
@@ -211,9 +207,6 @@ class KernelCache:
         if result.library.has_dynamic_globals or any(not loop.can_cache for loop in result.lifted):
             return  # holds an address of this process
         kernel_folder(result.codegen.magic_tuple()).keep(self._name(signature), dumps(result._reduce()))
-
-    def flush(self) -> None:
-        """numba calls it before it compiles all of a function anew; what is kept then is overwritten one by one."""
 
     def _name(self, signature: Any) -> str:
         function = self._function

@@ -43,12 +43,7 @@ def _code_of(name: str) -> Any:
     return compiled_for(dispatcher, signature)
 
 
-def _find(symbol: bytes) -> int:
-    address: int = _code_of(symbol.decode()).address
-    return address
-
-
-_FINDER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)(_find)
+_FINDER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)(lambda name: _code_of(name.decode()).address)
 llvmlite.binding.add_symbol(_SYMBOL, ctypes.cast(_FINDER, ctypes.c_void_p).value)
 
 
@@ -71,14 +66,13 @@ def name_of(function: Any, types: tuple[Any, ...]) -> str:
 
 
 def address_of(name: str) -> int:
-    """The address of "module:function:void(types)", which is compiled if need be. It never moves. 0 where others
-    compile it (`elsewhere.called_apart`)."""
+    """The address of "module:function:void(types)", which is compiled if need be. It never moves. 0 where other
+    processes compile it (`elsewhere.called_apart`)."""
     report = called_apart.get()
     if report is not None:
         report(name, False)
         return 0
-    address: int = _code_of(name).address
-    return address
+    return int(_code_of(name).address)
 
 
 def compile_named(name: str) -> None:

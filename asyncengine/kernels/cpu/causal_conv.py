@@ -68,8 +68,7 @@ class StateKernel:
     def __call__(
         self, projected: torch.Tensor, states: torch.Tensor | None, windows: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
-        """Results [T, outputs] for projections [T, width], contiguous. `states` and `windows`, the layer's pools, are
-        advanced."""
+        """Results [T, outputs] of projections [T, width], contiguous; advances `states` and `windows`, its pools."""
         out = torch.empty((len(projected), self.outputs), dtype=projected.dtype)
         self._run(
             self.address, 0 if states is None else states.data_ptr(), windows.data_ptr(), projected.data_ptr(),

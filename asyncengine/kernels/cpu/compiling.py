@@ -45,8 +45,7 @@ has: each pass walks every function all the same, which was a tenth of the time 
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
-    """The code of a function and of those inlined into it. Machine code is made when its address or object is asked
-    for."""
+    """The code of a function and of those inlined into it: machine code once its address or object is asked for."""
 
     def __init__(self, codegen: Any, name: str) -> None:
         super().__init__(codegen, name)

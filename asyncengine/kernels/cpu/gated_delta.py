@@ -30,8 +30,7 @@ _I64, _F32 = np.int64(0), np.float32(0)
 PER_HEAD, PER_CHANNEL = np.uint8(0), np.uint16(0)
 """Tags by which a kernel knows whether a state decays as a whole, or by a factor for each dimension of the key."""
 _FEW = 2
-"""Up to this many tokens, a state is read in long rows, as it lies in memory; with more, a few columns at a time stay
-in the cache."""
+"""Up to this many tokens, a state is read in long rows, as it lies in memory; with more, a few columns stay cached."""
 _ROW, _TILE = 8, 2
 """Vectors of columns that are computed at once: with few tokens, and with more."""
 
@@ -48,22 +47,19 @@ def delta_rule(
     `decays` [tokens, key dim], a factor for each dimension of the key, replaces the first gate; `faded` [tokens, key
     dim] are keys times these. Else it is `PER_HEAD`, and both are ignored.
     """
-    column, row = 0, value_dim * 4
+    column, rest = 0, (tokens, key_dim, value_dim * 4, faded, decays, by_channel)
     if tokens <= _FEW:
         while column + _ROW * LANES <= value_dim:
             move = column * 4
-            _eight(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim, row,
-                   faded, decays, by_channel)  # fmt: skip
+            _eight(source + move, target + move, keys, queries, values + move, gates, out + move, *rest)
             column += _ROW * LANES
     while column + _TILE * LANES <= value_dim:
         move = column * 4
-        _two(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim, row,
-             faded, decays, by_channel)  # fmt: skip
+        _two(source + move, target + move, keys, queries, values + move, gates, out + move, *rest)
         column += _TILE * LANES
     while column + LANES <= value_dim:
         move = column * 4
-        _one(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim, row,
-             faded, decays, by_channel)  # fmt: skip
+        _one(source + move, target + move, keys, queries, values + move, gates, out + move, *rest)
         column += LANES
     if column < value_dim:
         _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column, faded, decays,
@@ -270,8 +266,7 @@ def _convolve(
     spec: Spec, projected: int, first: int, tokens: int, head: int, source: int, target: int, out: int,
     sums: NDArray[np.float32], dtype: np.generic,
 ) -> None:  # fmt: skip
-    """Convolve queries, keys and values of one key head, and write them side by side, [tokens, 2 * key dim + group *
-    value dim]."""
+    """Convolve queries, keys and values of one key head; a token's are written side by side."""
     size, channels, dim = size_of(dtype), _channels(spec), spec[KEY_DIM]
     group = spec[GROUP] * spec[VALUE_DIM]
     row = projected + first * spec[WIDTH] * size
@@ -322,9 +317,8 @@ def _advance(
                 wider[index] = widen(inputs[index])
         _gates(spec, projected, first, tokens, head, member, gates, dtype)
         offset = value_head * dim * value_dim * 4
-        arguments = (
-            source + offset, target + offset, keys, queries, values, gates, read, tokens, dim, value_dim, faded, decays
-        )  # fmt: skip
+        before, after = source + offset, target + offset
+        arguments = before, after, keys, queries, values, gates, read, tokens, dim, value_dim, faded, decays
         if spec[BY_CHANNEL]:
             _channel_decays(spec, projected, first, tokens, head, keys, decays, faded, dtype)
             call(delta_rule, (*arguments, PER_CHANNEL))

@@ -73,8 +73,7 @@ _EVEN = 6
 _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
-"""1.5 * 2^23: a float32 that this is added to loses its fraction, rounded to nearest even, and its bits are those of a
-small integer plus `_ROUNDER_BITS`."""
+"""Adding it rounds a small float32 to nearest even, and leaves the bits of that integer plus `_ROUNDER_BITS`."""
 _WIDTH, _TILE = PANELS * PANEL, (matrix_unit.ROWS if UNIT else MOST) * PANELS * PANEL
 """Outputs of the widest tile, and numbers of the largest."""
 # Indices of a quantized matrix's record of int64: addresses (0: there is none), and sizes.
@@ -147,8 +146,7 @@ def code_for(form: PanelForm, dtype: torch.dtype) -> int:
         words = (form.bits, form.group, form.below, form.block, form.scale, int(form.exact), type_name, *form.table)
         report(f"{__name__}:compile_code:form {' '.join(map(str, words))}", False)
         return 0
-    address: int = _code_for(form, type_name, NARROW).address
-    return address
+    return int(_code_for(form, type_name, NARROW).address)
 
 
 def compile_code(words: str) -> None:

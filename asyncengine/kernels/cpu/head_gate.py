@@ -16,8 +16,7 @@ _COPY, _WORK = 4, 16
 
 
 def split_queries(projected: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """The columns [T, width - heads * dim] of projections [T, width] that are left without each head's gates, which
-    follow its query."""
+    """The columns [T, width - heads * dim] of projections [T, width] that are not gates: a head's follow its query."""
     rows, width = projected.shape
     out = torch.empty((rows, width - heads * dim), dtype=projected.dtype)
     split(projected.data_ptr(), out.data_ptr(), rows, width, heads, dim, tag_of(projected.dtype), use_team())

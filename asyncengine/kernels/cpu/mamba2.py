@@ -101,11 +101,10 @@ def advance_tile(
     dt x of each token, sixteen; `decays`: its factor of decay; `b`, `c`: its B and C, of these rows; `y`: sixteen
     numbers, to which the results are added. All float32."""
     zero = LONG(0)
-    offsets = [vectors.at(builder, zero, stride, row, zero) for row in range(TILE)]
-    for offset in offsets:
-        vectors.prefetch(builder, builder.add(builder.add(source, offset), LONG(AHEAD)))
-    before = [load(builder, builder.add(source, offset), FLOATS) for offset in offsets]
-    state = [cgutils.alloca_once_value(builder, numbers) for numbers in before]
+    shifts = [vectors.at(builder, zero, stride, row, zero) for row in range(TILE)]
+    for shift in shifts:
+        vectors.prefetch(builder, builder.add(builder.add(source, shift), LONG(AHEAD)))
+    state = [cgutils.alloca_once_value(builder, load(builder, builder.add(source, shift), FLOATS)) for shift in shifts]
     with cgutils.for_range(builder, tokens) as loop:
         factor = vectors.splat(builder, load(builder, builder.add(decays, builder.mul(loop.index, LONG(4))), FLOAT))
         x = load(builder, builder.add(inputs, builder.mul(loop.index, input_stride)), FLOATS)
@@ -121,8 +120,8 @@ def advance_tile(
             builder.store(moved, cell)
             sums[row % 2] = vectors.multiply_add(builder, moved, second, sums[row % 2])
         store(builder, builder.fadd(*sums), result)
-    for offset, cell in zip(offsets, state, strict=True):
-        store(builder, builder.load(cell), builder.add(target, offset))
+    for shift, cell in zip(shifts, state, strict=True):
+        store(builder, builder.load(cell), builder.add(target, shift))
 
 
 @serial_in_order

@@ -88,7 +88,24 @@ def _write_tiles(
 
     Addresses, bytes of a row of x and of `out` (`across`) and of a number there. No bias: address 0.
     """
-    _store_rows(builder, _add_up(builder, halves, x, x_size, panel, steps), bias, out, across, out_size, rows)
+    sums = _add_up(builder, halves, x, x_size, panel, steps)
+    cells = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(2)]
+    with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
+        for vector, cell in enumerate(cells):
+            builder.store(load(builder, builder.add(bias, LONG(vector * LINE)), FLOATS), cell)
+    is_narrow = builder.icmp_signed("==", out_size, LONG(2))
+    with cgutils.for_range(builder, rows) as loop:
+        source = builder.add(sums, builder.mul(loop.index, LONG(2 * LINE)))
+        target = builder.add(out, builder.mul(loop.index, across))
+        for vector, cell in enumerate(cells):
+            total = load(builder, builder.add(source, LONG(vector * LINE)), FLOATS)
+            result = builder.fadd(total, builder.load(cell))
+            with builder.if_else(is_narrow) as (narrow, wide):
+                with narrow:
+                    address = builder.add(target, LONG(vector * LINE // 2))
+                    vectors.store(builder, vectors.narrow(builder, result), address)
+                with wide:
+                    vectors.store(builder, result, builder.add(target, LONG(vector * LINE)))
 
 
 def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: Any) -> Any:
@@ -113,26 +130,6 @@ def _add_up(builder: Any, halves: int, x: Any, x_size: Any, panel: Any, steps: A
             address = builder.add(sums, LONG((half * ROWS * 2 + vector) * LINE))
             store_tile(builder, _SUMS[half] + vector, address, LONG(2 * LINE))
     return sums
-
-
-def _store_rows(builder: Any, sums: Any, bias: Any, out: Any, across: Any, out_size: Any, rows: Any) -> None:
-    cells = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(2)]
-    with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
-        for vector, cell in enumerate(cells):
-            builder.store(load(builder, builder.add(bias, LONG(vector * LINE)), FLOATS), cell)
-    is_narrow = builder.icmp_signed("==", out_size, LONG(2))
-    with cgutils.for_range(builder, rows) as loop:
-        source = builder.add(sums, builder.mul(loop.index, LONG(2 * LINE)))
-        target = builder.add(out, builder.mul(loop.index, across))
-        for vector, cell in enumerate(cells):
-            total = load(builder, builder.add(source, LONG(vector * LINE)), FLOATS)
-            result = builder.fadd(total, builder.load(cell))
-            with builder.if_else(is_narrow) as (narrow, wide):
-                with narrow:
-                    address = builder.add(target, LONG(vector * LINE // 2))
-                    vectors.store(builder, vectors.narrow(builder, result), address)
-                with wide:
-                    vectors.store(builder, result, builder.add(target, LONG(vector * LINE)))
 
 
 _few_rows, _many_rows = (emitted(*[INT64] * 9, halves=halves)(_write_tiles) for halves in (1, 2))

@@ -1,4 +1,7 @@
-"""Compiled layers that keep a state: the same bits in any chunk, in any company and by a team of threads."""
+"""Compiled delta rules: the same bits in any chunk, in any company and by a team of threads.
+
+The other layers that keep a state have this test beside their kernels', `test_mamba2` and `test_short_conv`.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +18,25 @@ pytest.importorskip("numba")
 from asyncengine.execution.layers.basic import NormConfig
 from asyncengine.execution.layers.gated_delta import GatedDeltaConfig
 from asyncengine.execution.layers.kimi_delta import KimiDeltaConfig
-from asyncengine.execution.layers.mamba2 import Mamba2Config
-from asyncengine.execution.layers.short_conv import ShortConvConfig
 from asyncengine.execution.layers.states import StatePools
 
 WIDTH = 320
 """More than a block of channels, of which convolutions have one each."""
 LENGTH = 150
 """Tokens of a sequence: more than a block of any kernel."""
-SIZES: dict[str, Any] = {"heads": 6, "state_size": 48, "groups": 2, "taps": 4, "epsilon": 1e-5, "norm_groups": 2}
 LAYERS: dict[str, Any] = {
-    "mamba2": Mamba2Config(head_dim=32, **SIZES),
-    "mamba2, convolution alone": Mamba2Config(head_dim=12, **SIZES),
     "gated delta": GatedDeltaConfig(2, 4, 128, 176, 4, 1e-6),
     "gated delta, apart": GatedDeltaConfig(2, 4, 16, 24, 4, 1e-5, apart=True, most_rate=2),
     "gated delta, no vectors": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6, interleaved=True),
     "kimi delta": KimiDeltaConfig(2, 176, 4, 1e-6),
-    "short convolution": ShortConvConfig(4, True),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_chunks_company_and_teams_change_no_bit(name: str) -> None:
-    """Also where only the convolution has a kernel, as heads do not fill vectors."""
     dtype, generator = torch.bfloat16, torch.Generator().manual_seed(3)
     layer = LAYERS[name].build(options(dtype), NormConfig(), "", WIDTH, 0)
-    assert (layer.kernel is None) == ("alone" in name)
+    assert layer.kernel is not None
     for path, slot in layer.slots():
         spread = 0.3 if len(slot.shape) == 1 else slot.shape[-1] ** -0.5
         slot.load(torch.randn(slot.shape, generator=generator) * spread + path.endswith("norm.weight"))

@@ -22,7 +22,6 @@ from asyncengine.kernels.cpu import routing as routing
 from asyncengine.kernels.cpu import team as team
 from asyncengine.kernels.cpu.causal_conv import SegmentAddresses as SegmentAddresses
 from asyncengine.kernels.cpu.causal_conv import ShortConvKernel as ShortConvKernel
-from asyncengine.kernels.cpu.causal_conv import convolve_segments as convolve_segments
 from asyncengine.kernels.cpu.experts import LinearWeights as LinearWeights
 from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel as GatedDeltaKernel
 from asyncengine.kernels.cpu.paged_attention import PagedAttention as PagedAttention

@@ -43,21 +43,10 @@ class CausalConv(Layer):
             from asyncengine.kernels.api import gpu
 
             self.on_device = gpu
-        self.kernel: Any = None
-        """The compiled kernel on a CPU; None: torch convolves."""
-        if options.compiled:
-            from asyncengine.kernels.api import convolve_segments
-
-            self.kernel = convolve_segments
 
     def __call__(self, x: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
         """[T, channels] of a step's inputs x [T, channels], whose rows may be strided, with the windows of state layer
         `index`, which has no other state."""
-        if self.kernel is not None:
-            convolved: torch.Tensor = self.kernel(
-                x, self.weight, self.bias, self.activation is not None, step.pools.windows[index], step.segments
-            )
-            return convolved
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
         def advance(

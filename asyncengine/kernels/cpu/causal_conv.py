@@ -88,53 +88,7 @@ def segment_arrays(rows: int, bounds: int, begins: int, ends: int, sources: int,
 
 CHANNELS = 256
 """Channels of a block."""
-_WORK = 16
-"""Bytes that could be read while a result is computed."""
 _I64, _F32 = np.int64(0), np.float32(0)
-
-
-def convolve_segments(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, windows: torch.Tensor,
-    segments: Segments,
-) -> torch.Tensor:  # fmt: skip
-    """Convolve x [T, channels], whose rows may be slices of longer ones; returns [T, channels]. weight float32 [taps,
-    channels], bias float32 [channels]; `windows` [slots, taps - 1, channels] of x's dtype are advanced. `silu`: apply
-    it to the results."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    taps, channels = weight.shape
-    out = torch.empty((len(x), channels), dtype=x.dtype)
-    _convolve(
-        x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), windows.data_ptr(),
-        out.data_ptr(), channels, taps, silu, *SegmentAddresses.of(segments), len(x), tag_of(x.dtype), use_team(),
-    )  # fmt: skip
-    return out
-
-
-@team_kernel(lambda channels, rows, tokens: (rows * ((channels + CHANNELS - 1) // CHANNELS), tokens * channels * _WORK))
-@serial_in_order
-@allocates
-def _convolve(
-    first: int, last: int, x: int, stride: int, weight: int, bias: int, windows: int, out: int, channels: int,
-    taps: int, silu: bool, rows: int, bounds: int, begins: int, ends: int, sources: int, targets: int, tokens: int,
-    dtype: np.generic,
-) -> None:  # fmt: skip
-    blocks = (channels + CHANNELS - 1) // CHANNELS
-    bound, begin, end, source, target = segment_arrays(rows, bounds, begins, ends, sources, targets)
-    size = size_of(dtype)
-    slot = (taps - 1) * channels * size
-    sums = np.empty(CHANNELS, dtype=np.float32)
-    for unit in range(first, last):
-        channel, row = unit % blocks * CHANNELS, unit // blocks
-        lanes = min(CHANNELS, channels - channel)
-        for index in range(bound[row], bound[row + 1]):
-            token, pool = begin[index], windows + channel * size
-            convolve_tokens(
-                x + (token * stride + channel) * size, stride, weight + channel * 4, channels,
-                0 if bias == 0 else bias + channel * 4, pool + source[index] * slot, pool + target[index] * slot,
-                channels, out + (token * channels + channel) * size, channels, end[index] - token, lanes, taps, silu,
-                sums, dtype,
-            )  # fmt: skip
 
 
 @serial_in_order

@@ -1,6 +1,6 @@
 """Compiled delta rules: the same bits in any chunk, in any company and by a team of threads.
 
-The other layers that keep a state have this test beside their kernels', `test_mamba2` and `test_short_conv`.
+Other layers that keep a state are tested so beside their kernels (`test_mamba2`, `test_short_conv`).
 """
 
 from __future__ import annotations

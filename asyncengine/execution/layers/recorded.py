@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -42,7 +42,9 @@ class RecordedLayers:
     def __init__(self, run: Run, keeps_states: bool, paths: tuple[str, ...], ends: bool = True) -> None:
         """`run`: all layers. `paths`: of their products, as adapters name them. `ends`: the model's last layer is among
         them, of whose results not all rows may be wanted."""
-        self._run, self._keeps_states, self._paths, self._ends = run, keeps_states, paths, ends
+        # Weakly: a model that refers to itself would keep its weights after `close`, until garbage is collected.
+        self._method = WeakMethod(run)
+        self._keeps_states, self._paths, self._ends = keeps_states, paths, ends
         self._arena: recording.Arena | None = None
         self.records: dict[tuple[Any, ...], tuple[recording.Record, torch.Tensor]] = {}
         """Records and their results, by the number of tokens, whether rows have adapters, and which angles scale
@@ -83,6 +85,13 @@ class RecordedLayers:
         record, out = known
         record.replay(values)
         return out.clone()
+
+    @property
+    def _run(self) -> Run:
+        """All layers, of a model that is there while it is called."""
+        run = self._method()
+        assert run is not None
+        return run
 
     def run(
         self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles], vectors: torch.Tensor | None,

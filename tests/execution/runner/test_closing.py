@@ -63,12 +63,31 @@ async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeyp
     del penalized
     assert len(held) > 12
     await engine.aclose()
-    gc.collect()  # on the CPU this is left to Python
+    gc.collect()  # the GPU's stand-in leaves this to Python
     alive = [kept for kept in held if kept() is not None]
     assert not alive, f"{len(alive)} of {len(held)} tensors are kept by a closed engine"
     assert runner.weights_bytes > 0
     runner.close()
     del engine
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-embed"])
+async def test_closing_frees_the_weights_by_itself(model: str) -> None:
+    """Layers are recorded. A collection of garbage may be long in coming: many models are loaded and closed by then."""
+    engine = await AsyncEngine.from_pretrained(model, kv_cache_memory="8MiB", num_threads=1, show_progress=False)
+    runner: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+    if model == "demo":
+        await engine.generate([3, 4], SamplingParams(max_tokens=4))
+    else:
+        await engine.embed("a text")
+    layers = runner.model if model == "demo" else runner._model
+    assert layers.recorded.records
+    held = [weakref.ref(value) for value in tensors_in(layers)]
+    del layers
+    assert len(held) > 12
+    with no_collection():
+        await engine.aclose()
+        assert not [kept for kept in held if kept() is not None]
 
 
 def test_where_only_a_collection_frees_it_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

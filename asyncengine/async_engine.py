@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack
@@ -130,6 +131,8 @@ class AsyncEngine(EngineBase):
             loop = frontend.loop
             host = ThreadHost(loop, use_uvloop=frontend.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
+            # The loop lives by itself: without this, an engine that is dropped and not closed would never let go.
+            weakref.finalize(frontend, frontend.client.start_closing, True, None).atexit = False
             self._core, self._host = frontend, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
@@ -464,11 +467,10 @@ class AsyncEngine(EngineBase):
     @property
     def alive(self) -> bool:
         """True if a request submitted now would be taken."""
-        try:
+        with suppress(EngineClosed, EngineDead):
             self.core.client.check_open()
-        except (EngineClosed, EngineDead):
-            return False
-        return True
+            return True
+        return False
 
     async def profile(self, folder: str | os.PathLike[str], steps: int = 50, *, timeout: float = 60.0) -> Path:
         """Record the engine's next `steps` steps, for at most `timeout` seconds and until it closes, and write what its

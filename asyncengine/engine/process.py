@@ -94,6 +94,8 @@ class Process:
         """Have the program's end wait for a daemon thread that may be inside torch: an interpreter that takes itself
         apart under such a thread aborts the process (Python 3.13 and older end it amid C++, `std::terminate`)."""
         if not self._background:
+            # All finalizers have their turn at the exit by when the first is made: here, so that it is after our wait.
+            weakref.finalize(thread, int)
             atexit.unregister(self._wait_at_exit)
             atexit.register(self._wait_at_exit)
         self._background.add(thread)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import anyio
 import pytest
@@ -232,3 +235,37 @@ async def test_a_blocking_call_on_the_thread_of_an_owned_engine_raises_and_never
             blocking.generate_many([[2, 3]], greedy(2))
         done = await in_thread(lambda: blocking.generate([2, 3], greedy(2)))
         assert len(done.token_ids) == 2
+
+
+LIBRARY = """
+import weakref
+class Part: pass
+def forget(): _parts.clear()
+_parts, part = ["a part"], Part()
+weakref.finalize(part, forget)
+"""
+PROGRAM = """
+import threading, time
+from asyncengine.engine.process import PROCESS
+
+def load():
+    while not PROCESS.is_ending:
+        time.sleep(0.001)
+    import library
+    threading.library = library  # something that outlives the program's modules refers to it
+
+thread = threading.Thread(target=load, daemon=True)
+PROCESS.waits_at_exit_for(thread)
+thread.start()
+"""
+
+
+def test_what_is_imported_while_the_program_ends_is_finalized_before_its_modules_are_gone(tmp_path: Path):
+    """A library like torch, which is being imported when Ctrl-C ends a program that loads a model."""
+    (tmp_path / "library.py").write_text(LIBRARY, encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -34,6 +34,9 @@ from asyncengine.execution.runner.step_inputs import StepInputs
 from asyncengine.kernels.api import can_start
 from asyncengine.pooling_spec import PoolingSpec
 
+_NAMED = 5.0
+"""Seconds after a socket's end in which it is known which rank is gone."""
+
 
 class Order(NamedTuple):
     """The model to be loaded."""
@@ -121,6 +124,7 @@ class Ranks:
         try:
             yield
         except (EOFError, OSError) as error:
+            self._watcher.join(_NAMED)  # a socket may end before the watcher has seen whose it was
             raise RuntimeError(self.gather.lost or "another rank of the model is gone") from error
 
     @contextmanager

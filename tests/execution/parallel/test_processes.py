@@ -11,6 +11,7 @@ import gc
 import logging
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.events import EngineDied
 from asyncengine.execution.device import shared_gather
+from asyncengine.execution.device.child import Child
+from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.grammar import Grammar
 
 from .rank_processes import load, mapped, ranks
@@ -180,6 +183,24 @@ print(rank.pid, flush=True)
 for chunk in engine.stream([5, 6, 7], SamplingParams(max_tokens=4000, ignore_eos=True)):
     print("went on", flush=True)
 """
+
+
+def test_a_message_to_a_killed_rank_says_who_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket has ended, and the watcher has not seen yet whose it was."""
+    seen, last_words = threading.Event(), Child.last_words
+    monkeypatch.setattr(Child, "last_words", lambda child: seen.wait(60) and last_words(child))
+    others = Ranks(2)
+    try:
+        join = others._watcher.join
+        monkeypatch.setattr(others._watcher, "join", lambda *seconds: (seen.set(), join(*seconds)))
+        (process,) = ranks()
+        process.kill()
+        process.wait(60)
+        with pytest.raises(RuntimeError, match=rf"rank 1 of the model \(process {process.pid}\) was killed"):
+            others.send("forward")
+    finally:
+        seen.set()
+        others.close()
 
 
 def test_a_killed_engine_leaves_no_rank() -> None:

@@ -152,7 +152,11 @@ class _Batches:
         try:
             with journal(answers) as done, journal(errors) as refused:
                 counts |= {"total": count_rows(source), "completed": len(done), "failed": len(refused)}
-                await answer_rows(send, read_rows(source, done | refused), (answers, errors), IN_FLIGHT, on_answer)
+                self._save(batch)  # the next server shows these counts before it has read the files, and those below
+                try:
+                    await answer_rows(send, read_rows(source, done | refused), (answers, errors), IN_FLIGHT, on_answer)
+                finally:
+                    self._save(batch)
         except (RequestFailed, BlockingIOError):  # this server ends, or another one of the folder holds the journal
             return
         except asyncio.CancelledError:

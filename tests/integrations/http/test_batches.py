@@ -113,6 +113,9 @@ def test_a_batch_goes_on_where_the_server_ended(tmp_path: Path) -> None:
             time.sleep(0.02)
     with served(tmp_path) as url:
         ours = client(url)
+        [listed] = ours.batches.list()  # before anything of it is read again
+        assert (listed.status, listed.request_counts.total) == ("in_progress", 100)
+        assert (listed.request_counts.completed, listed.request_counts.failed) == (1, 1)
         output = tmp_path / f"file-{batch.id[6:-1]}0.jsonl"
         with journal(output) as done:  # as another server that is at it
             assert done

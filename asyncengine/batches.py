@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncengine.checks import as_integer
+from asyncengine.errors import InvalidParameter
 
 if TYPE_CHECKING:
     from asyncengine.async_engine import AsyncEngine
@@ -48,13 +49,18 @@ async def batch(
 
     A row has the arguments of `chat` ("messages") or `generate` ("prompt") by name: "params", "adapter", "priority".
     `in_flight`: rows that are submitted at a time, and taken from `rows`; None: as many as the engine runs
-    (`max_num_seqs`). Leaving the iterator aborts them. Raises `InvalidParameter`.
+    (`max_num_seqs`). Leaving the iterator aborts them. Raises `InvalidParameter`, and gives it for a row that is none.
     """
+    if not isinstance(rows, Iterable):
+        raise InvalidParameter("rows", "must be an iterable of mappings", rows)
     most = engine.core.config.max_num_seqs if in_flight is None else as_integer("in_flight", in_flight, 1)
 
     async def run(numbered: tuple[int, Mapping[str, Any]]) -> Completion:
-        call: Any = engine.chat if "messages" in numbered[1] else engine.generate
-        return await call(**numbered[1])
+        number, row = numbered
+        if not isinstance(row, Mapping) or not row.keys() & {"messages", "prompt"}:
+            raise InvalidParameter(f"rows[{number}]", 'must be a mapping with "messages" or "prompt"', row)
+        call: Any = engine.chat if "messages" in row else engine.generate
+        return await call(**{str(name): value for name, value in row.items()})
 
     async for (number, _), outcome in as_completed(enumerate(rows), run, most):
         yield number, outcome

@@ -387,7 +387,7 @@ class RequestSettings(checks.Settings):
     max_chat_chars: checks.Positive = 4_000_000
     """Characters of a chat, before and after the template."""
     max_n: checks.Positive = 128
-    """Largest `n`, samples of one prompt."""
+    """Largest `n`, samples of one prompt, and most streams that `fork` makes."""
     max_stop_strings: checks.Count = 64
     """Most stop strings of a request."""
     max_stop_string_length: checks.Positive = 1024

@@ -92,9 +92,13 @@ class EngineBase(ABC):
         return self.core.tokens(text, tools, template_kwargs, add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Raises `InvalidParameter`."""
-        return self.core.detokenize(token_ids, as_switch("skip_special_tokens", skip_special_tokens))
+        """The text of token ids; ids that only pad the model's vocabulary have none. Raises `InvalidParameter`, also
+        for ids beyond it."""
+        tokenizer, known = self.core.tokenizer_of(token_ids)
+        return tokenizer.decode(known, as_switch("skip_special_tokens", skip_special_tokens))
 
     def token_texts(self, token_ids: Iterable[int]) -> list[str]:
-        """The text of each token alone, as logprobs have it: U+FFFD stands where it is not whole characters."""
-        return self.core.token_texts(token_ids)
+        """The text of each token alone, as logprobs have it: U+FFFD stands where it is not whole characters. Raises as
+        `detokenize`."""
+        tokenizer, known = self.core.tokenizer_of(token_ids)
+        return [tokenizer.table.token_text(token) for token in known]

@@ -11,7 +11,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from asyncengine.cache_news import KVEventBatch, PrefixCacheReset
-from asyncengine.checks import MAX_INT64, MIN_INT64, as_choice, as_integer, as_items, as_switch
+from asyncengine.checks import as_choice, as_integer, as_items, as_switch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.cache_feed import CacheFeed
@@ -148,14 +148,11 @@ class Frontend:
             return text, tokenizer.encode(text, add_special_tokens), ()
         return text, *self.image_prompts.encode(text, images.parts)
 
-    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """See `AsyncEngine.detokenize`."""
-        return self._tokenizer("token_ids").decode(token_ids, skip_special_tokens)
-
-    def token_texts(self, token_ids: Iterable[int]) -> list[str]:
-        """See `AsyncEngine.token_texts`."""
-        table = self._tokenizer("token_ids").table
-        return [table.token_text(as_integer("token_ids", token, MIN_INT64, MAX_INT64)) for token in token_ids]
+    def tokenizer_of(self, token_ids: Iterable[int]) -> tuple[TextTokenizer, list[int]]:
+        """The tokenizer, and ids that it or the model has. Raises `InvalidParameter`, also for ids beyond these."""
+        tokenizer = self._tokenizer("token_ids")
+        highest = max(self.info.vocab_size, tokenizer.table.size) - 1
+        return tokenizer, [as_integer("token_ids", token, 0, highest) for token in as_items("token_ids", token_ids)]
 
     def _tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:

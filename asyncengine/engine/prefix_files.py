@@ -203,15 +203,15 @@ class HeldPrefix:
     """A prompt, or the beginning of a chat, that one call computes and keeps in the cache until `release`."""
 
     def __init__(
-        self, frontend: Frontend, prefix: Prompt | ChatMessages, keywords: Mapping[str, Any], file: object = None
+        self, frontend: Frontend, prefix: Prompt | ChatMessages, keywords: Mapping[str, Any], file: object = ...
     ) -> None:
-        """`file`: where it will be written; None: it is pinned for a block. Raises `InvalidParameter`."""
+        """`file`: where it will be written; left out: it is pinned for a block. Raises `InvalidParameter`."""
         self._frontend, self._prefix, self._keywords = frontend, prefix, keywords
-        self._path = None if file is None else path_of(file)
+        self._path = None if file is ... else path_of(file)
         self._spec: RequestSpec | None = None
         if self._path is not None and (self._path.is_dir() or not self._path.parent.is_dir()):
             raise InvalidParameter("file", "must be the path of a file in a folder that is there", str(file))
-        frontend.prefixes.check("pin" if file is None else "export_prefix", copies=file is not None)
+        frontend.prefixes.check("pin" if self._path is None else "export_prefix", copies=self._path is not None)
 
     def prepare(self, arrival: float | None = None) -> PreparedRequest:
         """The request that computes it. Raises as `Frontend.prepare`, and where too much would be pinned."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine import errors
-from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
+from asyncengine.checks import check_unicode
 from asyncengine.config import CHAT_TEMPLATES, ModelSettings
 from asyncengine.text.chat_template import PROBE_CHAT, PROBE_TOOL, ChatTemplate, Rewrite
 from asyncengine.text.media import ImageParts
@@ -146,12 +146,8 @@ class TextTokenizer:
             raise errors.ContextLengthExceeded(field, limit, len(text))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token (a padded vocabulary) have none.
-
-        Raises `InvalidParameter` for what are no ids.
-        """
-        checked = [as_integer("token_ids", token, MIN_INT64) for token in as_items("token_ids", token_ids)]
-        ids = [token for token in checked if 0 <= token < self.table.size]
+        """Text of token ids; ids without a token (a padded vocabulary) have none."""
+        ids = [token for token in token_ids if 0 <= token < self.table.size]
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
 
     def render_chat(

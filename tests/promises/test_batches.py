@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from support.fake_engine import idle
@@ -74,6 +75,18 @@ async def test_a_batch_gives_what_single_calls_give(engine: AsyncEngine) -> None
     assert isinstance(outcomes[2], InvalidParameter)
     with pytest.raises(InvalidParameter, match="in_flight"):
         await anext(engine.batch(rows, in_flight=0))
+
+
+async def test_rows_that_are_none_are_refused_by_their_number(engine: AsyncEngine) -> None:
+    for nothing in (None, 5, engine):
+        with pytest.raises(InvalidParameter, match="rows: must be an iterable of mappings"):
+            await anext(engine.batch(nothing))  # type: ignore[arg-type]
+    rows: list[Any] = [None, 5, "prompt", ["prompt"], {}, {"text": "a"}, {"prompt": "a", 5: 6}]
+    errors = dict([each async for each in engine.batch(rows)])
+    assert all(isinstance(error, InvalidParameter) for error in errors.values())
+    for number in range(6):
+        assert str(errors[number]).startswith(f'rows[{number}]: must be a mapping with "messages" or "prompt"')
+    assert str(errors[6]).startswith("5: unknown parameter")
 
 
 async def test_leaving_a_batch_aborts_its_requests(engine: AsyncEngine) -> None:

@@ -263,6 +263,10 @@ async def test_a_chat_goes_on_where_its_file_ends(tmp_path: Path) -> None:
         assert [(await fork.result()).usage.cached_tokens for fork in forks] == [written, written]
         with pytest.raises(InvalidParameter, match="n: must"):
             engine.fork(chat, 0)
+        with pytest.raises(InvalidParameter, match="n: 1000000000 exceeds the engine's max_n=128"):
+            engine.fork(chat, 10**9)
+        with pytest.raises(InvalidParameter, match="file: must be the path of a file"):
+            await engine.export_prefix(chat, None)  # type: ignore[arg-type]
 
 
 async def test_pictures_are_saved_with_the_conversation(tmp_path: Path) -> None:

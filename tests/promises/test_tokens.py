@@ -48,5 +48,12 @@ def test_ids_and_texts_are_each_others(engine: Engine) -> None:
     for wrong in ("1", None, 1.5, True):
         with pytest.raises(InvalidParameter, match="token_ids"):
             engine.token_texts([wrong])  # type: ignore[list-item]
+    highest = engine.info.vocab_size - 1
+    for unknown in (-1, highest + 1, 10**30):
+        for call in (engine.token_texts, engine.detokenize):
+            with pytest.raises(InvalidParameter, match=f"token_ids: must be between 0 and {highest}, got {unknown}"):
+                call([1, unknown])
+    with pytest.raises(InvalidParameter, match="token_ids: must be a sequence"):
+        engine.token_texts(5)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="add_special_tokens"):
         engine.tokenize("a", add_special_tokens=1)  # type: ignore[arg-type]

@@ -213,7 +213,7 @@ class TorchPagedBackend(AttentionBackend):
         if not rows.size:
             return {}
         return {
-            windowed: self._to_device(view.page_tables[rows, last_pages[rows]].astype(np.int64))
+            windowed: upload(view.page_tables[rows, last_pages[rows]].astype(np.int64), self._device)
             for windowed, view in views.items()
         }
 
@@ -243,9 +243,9 @@ class TorchPagedBackend(AttentionBackend):
         hidden = (keys > positions[:, None]) | (keys < first_seen(spec.window, spec.chunk, positions)[:, None])
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
         return _DecodeGroup(
-            tokens=self._to_device(step.qo_indptr[rows]),
+            tokens=upload(step.qo_indptr[rows], self._device),
             pages=self._pool_index(pages, spec),
-            bias=self._to_device(bias).to(self._dtype)[:, None, :],
+            bias=upload(bias, self._device).to(self._dtype)[:, None, :],
         )
 
     def _plan_chunk(self, spec: LayerSpec, step: StepView, row: int, first_page: int, num_pages: int) -> _PromptChunk:
@@ -266,10 +266,7 @@ class TorchPagedBackend(AttentionBackend):
     def _pool_index(self, pages: Int32Array, spec: LayerSpec) -> torch.Tensor:
         heads = np.arange(spec.num_kv_heads, dtype=np.int64)
         index = heads[:, None] * self._pages[spec.index] + pages.reshape(1, -1)
-        return self._to_device(index.reshape(-1))
-
-    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return upload(array, self._device)
+        return upload(index.reshape(-1), self._device)
 
     # -- computing (device) --------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from asyncengine.execution.layers.basic import Linear, Matrix, NormConfig
 from asyncengine.execution.layers.causal_conv import CausalConv
 from asyncengine.execution.layers.options import LayerOptions
 from asyncengine.execution.layers.sharded import even_cuts, share_of
-from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep
+from asyncengine.execution.layers.states import StateLayer, StateSpec, StateStep, by_kernel
 
 _UNIT = 32
 """Channels that one process has together: whole vectors of any machine."""
@@ -46,21 +45,14 @@ class ShortConv(StateLayer):
             spans=None if self.share is None else self.share.rows([channels]),
         )  # fmt: skip
         self.out = Linear(options, [Matrix(prefix + config.out, width)], width, bias=config.bias)
-        self.kernel = _kernel(options, self.conv)
         self.spec = StateSpec(window=self.conv.window, units=units, divided=self.share is not None)
+        if options.compiled and options.kernels.name == "compiled":
+            from asyncengine.kernels.api import ShortConvKernel
+
+            self.kernel = ShortConvKernel(self.conv.weight, self.conv.bias)
 
     def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         if self.kernel is not None:
-            made: torch.Tensor = self.kernel(projected, None, step.pools.windows[self.index], step.segments)
-            return made
+            return by_kernel(self.kernel, projected, step, self.index)
         before, after, inputs = projected.chunk(3, dim=-1)
         return self.conv(before * inputs, step, self.index).mul_(after)
-
-
-def _kernel(options: LayerOptions, conv: CausalConv) -> Any:
-    """The compiled call for everything between the projections; None: there is none here."""
-    if not options.compiled or options.kernels.name != "compiled":
-        return None
-    from asyncengine.kernels.api import ShortConvKernel
-
-    return ShortConvKernel(conv.weight, conv.bias)

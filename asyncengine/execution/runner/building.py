@@ -28,7 +28,7 @@ from asyncengine.execution.pooling.pool import Pooler
 from asyncengine.execution.runner.draft_model import DraftModel, cycled_pages, least_chance
 from asyncengine.execution.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.execution.runner.model_runner import ModelRunner
-from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
+from asyncengine.execution.runner.prompt_graphs import may_be_cut, prompt_graph_sizes
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.stages import runner_of
 from asyncengine.execution.runner.step_inputs import ImageStore
@@ -426,7 +426,7 @@ def _capture_graphs(
 
     `tokens`: the most tokens of a step. `adapted`: adapters have memory, so graphs with them are captured, too."""
     sizes = graph_sizes(min(max_num_seqs, tokens))
-    prompts = prompt_graph_sizes(tokens) if runner.may_cut else []
+    prompts = prompt_graph_sizes(tokens) if may_be_cut(runner.model, runner.backend) else []
     count, variants = len(sizes), 1 + adapted
     release_cached(device)  # else graphs would be served from torch's cache, and seem to take nothing
     before, began, steps = free_bytes(device), time.perf_counter(), "decode steps"

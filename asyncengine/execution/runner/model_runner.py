@@ -29,7 +29,7 @@ from asyncengine.execution.runner.draft_model import DraftModel, MTPGuesser
 from asyncengine.execution.runner.graphs import Capture, DecodeGraphs
 from asyncengine.execution.runner.model_memory import CpuPageMemory, ModelMemory
 from asyncengine.execution.runner.pending import PendingStep, launch_split, rows_of_samples
-from asyncengine.execution.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
+from asyncengine.execution.runner.prompt_graphs import Pieces, PromptGraphs
 from asyncengine.execution.runner.ranks import Ranks
 from asyncengine.execution.runner.step_buffers import NEXT, SLOT, FlatStep, Step, StepBuffers
 from asyncengine.execution.runner.step_inputs import ImageStore, StepInputs, inputs_of
@@ -366,16 +366,11 @@ class ModelRunner(Executor):
         self._masks.threaded = graphs.processed is None
         return graphs
 
-    @property
-    def may_cut(self) -> bool:
-        """Whether there can be graphs for steps with prompts."""
-        return may_be_cut(self.model, self.backend)
-
     def use_prompt_graphs(
         self, sizes: Sequence[int], capture: Pieces, report: Callable[[], None] = lambda: None
     ) -> PromptGraphs:
         """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `report`
-        after each. To be called after `use_graphs`, and only if `may_cut`."""
+        after each. To be called after `use_graphs`, and only if `may_be_cut`."""
         assert isinstance(self.model, Decoder)
         backend = cast(FlashInferBackend, self.backend)
         graphs = PromptGraphs(self.model, backend, self.last_token, sizes, capture, self._lora)

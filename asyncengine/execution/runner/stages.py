@@ -160,9 +160,8 @@ class StagedRunner(ModelRunner):
         """Compute this rank's shard of the logits of the oldest pass that it has begun."""
         if self._begun:
             context, inputs = self._begun.popleft()
-            wanted = _wanted(inputs)
-            count = len(inputs.ids) if wanted is None else len(wanted)
-            self._logits(self._relay.collect(count, self._decoder.config.width), context, wanted is None)
+            hidden = self._relay.collect(len(inputs.logit_rows), self._decoder.config.width)
+            self._logits(hidden, context, _wanted(inputs) is None)
 
     def _begin(self, inputs: StepInputs) -> tuple[StepContext, torch.Tensor]:
         """Run this stage's layers in a pass, and hand on their output."""
@@ -184,9 +183,8 @@ class StagedRunner(ModelRunner):
         assert self.ranks is not None
         with self.ranks.computing(inputs):
             context, _ = self._begin(inputs)
-        wanted = _wanted(inputs)
-        count = len(inputs.ids) if wanted is None else len(wanted)
-        pending.rest = partial(self._end, pending, step, masks, context, count, wanted is None)
+        every = _wanted(inputs) is None
+        pending.rest = partial(self._end, pending, step, masks, context, len(inputs.logit_rows), every)
 
     def _end(
         self, pending: PendingStep, step: Step, masks: StepMasks | None, context: StepContext, count: int, every: bool

@@ -122,7 +122,7 @@ class Sampler:
             processed = processors.apply(logits, self.tables, last_token)
             tokens, best = self._choose(slots, positions, processed)
         else:  # copying all rows' logits would take longer than sampling for the processed rows twice
-            index = self._to_device(rows_processed)
+            index = upload(rows_processed, self._device)
             processed = processors.apply(logits[index], self.tables, last_token)
             tokens, best = self._choose(slots, positions, logits)
             again = self._choose(slots[rows_processed], positions[rows_processed], processed)
@@ -152,9 +152,9 @@ class Sampler:
     ) -> torch.Tensor:
         """The greedy tokens with those of the rows `chosen` replaced by draws."""
         params, owned = self._params, slots[chosen]
-        index = self._to_device(chosen)
+        index = upload(chosen, self._device)
         scaled, least = self._scaled(owned, logits if len(chosen) == len(slots) else logits[index])
-        keys = self._to_device(noise_keys(params.seed_low[owned], params.seed_high[owned], positions))
+        keys = upload(noise_keys(params.seed_low[owned], params.seed_high[owned], positions), self._device)
         return greedy.index_copy(0, index, draw(scaled, least, keys))
 
     def _scaled(self, slots: Int64Array, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,13 +162,13 @@ class Sampler:
         these that truncation keeps) of logits [rows, vocab]."""
         params = self._params
         temperature = np.where(params.temperature[slots] > 0, params.temperature[slots], np.float32(1))
-        divisor, top_p, min_p = self._to_device(np.stack((temperature, params.top_p[slots], params.min_p[slots])))
+        divisor, top_p, min_p = upload(np.stack((temperature, params.top_p[slots], params.min_p[slots])), self._device)
         scaled = logits.float() / divisor[:, None]
         least = scaled.amax(dim=-1) + torch.log(min_p)
         top_k = params.top_k[slots]
         truncated = np.flatnonzero((top_k > 0) | (params.top_p[slots] < 1))
         if truncated.size:
-            where = self._to_device(truncated)
+            where = upload(truncated, self._device)
             truncated_logits = scaled if len(truncated) == len(slots) else scaled[where]
             limits = kept_threshold(truncated_logits, top_k[truncated], top_p[where])
             least = least.index_copy(0, where, torch.maximum(least[where], limits))
@@ -183,7 +183,7 @@ class Sampler:
 
         logits [rows, vocab] are the model's, `sampled` the tokens drawn from them, on the device.
         """
-        index = self._to_device(np.array(indices, dtype=np.int64))
+        index = upload(np.array(indices, dtype=np.int64), self._device)
         scored = logits[index]
         drawn = [at for at, sample in enumerate(indices) if rows[sample].spec.params.logprobs_of == "sampled"]
         if not drawn:
@@ -194,10 +194,10 @@ class Sampler:
         if edited:
             assert sampled.changed is not None
             sources = [number[indices[position]] for position in edited]
-            into, source = self._to_device(np.array((edited, sources), dtype=np.int64))
+            into, source = upload(np.array((edited, sources), dtype=np.int64), self._device)
             scored.index_copy_(0, into, sampled.changed[source])
         slots = np.array([rows[indices[position]].slot for position in drawn], dtype=np.int64)
-        drawn_indices = self._to_device(np.array(drawn, dtype=np.int64))
+        drawn_indices = upload(np.array(drawn, dtype=np.int64), self._device)
         tokens = sampled.tokens[index[drawn_indices]]
         return scored.index_copy_(0, drawn_indices, self._drawn_from(slots, scored[drawn_indices], tokens))
 
@@ -206,12 +206,9 @@ class Sampler:
         scaled, least = self._scaled(slots, logits)
         # the sampling kernel may round the threshold differently; a token that was drawn was certainly above it
         kept = scaled >= torch.minimum(least[:, None], scaled.gather(1, tokens[:, None]))
-        greedy = self._to_device(self._params.temperature[slots] == 0)
+        greedy = upload(self._params.temperature[slots] == 0, self._device)
         point = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
         return scaled.masked_fill(~torch.where(greedy[:, None], point, kept), float("-inf"))
-
-    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return upload(array, self._device)
 
 
 def draw(logits: torch.Tensor, least: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

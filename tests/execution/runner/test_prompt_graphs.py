@@ -21,7 +21,7 @@ from asyncengine import SamplingParams
 from asyncengine.execution.attention.base import MergedHeads
 from asyncengine.execution.layers.rotary import Angles, rotate
 from asyncengine.execution.runner.model_runner import ModelRunner
-from asyncengine.execution.runner.prompt_graphs import prompt_graph_sizes
+from asyncengine.execution.runner.prompt_graphs import may_be_cut, prompt_graph_sizes
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.step import Batch
 
@@ -144,7 +144,7 @@ def make_runner(
 
     runner, pieces = on_fakes(path, lora, attention=attention), ThreadedPieces()
     if sizes is not None:
-        assert runner.may_cut
+        assert may_be_cut(runner.model, runner.backend)
         runner.use_graphs([1, 2], Recall())
         runner.use_prompt_graphs(sizes, pieces)
     return runner, pieces

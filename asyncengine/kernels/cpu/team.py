@@ -43,6 +43,9 @@ class Account(NamedTuple):
     def since(self, before: Account) -> Account:
         return Account(*(now - then for now, then in zip(self, before, strict=True)))
 
+    def plus(self, other: Account) -> Account:
+        return Account(*(one + another for one, another in zip(self, other, strict=True)))
+
 
 class Team:
     """Threads that share the loops of kernels: the caller and `threads - 1` helpers.

@@ -72,8 +72,8 @@ class RecordedLayers:
         if not self._owners or any(known() is not own for known, own in zip(self._owners, owners, strict=True)):
             self.records.clear()  # they are of other memory
             self._owners = tuple((lambda: None) if own is None else ref(own) for own in owners)
-        inputs = [h, *(part for own in angles for part in (own.cos, own.sin))]
-        inputs += [part for part in (vectors, *(own.query_scale for own in angles)) if part is not None]
+        inputs = [h, *(table for rotary in angles for table in (rotary.cos, rotary.sin))]
+        inputs += [each for each in (vectors, *(rotary.query_scale for rotary in angles)) if each is not None]
         values = _values(inputs, step, adapters)
         key = tokens, adapters is not None, tuple(own.query_scale is not None for own in angles)
         known = self.records.get(key)
@@ -132,7 +132,7 @@ class RecordedLayers:
         """The step with symbols for what its states and adapters are."""
         from asyncengine.kernels.api import SegmentAddresses, recording
 
-        symbols = [recording.Symbol.at(place, value) for place, value in enumerate(values)]
+        symbols = [recording.Symbol.at(index, value) for index, value in enumerate(values)]
         if step.states is not None:
             made: Any = SegmentAddresses(*symbols[-_SEGMENTS - _ADAPTERS : -_ADAPTERS])
             step = replace(step, states=replace(step.states, segments=made))
@@ -145,7 +145,7 @@ class _RecordedAdapters:
     """`RowAdapters` whose factors are found in a table when a step is replayed."""
 
     def __init__(self, paths: tuple[str, ...], records: AdapterRecords) -> None:
-        self._places = {path: place for place, path in enumerate(paths)}
+        self._indices = {path: index for index, path in enumerate(paths)}
         self._records = records
 
     def changes(self, path: str) -> bool:
@@ -154,14 +154,14 @@ class _RecordedAdapters:
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         from asyncengine.kernels.api import lora
 
-        lora.add_table_deltas(x, y, self._places[path], self._records)
+        lora.add_table_deltas(x, y, self._indices[path], self._records)
 
     def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
         return None
 
 
 def _values(inputs: Sequence[torch.Tensor], step: StepContext, adapters: AdapterRecords | None) -> list[int]:
-    """The step's values by place: the team, addresses of its inputs, segments, adapters."""
+    """The step's values in order: the team, addresses of its inputs, segments, adapters."""
     from asyncengine.kernels.api import SegmentAddresses, team
 
     values = [team.use_team(), *(own.data_ptr() for own in inputs)]

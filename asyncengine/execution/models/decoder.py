@@ -313,40 +313,40 @@ class Decoder(CausalLM):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def slots(self) -> dict[str, TensorSlot]:
-        """The place of every tensor that a checkpoint has to hold, by its name there."""
-        found = {name: self._here(slot, place) for part, place in self._parts() for name, slot in part.slots()}
+        """The slot of every tensor that a checkpoint has to hold, by its name there."""
+        slots = {name: self._here(slot, layer) for module, layer in self._modules() for name, slot in module.slots()}
         if self.mtp is not None:
             output, _ = next(self.head.slots())
-            found[output] = self.mtp.with_output(found[output])
+            slots[output] = self.mtp.with_output(slots[output])
         beyond = self._following[self.plan.run[-1]]
-        return found if beyond is None else found | dict(beyond.slots())  # which may be the next stage's as well
+        return slots if beyond is None else slots | dict(beyond.slots())  # which may be the next stage's as well
 
-    def _parts(self) -> list[tuple[Any, int | None]]:
-        """Everything that has weights, and which layer it is."""
-        parts = (self.embedding, self.positions, self.embedding_norm, self.inputs, *self.projections, *self.layers,
-                 self.norm, self.head, self.mtp)  # fmt: skip
-        places = {id(layer): place for place, layer in enumerate(self.layers)}
-        places[id(self.norm)] = len(self.layers) - 1
-        return [(part, places.get(id(part))) for part in parts if part is not None]
+    def _modules(self) -> list[tuple[Any, int | None]]:
+        """All modules with weights, each with the index of its layer; None: it lies before or behind the layers."""
+        modules = (self.embedding, self.positions, self.embedding_norm, self.inputs, *self.projections, *self.layers,
+                   self.norm, self.head, self.mtp)  # fmt: skip
+        indices = {id(layer): index for index, layer in enumerate(self.layers)}
+        indices[id(self.norm)] = len(self.layers) - 1  # the final norm is computed by the last layer's stage
+        return [(module, indices.get(id(module))) for module in modules if module is not None]
 
-    def _here(self, slot: TensorSlot, place: int | None) -> TensorSlot:
+    def _here(self, slot: TensorSlot, layer: int | None) -> TensorSlot:
         """The slot, which takes nothing where another stage has the weight."""
         stage = self.options.stage
-        return slot if stage is None or stage.has(place) else replace(slot, load=leave)
+        return slot if stage is None or stage.has(layer) else replace(slot, load=leave)
 
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """Places of tensors that a checkpoint may hold instead of some of those."""
-        own = self.slots() if self.config.aliases else {}
-        yield from ((other, replace(own[name], replaces=(name,))) for name, other in self.config.aliases)
-        for place, layer in enumerate([*self.layers, *(self.mtp.layers if self.mtp is not None else ())]):
+        """The same of tensors that a checkpoint may hold instead of some of those."""
+        slots = self.slots() if self.config.aliases else {}
+        yield from ((other, replace(slots[name], replaces=(name,))) for name, other in self.config.aliases)
+        for index, layer in enumerate([*self.layers, *(self.mtp.layers if self.mtp is not None else ())]):
             others = () if layer.mlp is None else layer.mlp.other_slots()
-            yield from ((name, self._here(slot, place)) for name, slot in others)
+            yield from ((name, self._here(slot, index)) for name, slot in others)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights that are here."""
         stage = self.options.stage
-        return nbytes_of(part for part, place in self._parts() if stage is None or stage.has(place))
+        return nbytes_of(module for module, layer in self._modules() if stage is None or stage.has(layer))
 
     @property
     def unsteady(self) -> str | None:

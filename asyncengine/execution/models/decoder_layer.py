@@ -57,7 +57,7 @@ class DecoderLayer:
         self.scalar = None if config.scalar is None else options.zeros(width, dtype=torch.float32).fill_(1.0)
         moved = self.state is None or self.state.kernel is not None
         products: list[Linear | HeadProducts] = [*self.linears(), *self._products()]
-        made = all(part.weight.compiled for part in products)
+        made = all(product.weight.compiled for product in products)
         self.compiled = moved and made and all(mixture.experts.compiled for mixture in self.mixtures())
         """Whether its products are all made, and its states moved, by compiled kernels."""
 
@@ -143,8 +143,8 @@ class DecoderLayer:
         return [norm for norm in every if norm is not None]
 
     def linears(self) -> list[Linear]:
-        parts = (self.attention, self.state, self.mlp, self.inputs)
-        return [linear for part in parts if part is not None for linear in part.linears()]
+        modules = (self.attention, self.state, self.mlp, self.inputs)
+        return [linear for module in modules if module is not None for linear in module.linears()]
 
     def _products(self) -> tuple[HeadProducts, ...]:
         """Products of heads, which no adapter changes."""
@@ -154,15 +154,15 @@ class DecoderLayer:
         """Tensors of the checkpoint that it takes, by name."""
         inputs = [] if self.inputs is None else self.inputs.linears()
         sides = [] if self.side is None else [self.side]
-        parts: list[Any] = [self.attention, self.state, self.mlp, *sides, *self.norms(), *inputs]
-        for part in parts:
-            yield from () if part is None else part.slots()
+        modules: list[Any] = [self.attention, self.state, self.mlp, *sides, *self.norms(), *inputs]
+        for module in modules:
+            yield from () if module is None else module.slots()
         if self.scalar is not None:
             yield self.scalar_path, replace(TensorSlot.into(self.scalar, initial=1.0), shape=(1,))
 
     def mixtures(self) -> list[SparseMLP | SideExperts]:
         """Its mixtures of experts, whose weights are no linears."""
-        return [part for part in (self.mlp, self.side) if isinstance(part, (SparseMLP, SideExperts))]
+        return [module for module in (self.mlp, self.side) if isinstance(module, (SparseMLP, SideExperts))]
 
 
 # The head of a checkpoint that predicts the token after the next one (multi-token prediction, Gloeckle et al. 2024).
@@ -204,8 +204,8 @@ class MTPConfig:
 
     def renamed(self, named: Callable[[str], str]) -> MTPConfig:
         """The same under other names."""
-        every = {part.name: getattr(self, part.name) for part in fields(self)}
-        names: dict[str, Any] = {part: named(name) for part, name in every.items() if isinstance(name, str)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        names: dict[str, Any] = {field: named(value) for field, value in values.items() if isinstance(value, str)}
         return replace(self, **names)
 
 

@@ -203,13 +203,13 @@ class CpuPageMemory:
         self._whole = [*(pool.memory for pool in pools), *(state_pool.memory for state_pool in slots)]
         sizes = [(pool.page_bytes, pool.pieces * (processes if pool.divided else 1), pool.of_windows) for pool in pools]
         self.layout = f"{layout} {sizes} {[state_pool.shape for state_pool in slots]}"
-        self._pools: dict[RecordType, list[_Pool]] = {part: [] for part in RecordType}
+        self._pools: dict[RecordType, list[_Pool]] = {record_type: [] for record_type in RecordType}
         for pool in pools:
-            part = RecordType.WINDOW if pool.of_windows else RecordType.PAGE
+            record_type = RecordType.WINDOW if pool.of_windows else RecordType.PAGE
             firsts = [number * pool.stride for number in range(pool.pieces)]
             ranks = range(processes if pool.divided else 1)
             pieces = [(rank, first, pool.page_bytes) for rank in ranks for first in firsts]
-            self._pools[part].append(_Pool(self._views(pool.memory), pool.page_bytes, pieces, pool.divided))
+            self._pools[record_type].append(_Pool(self._views(pool.memory), pool.page_bytes, pieces, pool.divided))
         for state_pool in slots:
             ends, ranks = [*accumulate(state_pool.sizes, initial=0)], range(processes if state_pool.divided else 1)
             pieces = [(rank, first, end - first) for first, end in pairwise(ends) for rank in ranks]
@@ -220,23 +220,23 @@ class CpuPageMemory:
         by_rank = [memory] if self._shared is None else self._shared.of_all(memory)
         return [tensor.detach().reshape(-1).view(torch.uint8).numpy().data for tensor in by_rank]
 
-    def nbytes(self, part: RecordType) -> int:
-        return sum(pool.nbytes for pool in self._pools[part])
+    def nbytes(self, record_type: RecordType) -> int:
+        return sum(pool.nbytes for pool in self._pools[record_type])
 
-    def buffers(self, part: RecordType, index: int) -> Sequence[memoryview]:
-        return [piece for pool in self._pools[part] for piece in pool.page(index)]
+    def buffers(self, record_type: RecordType, index: int) -> Sequence[memoryview]:
+        return [piece for pool in self._pools[record_type] for piece in pool.page(index)]
 
-    def filled(self, part: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
+    def filled(self, record_type: RecordType, index: int, buffers: Sequence[memoryview]) -> None:
         """Copy a page that was written in rank 0's memory to the ranks that have a copy of it."""
-        for pool in self._pools[part]:
+        for pool in self._pools[record_type]:
             for rank in range(1, 1 if pool.divided else len(pool.views)):
                 for piece, copy in zip(pool.page(index), pool.page(index, rank), strict=True):
                     copy[:] = piece
 
     def copy(self, copies: Sequence[tuple[RecordType, int, int]]) -> None:
         """Copy pages: (type, source, target) of each copy that a step begins with."""
-        for part, source, page in copies:
-            for pool in self._pools[part]:
+        for record_type, source, page in copies:
+            for pool in self._pools[record_type]:
                 for piece, copied in zip(pool.page(source), pool.page(page), strict=True):
                     copied[:] = piece
 

@@ -67,6 +67,7 @@ class AsyncEngine(EngineBase):
         self._load = LoadOnce(build, attempt)
         self._hosted = hosted
         self._core: Frontend | None = None
+        self._if_dropped: weakref.finalize[..., Frontend] | None = None
         self._host: Host | None = None
         self._serving = threading.Lock()
 
@@ -131,7 +132,8 @@ class AsyncEngine(EngineBase):
             host = ThreadHost(loop, use_uvloop=frontend.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
             # The loop lives by itself: without this, an engine that is dropped and not closed would never let go.
-            weakref.finalize(frontend, frontend.client.start_closing, True, None).atexit = False
+            self._if_dropped = weakref.finalize(frontend, frontend.client.start_closing, True, None)
+            self._if_dropped.atexit = False
             self._core, self._host = frontend, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
@@ -156,6 +158,8 @@ class AsyncEngine(EngineBase):
         if self._load.is_elsewhere:
             return None, None  # the process it runs in closes it
         with self._serving:
+            if self._if_dropped is not None:
+                self._if_dropped.detach()  # its message would keep what has ended until the event loop's next turn
             loaded = self._load.close()
             if loaded is not None and self._core is None:  # its starter was cancelled before it was served
                 loaded.discard()

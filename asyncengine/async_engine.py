@@ -44,7 +44,7 @@ from asyncengine.options import (
 from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.progress import OnProgress
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.scheduler.messages import PauseMode, UpdateMode
+from asyncengine.scheduler.messages import Drain, PauseMode, UpdateMode
 from asyncengine.stream import TokenStream
 
 
@@ -67,7 +67,6 @@ class AsyncEngine(EngineBase):
         self._load = LoadOnce(build, attempt)
         self._hosted = hosted
         self._core: Frontend | None = None
-        self._if_dropped: weakref.finalize[..., Frontend] | None = None
         self._host: Host | None = None
         self._serving = threading.Lock()
 
@@ -131,9 +130,9 @@ class AsyncEngine(EngineBase):
             loop = frontend.loop
             host = ThreadHost(loop, use_uvloop=frontend.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
-            # The loop lives by itself: without this, an engine that is dropped and not closed would never let go.
-            self._if_dropped = weakref.finalize(frontend, frontend.client.start_closing, True, None)
-            self._if_dropped.atexit = False
+            # The loop lives by itself: without this, an engine that is dropped and not closed would never let go. Only
+            # the inbox is held: by what killed an engine, its loop refers to the frontend.
+            weakref.finalize(frontend, loop.inbox.post, Drain(None)).atexit = False
             self._core, self._host = frontend, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
@@ -158,8 +157,6 @@ class AsyncEngine(EngineBase):
         if self._load.is_elsewhere:
             return None, None  # the process it runs in closes it
         with self._serving:
-            if self._if_dropped is not None:
-                self._if_dropped.detach()  # its message would keep what has ended until the event loop's next turn
             loaded = self._load.close()
             if loaded is not None and self._core is None:  # its starter was cancelled before it was served
                 loaded.discard()

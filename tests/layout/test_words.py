@@ -33,8 +33,8 @@ METAPHORS = {
 GENERIC = ("Part", "Settings", "Shape", "Step", "Tally")
 """Names that say something only while one class has them; of the grammars' library, that of a text is one more."""
 VAGUE = {"found": 9, "kind": 35, "part": 47, "place": 5, "nobody": 0, "whoever": 0}
-"""Words of names that say nothing of the value, and the most definitions with each, which may only fall. A content "part"
-and a token's "kind" are the field's own."""
+"""Words of names that say nothing of the value, and the most definitions with each, which may only fall. A content
+"part" and a token's "kind" are the field's own."""
 MOST_PARAMETERS = 12
 
 

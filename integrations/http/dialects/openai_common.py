@@ -158,7 +158,7 @@ class Frames:
         ranks: dict[int, tuple[int | None, float]] = {}
         ranks |= {token: (rank, logprob) for rank, (token, logprob) in enumerate(entry.top[: self._of_prompt], 1)}
         ranks = {entry.token_id: ranks.get(entry.token_id, (None, entry.logprob)), **ranks}
-        texts = self._answered.token_texts(ranks)
+        texts = self._answered.token_texts(list(ranks))
         return {
             str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
             for (token, (rank, logprob)), text in zip(ranks.items(), texts, strict=True)

@@ -183,7 +183,8 @@ def killed(path):
         with made(path) as file: yield Killed(file)
     return within()
 packed_file.written_whole = killed
-load_model({str(checkpoint("llama"))!r}, EngineConfig(show_progress=False, weight_cache_dir={str(tmp_path / "kept")!r}))
+config = EngineConfig(show_progress=False, weight_cache_dir={str(tmp_path / "kept")!r})
+loaded = load_model({str(checkpoint("llama"))!r}, config)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
     assert kept(tmp_path) == []
@@ -200,7 +201,8 @@ from asyncengine.execution.models import packed_file
 from asyncengine.execution.models.loading import load_model
 from asyncengine import EngineConfig
 packed_file._LEAST = 1
-load_model({str(checkpoint("llama"))!r}, EngineConfig(show_progress=False, weight_cache_dir={str(tmp_path / "kept")!r}))
+config = EngineConfig(show_progress=False, weight_cache_dir={str(tmp_path / "kept")!r})
+loaded = load_model({str(checkpoint("llama"))!r}, config)
 print(sorted({{line.split()[4] for line in open("/proc/self/maps") if ".packed" in line and "deleted" not in line}}))
 """
     two = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -64,6 +64,7 @@ class Runner:
     may_cut, mtp = False, None
 
     def __init__(self, model: Any, backend: Any, max_num_seqs: int, **_: Any) -> None:
+        self.model = model
         self.backend, self.kv_bytes, self.state_bytes = backend, backend.kv_bytes, 0
         self.attention_backend = "flashinfer"
         self.graphs = False

@@ -35,12 +35,12 @@ def test_layer_norm(width: int, dtype: torch.dtype) -> None:
     wide = [part.double() for part in (x, branch, weight, bias)]
     near(layer_norm(x, weight, bias, 1e-5), functional.layer_norm(wide[0], (width,), wide[2], wide[3], 1e-5))
     sums = wide[0] + wide[1] * 0.5
-    total, normed = add_layer_norm(x, branch, 0.5, weight, bias, 1e-5, kept=True)
+    total, normed = add_layer_norm(x, branch, 0.5, weight, bias, 1e-5, keep_sum=True)
     near(total, sums)
     near(normed, functional.layer_norm(sums, (width,), wide[2], wide[3], 1e-5))
-    assert torch.equal(add_layer_norm(x, branch, 0.5, weight, bias, 1e-5, kept=False)[1], normed)
+    assert torch.equal(add_layer_norm(x, branch, 0.5, weight, bias, 1e-5, keep_sum=False)[1], normed)
     with Team(2, piece=1).joined():
-        assert torch.equal(add_layer_norm(x, branch, 0.5, weight, bias, 1e-5, kept=True)[1], normed)
+        assert torch.equal(add_layer_norm(x, branch, 0.5, weight, bias, 1e-5, keep_sum=True)[1], normed)
     for row in (0, 7, 36):
         assert torch.equal(layer_norm(x[row], weight, bias, 1e-5), layer_norm(x, weight, bias, 1e-5)[row])
 

@@ -191,7 +191,9 @@ async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, right: dic
         cluster.hold(after=2)
         stream = fleet.stream(TEXTS[0], SAMPLED, request_id="mine")
         await anext(stream)
-        assert fleet.abort("mine")
+        holds = [process.held for process in cluster.processes.values()]
+        await until(lambda: any(held is not None and held.reached.is_set() for held in holds), "a step that is held")
+        assert fleet.abort("mine")  # before that, a step that still passes could take the abort
         engines = [process.replica.engine for process in cluster.processes.values()]
         await until(lambda: any(map(posted, engines)), "its abort where it is computed")
         cluster.release()

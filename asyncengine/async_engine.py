@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -44,7 +43,7 @@ from asyncengine.options import (
 from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
 from asyncengine.progress import OnProgress
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.scheduler.messages import Drain, PauseMode, UpdateMode
+from asyncengine.scheduler.messages import PauseMode, UpdateMode
 from asyncengine.stream import TokenStream
 
 
@@ -130,9 +129,6 @@ class AsyncEngine(EngineBase):
             loop = frontend.loop
             host = ThreadHost(loop, use_uvloop=frontend.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
-            # The loop lives by itself: without this, an engine that is dropped and not closed would never let go. Only
-            # the inbox is held: by what killed an engine, its loop refers to the frontend.
-            weakref.finalize(frontend, loop.inbox.post, Drain(None)).atexit = False
             self._core, self._host = frontend, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:

@@ -42,32 +42,6 @@ def test_many_threads_and_their_loops_share_one_batch():
         assert engine.stats().finished
 
 
-def test_a_hosted_engine_that_is_dropped_ends():
-    engine = make_engine(hosted=True)
-    engine.start_blocking()
-    host, inbox = engine.host, engine.core.loop.inbox
-    stream = Engine(engine).stream([2, 3], greedy(6))
-    expected = oracle(engine, [2, 3], 6)
-    del engine
-    assert stream.result().token_ids == expected  # its reader holds the engine
-    assert not inbox.closed
-    del stream
-    host.join(120)
-    assert inbox.closed
-
-
-async def test_an_owned_engine_that_is_dropped_ends():
-    engine = make_engine()
-    await engine.start()
-    stream = engine.stream([2, 3], greedy(6))
-    inbox, expected = engine.core.loop.inbox, oracle(engine, [2, 3], 6)
-    del engine
-    assert (await stream.result()).token_ids == expected
-    assert not inbox.closed
-    del stream
-    await until(lambda: inbox.closed, "the end of the engine")
-
-
 def test_generate_many_submits_everything_before_it_waits_and_aborts_the_rest_on_an_error():
     with Engine(make_engine(hosted=True)) as engine:
         engine.aengine.start_blocking()

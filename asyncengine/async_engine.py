@@ -36,6 +36,7 @@ from asyncengine.options import (
     RequestOptions,
     VectorKeywords,
     WeightSource,
+    is_chat,
     rough_size,
     split_chat,
     text_size,
@@ -253,7 +254,8 @@ class AsyncEngine(EngineBase):
     ) -> list[TokenStream]:
         """`n` streams from one prefix, computed once: as `stream` of a prompt or `stream_chat` of a chat, each to be
         left by itself, at most `max_n`. A seed gives them what it gives the samples of `SamplingParams(n=...)`."""
-        return forked(self, prefix, n, params, options)
+        call: Any = self.stream_chat if is_chat(prefix) else self.stream
+        return [call(prefix, sample_params, **options) for sample_params in forked(params, n, self.core.config.max_n)]
 
     batch = batches.batch
 

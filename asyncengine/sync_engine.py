@@ -30,6 +30,7 @@ from asyncengine.options import (
     RequestOptions,
     VectorKeywords,
     WeightSource,
+    is_chat,
     split_chat,
 )
 from asyncengine.outputs import Classifications, Completion, Decision, Embeddings, Ranking
@@ -180,7 +181,8 @@ class Engine(EngineBase):
         self, prefix: Prompt | ChatMessages, n: int, params: SamplingParams | None = None, **options: Any
     ) -> list[SyncTokenStream]:
         """Go on from one prefix `n` times, as `AsyncEngine.fork`."""
-        return forked(self, prefix, n, params, options)
+        call: Any = self.stream_chat if is_chat(prefix) else self.stream
+        return [call(prefix, sample_params, **options) for sample_params in forked(params, n, self.core.config.max_n)]
 
     def batch(
         self, rows: Iterable[Mapping[str, Any]], *, in_flight: int | None = None

@@ -25,7 +25,7 @@ from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.images import ImageSpan, with_identity
 from asyncengine.info import ModelInfo
-from asyncengine.options import RequestOptions, is_chat
+from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import GREEDY_BELOW, READS_OUTPUT, SamplingParams, as_params
 from asyncengine.seams import AdapterStore, GrammarCompiler
@@ -428,14 +428,15 @@ def sample_seed(seed: int | None, index: int) -> int:
     return mixed & (2**64 - 1)
 
 
-def forked(engine: Any, prefix: Any, n: int, params: SamplingParams | None, options: dict[str, Any]) -> list[Any]:
-    """`n` streams of `engine`, sampled as `n` samples of one request would be. Raises `InvalidParameter`."""
-    params, count, limit = as_params(params), as_integer("n", n, 1), engine.core.config.max_n
+def forked(params: SamplingParams | None, n: int, limit: int) -> list[SamplingParams]:
+    """Parameters of `n` requests, at most `limit`, that are sampled as `n` samples of one would be. Raises
+    `InvalidParameter`."""
+    params, count = as_params(params), as_integer("n", n, 1)
     if count > limit:
         raise InvalidParameter("n", f"{count} exceeds the engine's max_n={limit}")
-    call = engine.stream_chat if is_chat(prefix) else engine.stream
-    seeds = (None if params.seed is None else sample_seed(params.seed, index) for index in range(count))
-    return [call(prefix, params.replace(seed=seed), **options) for seed in seeds]
+    if params.seed is None:
+        return [params] * count
+    return [params.replace(seed=sample_seed(params.seed, index)) for index in range(count)]
 
 
 def _plain_id(token: Any) -> Any:

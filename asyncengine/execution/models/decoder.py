@@ -201,7 +201,7 @@ class Decoder(CausalLM):
         self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None, streams: list[torch.Tensor] | None,
         kept: list[torch.Tensor] | Traces | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The same for these rows alone."""
+        """The same of exactly these rows: which of them a step needs is settled by `hidden_states`."""
         x, width = self.run_layers(*self.embedded(ids, step), step, rows, kept), self.config.width
         if self.plan.taps and streams is not None:
             streams.append(x[:, width:].contiguous())
